@@ -1,0 +1,28 @@
+# `make gsm8k_ppo` and `make test` set up .venv by themselves; a second call installs nothing.
+# Variables: PYTHON, VENV, TORCH_INDEX (see tools/install.sh) and ARGS, passed on to the command.
+VENV ?= .venv
+ARGS ?=
+PY := $(VENV)/bin/python
+export PYTHON VENV TORCH_INDEX
+
+.PHONY: gsm8k_ppo test test_slow lint env
+.DEFAULT_GOAL := test
+
+env:
+	@tools/install.sh
+
+gsm8k_ppo: env
+	$(PY) -m hybridrl.main +recipe=gsm8k_ppo $(ARGS)
+
+lint: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest tests -m "not slow" $(ARGS)
+
+# Longer than `make test` may take; can be interrupted and called again (tests/SLOW.md).
+test_slow: env
+	$(PY) tests/run_slow.py $(ARGS)

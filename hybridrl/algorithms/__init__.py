@@ -1,0 +1,1 @@
+"""Advantages, losses and KL estimators: pure functions on tensors [B, T]."""

@@ -1,0 +1,19 @@
+"""The one exception for what the user can fix."""
+
+
+class ConfigError(ValueError):
+    """What the user can fix before a run: every problem found, in one report.
+
+    Args:
+        problems: one text per problem, in the shape "key = value found, what was expected,
+            why it matters, what to type".
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        listed = "\n".join("- " + problem.replace("\n", "\n  ") for problem in self.problems)
+        return f"{count} problem{'s' if count != 1 else ''} in the config\n{listed}"

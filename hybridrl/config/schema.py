@@ -1,0 +1,295 @@
+"""The typed configuration. Defaults and comments stand in conf/*.yaml only; here are types.
+
+A role's worker class names its dataclass as `config_class`; a subclass of both may add keys.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+# OmegaConf takes enum members by their names, so names and values are the same words.
+class KLPlacement(StrEnum):
+    """Where the penalty against the reference acts."""
+
+    reward = "reward"
+    loss = "loss"
+
+
+class KLEstimator(StrEnum):
+    """Estimators of the KL divergence per token (algorithms/kl.py)."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLSchedule(StrEnum):
+    """How the KL coefficient changes over the run."""
+
+    fixed = "fixed"
+    adaptive = "adaptive"
+
+
+class LRSchedule(StrEnum):
+    """Course of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class TooLongPrompts(StrEnum):
+    """What a prompt longer than rollout.max_prompt_tokens gets."""
+
+    error = "error"
+    drop = "drop"
+
+
+class Accelerator(StrEnum):
+    """The device workers use."""
+
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class DType(StrEnum):
+    """Floating-point types by torch's names."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(kw_only=True)
+class RunSection:
+    """conf/config.yaml: run."""
+
+    name: str
+    dry: bool
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """conf/hardware: the device, and why it was chosen."""
+
+    accelerator: Accelerator
+    reason: str
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """conf/model."""
+
+    path: str
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """conf/data. Files are lists of paths or one path."""
+
+    name: str
+    train_files: Any
+    eval_files: Any
+    prompt_key: str
+    answer_key: str
+    num_eval_problems: int | None
+    system_prompt: str | None
+    too_long_prompts: TooLongPrompts
+    prompts_per_step: int
+
+
+@dataclass(kw_only=True)
+class FSDPConfig:
+    """conf/fsdp: the one sharding spec. dp_shard may be null before it is resolved."""
+
+    dp_shard: int | None
+    dp_replicate: int
+    reshard_after_forward: bool
+    param_dtype: DType
+    reduce_dtype: DType
+    activation_checkpointing: bool
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """conf/cluster. gpus_per_node may be null before it is resolved."""
+
+    nodes: int
+    gpus_per_node: int | None
+    start_timeout_s: float
+    call_timeout_s: float
+
+
+@dataclass(kw_only=True)
+class KLConfig:
+    """conf/algorithm: kl."""
+
+    placement: KLPlacement
+    estimator: KLEstimator
+    coef: float
+    schedule: KLSchedule
+    target: float
+    horizon: int
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """conf/algorithm."""
+
+    gamma: float
+    lam: float
+    whiten_advantages: bool
+    kl: KLConfig
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """conf/actor and conf/critic: optim."""
+
+    lr: float
+    betas: list[float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    schedule: LRSchedule
+    warmup_steps: int
+    min_lr_ratio: float
+
+
+@dataclass(kw_only=True)
+class RoleConfig:
+    """What every role has: its worker class and the shared model."""
+
+    worker: str
+    model: ModelConfig
+
+
+@dataclass(kw_only=True)
+class ActorConfig(RoleConfig):
+    """conf/actor."""
+
+    fsdp: FSDPConfig
+    kl: KLConfig
+    total_steps: int
+    temperature: float
+    mini_batch_size: int
+    epochs: int
+    max_tokens_per_gpu: int
+    clip_ratio: float
+    entropy_coef: float
+    log_prob_chunk_tokens: int
+    optim: OptimConfig
+
+
+@dataclass(kw_only=True)
+class CriticConfig(RoleConfig):
+    """conf/critic."""
+
+    fsdp: FSDPConfig
+    total_steps: int
+    seed: int
+    value_clip: float
+    optim: OptimConfig
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(RoleConfig):
+    """conf/ref."""
+
+    fsdp: FSDPConfig
+    temperature: float
+    log_prob_chunk_tokens: int
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(RoleConfig):
+    """conf/rollout."""
+
+    seed: int
+    tensor_parallel_size: int
+    responses_per_prompt: int
+    temperature: float
+    top_p: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    dtype: DType
+    gpu_memory_utilization: float
+    kv_cache_mb: int | None
+    max_num_seqs: int
+    enforce_eager: bool
+    reshard_bucket_mb: int
+    verify_reshard: bool
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """conf/reward."""
+
+    function: str
+    args: dict[str, Any]
+    timeout_s: float
+    num_processes: int | None
+    failed_score: float
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """conf/trainer."""
+
+    total_steps: int
+    critic_warmup_steps: int
+    max_log_prob_diff: float
+    samples_every_steps: int
+    save_rollouts_every_steps: int
+    save_final_model: bool
+
+
+@dataclass(kw_only=True)
+class RuleConfig:
+    """conf/eval: one more rule by which completions are judged."""
+
+    function: str
+    args: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """conf/eval."""
+
+    every_steps: int
+    greedy: bool
+    rules: dict[str, RuleConfig]
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """conf/tracking."""
+
+    tensorboard: bool
+    wandb_project: str | None
+    mlflow_uri: str | None
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
+
+    Role sections are instances of their workers' `config_class`, which may be a user's subclass.
+    """
+
+    seed: int
+    run: RunSection
+    hardware: HardwareConfig
+    model: ModelConfig
+    data: DataConfig
+    fsdp: FSDPConfig
+    cluster: ClusterConfig
+    algorithm: AlgorithmConfig
+    actor: Any
+    critic: Any
+    ref: Any
+    rollout: Any
+    reward: RewardConfig
+    trainer: TrainerConfig
+    eval: EvalConfig
+    tracking: TrackingConfig

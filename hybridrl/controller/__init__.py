@@ -1,0 +1,1 @@
+"""The driver's side: placement, rendezvous and worker groups. The only folder that imports ray."""

@@ -1,0 +1,1 @@
+"""Problems, prompts, the ragged batch and its schedule."""

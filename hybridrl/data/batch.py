@@ -1,0 +1,113 @@
+"""What flows through a training step: prompts to sample, then responses and all that is known of them.
+
+Shapes:  B = responses; token fields are ragged [B, T_b], T_b = tokens of response b
+Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from hybridrl.data.ragged import Ragged, concat
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts to be answered in one call.
+
+    Attributes:
+        prompts: ragged int64 [P, ...], token ids.
+        prompt_id: [P] int64, stable over the run; sampling seeds derive from it.
+        step: training step, or evaluation at that step; sampling seeds derive from it.
+        responses_per_prompt: samples of each prompt.
+        temperature: divides the logits; 0 decodes greedily.
+        top_p: nucleus of the distribution that is sampled; 1: all of it.
+    """
+
+    prompts: Ragged
+    prompt_id: Tensor
+    step: int
+    responses_per_prompt: int
+    temperature: float
+    top_p: float
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Responses and what each phase has added to them; a field is None until its phase ran.
+
+    Attributes:
+        prompts: ragged int64, the prompt of each response.
+        responses: ragged int64, sampled token ids, the end token included.
+        response_mask: ragged bool, true on tokens the policy sampled.
+        rollout_log_probs: ragged float32, log pi of each token as vLLM reported it.
+        group_id: [B] int64, responses of one prompt share it.
+        weight_version: [B] int64, the reshard whose weights sampled the response.
+        truncated: [B] bool, true where max_response_tokens cut the response off.
+        scores: ragged float32, reward before the KL penalty; an outcome stands on the last token.
+        old_log_probs: ragged float32, the actor's, before this step's updates.
+        ref_log_probs: ragged float32, the frozen reference's.
+        values: ragged float32, the critic's, before this step's updates.
+        rewards: ragged float32, per token, after the KL penalty.
+        advantages: ragged float32.
+        returns: ragged float32, the critic's targets.
+    """
+
+    prompts: Ragged
+    responses: Ragged
+    response_mask: Ragged
+    rollout_log_probs: Ragged
+    group_id: Tensor
+    weight_version: Tensor
+    truncated: Tensor
+    scores: Ragged | None = None
+    old_log_probs: Ragged | None = None
+    ref_log_probs: Ragged | None = None
+    values: Ragged | None = None
+    rewards: Ragged | None = None
+    advantages: Ragged | None = None
+    returns: Ragged | None = None
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """[B] int64: tokens of prompt and response together."""
+        return self.prompts.lengths + self.responses.lengths
+
+    def select(self, indices: Sequence[int]) -> "RolloutBatch":
+        """The responses `indices`, in that order, with every field they have."""
+        picked = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Ragged):
+                picked[field.name] = value.select(indices)
+            elif value is not None:
+                picked[field.name] = value[torch.as_tensor(indices, dtype=torch.int64)]
+        return RolloutBatch(**picked)
+
+    def adding(self, **new: Ragged) -> "RolloutBatch":
+        """This batch with fields filled in; each must have the responses' lengths.
+
+        Raises:
+            ValueError: a field's rows are not as long as the responses.
+        """
+        for name, value in new.items():
+            if not torch.equal(value.lengths, self.responses.lengths):
+                raise ValueError(f"{name} does not have one value per response token")
+        return replace(self, **new)
+
+    @classmethod
+    def concat(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """All parts' responses, in order; every part must have the same fields."""
+        joined = {}
+        for field in fields(cls):
+            values = [getattr(part, field.name) for part in parts]
+            if isinstance(values[0], Ragged):
+                joined[field.name] = concat(values)
+            elif values[0] is not None:
+                joined[field.name] = torch.cat(values)
+        return cls(**joined)

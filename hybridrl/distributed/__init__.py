@@ -1,0 +1,1 @@
+"""Meshes, sharded models, packed attention, log-probs and collectives."""

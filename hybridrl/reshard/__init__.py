@@ -1,0 +1,1 @@
+"""Moving FSDP shards into vLLM's tensor-parallel layout, in place: layout, plan, engine."""

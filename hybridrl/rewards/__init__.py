@@ -1,0 +1,1 @@
+"""Rewards: functions (prompt, response, example, **args) -> float, run outside the trainer."""

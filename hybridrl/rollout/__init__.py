@@ -1,0 +1,1 @@
+"""Generation. The only folder that imports vllm."""

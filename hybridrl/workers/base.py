@@ -1,0 +1,33 @@
+"""What all roles have in common."""
+
+from typing import Any, ClassVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.config.schema import RoleConfig
+
+
+class Worker:
+    """One role's part in one process. The controller calls methods marked `on_all_ranks`.
+
+    A role is extended by subclassing its worker and naming the subclass in config
+    (`actor.worker=my_package.MyActor`); `config_class` may be a subclass with more keys.
+
+    Args:
+        config: an instance of `config_class`.
+        mesh: the training mesh with axes dp_replicate and dp_shard, over all ranks.
+    """
+
+    config_class: ClassVar[type[RoleConfig]]
+
+    def __init__(self, config: Any, mesh: DeviceMesh) -> None:
+        self.config = config
+        self.mesh = mesh
+
+    @classmethod
+    def ranks_per_shard(cls, config: Any) -> int:
+        """Consecutive ranks that answer one data shard together; 1 unless a role says more."""
+        return 1
+
+    def connect(self, roles: dict[str, "Worker"]) -> None:
+        """See the process's other roles by name, once all are built; does nothing by default."""
