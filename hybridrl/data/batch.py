@@ -1,4 +1,4 @@
-"""What flows through a training step: prompts to sample, then responses and all that is known of them.
+"""What flows through a training step: prompts to sample, then responses and what is known of them.
 
 Shapes:  B = responses; token fields are ragged [B, T_b], T_b = tokens of response b
 Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from hybridrl.data.balance import balance
 from hybridrl.data.ragged import Ragged, concat
 
 
@@ -32,6 +33,30 @@ class PromptBatch:
     responses_per_prompt: int
     temperature: float
     top_p: float
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def shard(self, num_shards: int) -> list["PromptBatch"]:
+        """Each engine's prompts: equal counts (to one), prompt tokens balanced."""
+        return [
+            replace(self, prompts=self.prompts.select(part), prompt_id=self.prompt_id[part])
+            for part in self._deal(num_shards)
+        ]
+
+    def join(self, results: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """The engines' responses, those of each prompt together, in the order of `prompts`."""
+        dealt = [prompt for part in self._deal(len(results)) for prompt in part]
+        start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(dealt)}
+        order = [
+            start[prompt] + sample
+            for prompt in range(len(self))
+            for sample in range(self.responses_per_prompt)
+        ]
+        return RolloutBatch.concat(results).select(order)
+
+    def _deal(self, num_shards: int) -> list[list[int]]:
+        return balance(range(len(self)), self.prompts.lengths.tolist(), num_shards)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ deals each to the ranks. Every rank gets equally many responses and equally many
 each mini-batch (FSDP's collectives would hang otherwise); within that, tokens are balanced.
 """
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from hybridrl.data.balance import balance
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
@@ -131,23 +130,6 @@ def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=generator).tolist()
 
 
-def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Deal items to parts of equal count with nearly equal sums of `cost[item]`.
-
-    Longest first, each to the cheapest part that still has room (the greedy rule of Graham 1969
-    with a bound on counts; counts differ by at most one when they do not divide).
-    """
-    counts = [len(items) // num_parts + (p < len(items) % num_parts) for p in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap = [(0.0, part) for part in range(num_parts) if counts[part]]
-    for item in sorted(items, key=lambda i: (-cost[i], i)):
-        total, part = heapq.heappop(heap)
-        parts[part].append(item)
-        if len(parts[part]) < counts[part]:
-            heapq.heappush(heap, (total + cost[item], part))
-    return parts
-
-
 def _micro_batches(
     shares: list[list[int]], tokens: Sequence[int], max_tokens: int
 ) -> list[list[list[int]]]:
@@ -163,14 +145,3 @@ def _micro_batches(
         if fits or count == max(len(share) for share in shares):
             return cut
         count += 1
-
-
-def deal_prompts(lengths: Sequence[int], num_engines: int) -> list[list[int]]:
-    """Prompts of each engine: equal counts (to one), prompt tokens balanced."""
-    return balance(range(len(lengths)), lengths, num_engines)
-
-
-def invert(parts: Sequence[Sequence[Any]]) -> list[int]:
-    """Where each index 0..n-1 stands in the concatenation of `parts`."""
-    position = {index: k for k, index in enumerate(i for part in parts for i in part)}
-    return [position[i] for i in range(len(position))]
