@@ -1,0 +1,28 @@
+"""A source of weights: named tensors of which this rank holds a shard.
+
+Plain data, so that whoever plans a reshard need not know who trains the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """One tensor of a checkpoint, cut along dim 0 over the dp_shard axis.
+
+    The cut is `torch.chunk`'s (FSDP2's Shard(0)): shard s of n holds rows
+    [s * ceil(rows / n), (s + 1) * ceil(rows / n)), clipped to the tensor, perhaps none.
+
+    Attributes:
+        name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
+        shape: the whole tensor's.
+        local: this rank's rows as they are when called: contiguous, float32, without FSDP2's
+            padding; for a DTensor, its `to_local()`. A view of live storage, not a copy.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local: Callable[[], Tensor]
