@@ -1,0 +1,224 @@
+"""Word problems in GSM8K's format, generated from a seed: the embedded data set.
+
+A problem is one of the templates below with names, things and numbers drawn for it. The split
+needs no lists: a question belongs to the held-out side when its own hash says so, hence no
+question can be on both. Some held-out problems hold a number from a range that no training
+question has; their tag "range" is "unseen".
+"""
+
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from hybridrl.data.seeds import derive_seed
+
+NUM_TRAIN = 8192
+NUM_HELD_OUT = 320
+NUM_HELD_OUT_UNSEEN = 64
+
+# Slots a, b, c of a template take counts; p, q, r, s take factors and group sizes.
+COUNTS = range(2, 51)
+UNSEEN_COUNTS = range(51, 70)
+FACTORS = range(2, 10)
+
+NAMES = ("Tom", "Ann", "Sam", "Mia", "Leo", "Eva", "Max", "Zoe", "Ben", "Lily")
+THINGS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
+
+_OPERATORS: Mapping[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_COUNT_SLOTS = ("a", "b", "c")
+_FACTOR_SLOTS = ("p", "q", "r", "s")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem.
+
+    Attributes:
+        question: the text put to the model.
+        answer: the solution, one step a line, with `#### <number>` as the last line.
+        tags: "template" (its name), "steps" ("1" to "3"), "range" ("seen" or "unseen").
+    """
+
+    question: str
+    answer: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A question with slots and the steps that solve it; x and y are earlier results."""
+
+    question: str
+    steps: tuple[str, ...]
+
+    def slots(self, kind: tuple[str, ...]) -> list[str]:
+        """The slots of one kind that the question has."""
+        return [slot for slot in kind if f"{{{slot}}}" in self.question]
+
+
+TEMPLATES: Mapping[str, _Template] = {
+    "buy": _Template(
+        "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
+        ("a + b",),
+    ),
+    "give": _Template(
+        "{name} has {a} {things} and gives {b} to {friend}. How many {things} are left?",
+        ("a - b",),
+    ),
+    "boxes": _Template(
+        "{name} has {p} boxes with {q} {things} in each box. How many {things} are there?",
+        ("p * q",),
+    ),
+    "share": _Template(
+        "{name} shares {a} {things} equally among {p} friends. How many {things} does each get?",
+        ("a / p",),
+    ),
+    "earn": _Template(
+        "{name} earns {p} dollars a day. How many dollars does {name} earn in {q} days?",
+        ("p * q",),
+    ),
+    "find": _Template(
+        "{name} has {a} {things}, finds {b} and then buys {c}. "
+        "How many {things} does {name} have now?",
+        ("a + b", "x + c"),
+    ),
+    "lose": _Template(
+        "{name} fills {p} bags with {q} {things} each and loses {a}. How many {things} are left?",
+        ("p * q", "x - a"),
+    ),
+    "loose": _Template(
+        "{name} has {p} boxes with {q} {things} each and {a} loose {things}. "
+        "How many {things} are there?",
+        ("p * q", "x + a"),
+    ),
+    "together": _Template(
+        "{name} has {a} {things}. {friend} has {b} more than {name}. "
+        "How many {things} do they have together?",
+        ("a + b", "x + a"),
+    ),
+    "sell": _Template(
+        "{name} has {a} {things}, buys {b} more and sells {c}. How many {things} are left?",
+        ("a + b", "x - c"),
+    ),
+    "change": _Template(
+        "{name} has {a} dollars and buys {p} {things} for {q} dollars each. "
+        "How many dollars are left?",
+        ("p * q", "a - x"),
+    ),
+    "shop": _Template(
+        "A shop has {a} {things}. It sells {b} today and {c} the next day. "
+        "How many {things} are left?",
+        ("a - b", "x - c"),
+    ),
+    "split": _Template(
+        "{name} has {a} {things} and {friend} has {b}. They share them equally among {p} friends. "
+        "How many {things} does each get?",
+        ("a + b", "x / p"),
+    ),
+    "trade": _Template(
+        "{name} fills {p} bags with {q} {things} each, buys {a} more and sells {b}. "
+        "How many {things} are left?",
+        ("p * q", "x + a", "y - b"),
+    ),
+    "pair": _Template(
+        "{name} has {p} boxes with {q} {things} each. {friend} has {r} boxes with {s} {things} "
+        "each. How many {things} do they have together?",
+        ("p * q", "r * s", "x + y"),
+    ),
+    "spend": _Template(
+        "{name} earns {p} dollars a day for {q} days, spends {a} dollars and gives {b} dollars to "
+        "{friend}. How many dollars are left?",
+        ("p * q", "x - a", "y - b"),
+    ),
+}
+
+
+def train_problem(seed: int, index: int) -> Problem:
+    """Training problem `index` of the endless series drawn from `seed`."""
+    rng = random.Random(derive_seed(seed, "train_problem", index))
+    while True:
+        problem = _draw(rng, unseen=False)
+        if not is_held_out(problem.question):
+            return problem
+
+
+def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[Problem]:
+    """The first `count` distinct training problems of the series drawn from `seed`."""
+    distinct: dict[str, Problem] = {}
+    index = 0
+    while len(distinct) < count:
+        problem = train_problem(seed, index)
+        distinct.setdefault(problem.question, problem)
+        index += 1
+    return list(distinct.values())
+
+
+def held_out_problems() -> list[Problem]:
+    """The held-out problems, the same in every run; every fifth has an unseen number range."""
+    rng = random.Random(derive_seed("held_out_problems"))
+    distinct: dict[str, Problem] = {}
+    every = NUM_HELD_OUT // NUM_HELD_OUT_UNSEEN
+    while len(distinct) < NUM_HELD_OUT:
+        problem = _draw(rng, unseen=len(distinct) % every == every - 1)
+        if is_held_out(problem.question):
+            distinct.setdefault(problem.question, problem)
+    return list(distinct.values())
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the held-out side: one in ten does, by its hash."""
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 10 == 0
+
+
+def _draw(rng: random.Random, *, unseen: bool) -> Problem:
+    """A problem whose every step gives a whole number above 0."""
+    name = rng.choice([n for n, t in TEMPLATES.items() if not unseen or t.slots(_COUNT_SLOTS)])
+    template = TEMPLATES[name]
+    solved = None
+    while solved is None:
+        numbers = _draw_numbers(rng, template, unseen)
+        solved = _solve(template.steps, numbers)
+    person, friend = rng.sample(NAMES, 2)
+    words = {"name": person, "friend": friend, "things": rng.choice(THINGS)}
+    lines, result = solved
+    tags = {
+        "template": name,
+        "steps": str(len(template.steps)),
+        "range": "unseen" if unseen else "seen",
+    }
+    return Problem(
+        template.question.format(**words, **numbers), "\n".join([*lines, f"#### {result}"]), tags
+    )
+
+
+def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict[str, int]:
+    """A number for each slot; with `unseen`, one of the counts is from the unseen range."""
+    counts = template.slots(_COUNT_SLOTS)
+    numbers = {slot: rng.choice(COUNTS) for slot in counts}
+    numbers |= {slot: rng.choice(FACTORS) for slot in template.slots(_FACTOR_SLOTS)}
+    if unseen:
+        numbers[rng.choice(counts)] = rng.choice(UNSEEN_COUNTS)
+    return numbers
+
+
+def _solve(steps: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[list[str], int] | None:
+    """The lines of the solution and its result, or None where a step is not a count above 0."""
+    known = {slot: Fraction(number) for slot, number in numbers.items()}
+    lines = []
+    for step, result_slot in zip(steps, "xyz", strict=False):
+        left, sign, right = step.split()
+        result = _OPERATORS[sign](known[left], known[right])
+        if result < 1 or result.denominator != 1:
+            return None
+        lines.append(f"{known[left]} {sign} {known[right]} = {result}")
+        known[result_slot] = result
+    return lines, int(known[result_slot])
