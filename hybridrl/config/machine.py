@@ -1,0 +1,156 @@
+"""What a machine or cluster has, as plain data, looked up without importing torch."""
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU: its name and memory in bytes."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: what processes on it may use.
+
+    Attributes:
+        name: host name, or what the cluster calls it.
+        cores: CPU cores.
+        memory_bytes: RAM, or the container's limit where that is lower.
+        gpus: in the order of their indices.
+    """
+
+    name: str
+    cores: int
+    memory_bytes: int
+    gpus: tuple[GPU, ...] = ()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The nodes a run may use: one, or those of a Ray cluster."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def cores(self) -> int:
+        """Cores of all nodes."""
+        return sum(node.cores for node in self.nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """RAM of all nodes, in bytes."""
+        return sum(node.memory_bytes for node in self.nodes)
+
+    @property
+    def gpus(self) -> tuple[GPU, ...]:
+        """GPUs of all nodes, node by node."""
+        return tuple(gpu for node in self.nodes for gpu in node.gpus)
+
+    def describe(self) -> str:
+        """One line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
+        nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
+        names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
+        gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else "no NVIDIA GPU"
+        cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
+        return f"{nodes}{gpus}, {cores}, {self.memory_bytes / GIB:.0f} GiB RAM"
+
+
+def local_machine() -> Machine:
+    """This machine as one node."""
+    return Machine(
+        (Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(local_gpus())),)
+    )
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on: taskset and the like count, CPU shares do not."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """RAM in bytes, or the limit of this process's cgroup (v1 or v2) where that is lower."""
+    meminfo = (root / "proc/meminfo").read_text()
+    total = next(
+        int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")
+    )
+    return min([total, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Memory limits of this process's cgroup and of the groups around it."""
+    cgroups = root / "proc/self/cgroup"
+    lines = cgroups.read_text().splitlines() if cgroups.is_file() else []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's; then only the mounted root exists.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            text = (folder / name).read_text().strip() if (folder / name).is_file() else ""
+            # v2 writes "max", v1 a number near 2^63 where there is no limit.
+            limits += [int(text)] if text.isdigit() else []
+    return limits
+
+
+def local_gpus() -> list[GPU]:
+    """This machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if answer.returncode != 0:
+        return []
+    return visible_gpus(parse_nvidia_smi(answer.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:
+    """(UUID, GPU) pairs from lines 'UUID, name, MiB'; other lines are not GPUs we can plan for."""
+    found = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 3 and parts[-1].isdigit():
+            found.append((parts[0], GPU(", ".join(parts[1:-1]), int(parts[-1]) * 2**20)))
+    return found
+
+
+def visible_gpus(found: list[tuple[str, GPU]], visible: str | None) -> list[GPU]:
+    """Of (UUID, GPU) pairs those that CUDA_VISIBLE_DEVICES names, in its order.
+
+    Args:
+        found: in the order of their indices.
+        visible: indices or UUID prefixes, separated by commas; None: all. As in CUDA, the first
+            entry that names no GPU hides the rest.
+    """
+    if visible is None:
+        return [gpu for _, gpu in found]
+    chosen: list[GPU] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit() and int(entry) < len(found):
+            chosen.append(found[int(entry)][1])
+        elif entry and (named := [gpu for uuid, gpu in found if uuid.startswith(entry)]):
+            chosen.append(named[0])
+        else:
+            break
+    return chosen
