@@ -1,4 +1,4 @@
-"""schedule: every response once an epoch, equal counts on all ranks, budgets kept, order restored."""
+"""schedule: each response once an epoch, equal counts on ranks, budgets kept, order restored."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_order_depends_on_seed_step_and_epoch_alone():
 
 
 def test_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="8 responses.*mini-batches of 3"):
+    with pytest.raises(ValueError, match=r"8 responses.*mini-batches of 3"):
         scheduled([1] * 8, mini_batch_size=3)
 
 

@@ -1,0 +1,77 @@
+"""Runs the tests that are too long for `make test`, one at a time, and keeps what passed.
+
+Each test's outcome is written to tests/.slow/ as soon as it is known, so an interrupted run goes
+on where it was: what has passed on this commit is not run again. At the end, tests/SLOW.md gets
+the table of the last results. Arguments are passed on to pytest (e.g. `-k tiny`).
+"""
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STATE = ROOT / "tests" / ".slow" / "results.json"
+TABLE = ROOT / "tests" / "SLOW.md"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """The command's result, its output kept."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def slow_tests(extra: list[str]) -> list[str]:
+    """Ids of the tests marked slow."""
+    listed = run(
+        sys.executable, "-m", "pytest", "tests", "-m", "slow", "--collect-only", "-q", *extra
+    )
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    if not names:
+        sys.exit(listed.stdout + listed.stderr)
+    return names
+
+
+def main() -> int:
+    """Run what has not passed on this commit; return 0 if everything has."""
+    commit = run("git", "rev-parse", "--short", "HEAD").stdout.strip()
+    state = json.loads(STATE.read_text()) if STATE.exists() else {}
+    if state.get("commit") != commit:
+        state = {"commit": commit, "results": {}}
+    names = slow_tests(sys.argv[1:])
+    for name in names:
+        if state["results"].get(name, {}).get("outcome") == "passed":
+            print(f"passed before  {name}")
+            continue
+        start = time.monotonic()
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-rs", "--timeout", "3600", name], cwd=ROOT
+        )
+        outcome = "passed" if result.returncode == 0 else "failed"
+        seconds = round(time.monotonic() - start)
+        state["results"][name] = {"outcome": outcome, "seconds": seconds}
+        STATE.parent.mkdir(exist_ok=True)
+        STATE.write_text(json.dumps(state, indent=1))
+        print(f"{outcome}  {seconds} s  {name}", flush=True)
+    write_table(state)
+    return int(any(state["results"][name]["outcome"] != "passed" for name in names))
+
+
+def write_table(state: dict) -> None:
+    """tests/SLOW.md: the last results, with commit, date and machine."""
+    rows = [
+        f"| `{name}` | {row['outcome']} | {row['seconds']} |"
+        for name, row in sorted(state["results"].items())
+    ]
+    TABLE.write_text(
+        "# Last run of `make test_slow`\n\n"
+        f"Commit {state['commit']}, {datetime.date.today()}, {platform.machine()}, "
+        f"Python {platform.python_version()}.\n\n"
+        "| test | result | seconds |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
