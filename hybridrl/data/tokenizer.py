@@ -1,0 +1,117 @@
+"""A model's tokenizer and chat template."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.files import Message
+from hybridrl.models.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# What AutoTokenizer makes of these is this one class; asking it costs seconds of imports.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+# A tokenizer has its vocabulary in one of these.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model.
+
+    Raises:
+        ConfigError: there is no such model, or its folder has no usable tokenizer.
+    """
+    folder = resolve_model(model_path)
+    try:
+        _check_files(folder)
+        if _tokenizer_class(folder) in _PLAIN_CLASSES:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"model.path = {model_path}: its tokenizer cannot be loaded from {folder} "
+            f"({reason[0] if reason else type(error).__name__}).\n"
+            "The folder needs tokenizer.json and tokenizer_config.json; copy those of the model."
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """See what transformers would not: it makes an empty tokenizer of a folder without files.
+
+    Raises:
+        OSError: no vocabulary, or tokenizer.json is torn.
+    """
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise OSError(f"there is none of {', '.join(_VOCABULARIES)}")
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or "model" not in content:
+            raise OSError("tokenizer.json is not a tokenizer's")
+
+
+def _tokenizer_class(folder: Path) -> str | None:
+    """What tokenizer_config.json names, if AutoTokenizer would go by it alone."""
+    path = folder / "tokenizer_config.json"
+    if not (path.is_file() and (folder / "tokenizer.json").is_file()):
+        return None
+    # Absent in folders whose class follows from config.json's model type.
+    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+
+
+class Renderer:
+    """Chat messages -> prompt text -> token ids, as the model was trained to read them.
+
+    Without a chat template the messages' texts stand one below the other, and the tokenizer's own
+    special tokens are put around them.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self.has_template = bool(tokenizer.chat_template)
+        if not self.has_template:
+            log.warning("the tokenizer has no chat template: prompts are plain text")
+
+    def render(self, messages: list[Message]) -> str:
+        """The prompt, up to where the assistant's answer begins.
+
+        Raises:
+            jinja2.TemplateError: the template refuses these messages.
+        """
+        if not self.has_template:
+            return "\n\n".join(message["content"] for message in messages) + "\n"
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many rendered prompts."""
+        if not texts:
+            return []
+        encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
+        return encoded["input_ids"]
+
+
+def decoder(
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Callable[[Sequence[list[int]]], list[str]]:
+    """A function from token ids of many responses to their texts, special tokens left out."""
+
+    def decode(rows: Sequence[list[int]]) -> list[str]:
+        return tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+
+    return decode

@@ -1,0 +1,250 @@
+"""Problem files: columns by name, verl's schema as it is, every fault named with its line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import DataConfig, TooLongPrompts
+from hybridrl.data.files import Columns, read_problems
+from hybridrl.data.hub import Split, files_by_split
+from hybridrl.data.problem_sets import load_problem_sets
+
+COLUMNS = Columns("question", "answer")
+CONFIG = DataConfig(
+    name="embedded",
+    train_files=None,
+    eval_files=None,
+    prompt_key="question",
+    answer_key="answer",
+    num_eval_problems=None,
+    system_prompt=None,
+    too_long_prompts=TooLongPrompts.error,
+    prompts_per_step=4,
+)
+
+
+def jsonl(path: Path, rows: list) -> Path:
+    """Rows as JSON lines; texts are written as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def rows(count: int) -> list[dict]:
+    return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(count)]
+
+
+def faults_of(config: DataConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_problem_sets(config)
+    return str(caught.value)
+
+
+def test_jsonl_rows_become_problems_with_the_whole_row(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": 2, "level": "easy"}, ""])
+    problems, faults = read_problems("data.train_files", [path], COLUMNS)
+    assert faults == []
+    assert len(problems) == 1
+    assert (problems[0].question, problems[0].answer) == ("1+1?", "2")
+    assert problems[0].example == {"question": "1+1?", "answer": "2", "level": "easy"}
+    assert problems[0].where == f"{path}:1"
+
+
+def test_verl_parquet_is_read_as_it_is(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    table = pa.Table.from_pylist(
+        [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": messages,
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+                "extra_info": {"index": 0, "split": "train"},
+            }
+        ]
+    )
+    pq.write_table(table, tmp_path / "train.parquet")
+    columns = Columns("prompt", "reward_model.ground_truth")
+    problems, faults = read_problems("data.train_files", [tmp_path / "train.parquet"], columns)
+    assert faults == []
+    assert problems[0].prompt == messages
+    assert problems[0].question == "1+1?"
+    assert problems[0].answer == "2"
+    assert problems[0].example["extra_info"] == {"index": 0, "split": "train"}
+
+
+def test_a_column_name_with_a_dot_in_it_counts_before_a_struct(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "q", "a.b": "flat", "a": {"b": "deep"}}])
+    problems, _ = read_problems("data.train_files", [path], Columns("question", "a.b"))
+    assert problems[0].answer == "flat"
+
+
+def test_bad_lines_are_named_first_few_and_count(tmp_path):
+    path = jsonl(
+        tmp_path / "bad.jsonl",
+        [
+            {"question": "q", "answer": "1"},
+            '{"question": "q" "answer": "2"}',
+            "[1, 2]",
+            {"question": "", "answer": "3"},
+            {"question": "q", "answer": None},
+            {"answer": "5"},
+        ],
+    )
+    problems, faults = read_problems("data.train_files", [path], COLUMNS)
+    assert len(faults) == 1
+    assert "5 rows cannot be used" in faults[0]
+    assert f"{path}:2: not JSON: Expecting ',' delimiter (column 18)" in faults[0]
+    assert f"{path}:3: expected a JSON object, found a list" in faults[0]
+    assert "... and 2 more" in faults[0]
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "", "answer": "3"}, "`question` is empty"),
+        ({"question": 7, "answer": "3"}, "`question` is a number"),
+        ({"question": [{"role": "user"}], "answer": "3"}, "not of messages"),
+        ({"question": "q", "answer": None}, "`answer` is null"),
+        ({"question": "q", "answer": True}, "`answer` is true or false"),
+        ({"question": "q"}, "there is no `answer`"),
+    ],
+)
+def test_unusable_row_says_what_is_wrong(tmp_path, row, says):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}, row])
+    _, faults = read_problems("data.train_files", [path], COLUMNS)
+    assert f"{path}:2: " in faults[0]
+    assert says in faults[0]
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "1"}\n{"question": "caf\xe9", "answer": "1"}\n')
+    _, faults = read_problems("data.train_files", [path], COLUMNS)
+    assert f"{path}:2: not UTF-8 text" in faults[0]
+
+
+def test_missing_column_names_the_columns_there_are(tmp_path):
+    table = pa.Table.from_pylist([{"problem": "q", "meta": {"solution": "1", "id": 3}}])
+    pq.write_table(table, tmp_path / "a.parquet")
+    _, faults = read_problems("data.train_files", [tmp_path / "a.parquet"], COLUMNS)
+    assert len(faults) == 2
+    assert "data.prompt_key = question" in faults[0]
+    assert "data.answer_key = answer" in faults[1]
+    assert all("problem, meta.solution, meta.id" in fault for fault in faults)
+
+
+def test_missing_files_folders_and_unknown_kinds_come_in_one_report(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
+    files = [tmp_path / "none.jsonl", tmp_path, tmp_path / "a.csv", tmp_path / "torn.parquet"]
+    report = faults_of(replace(CONFIG, train_files=list(map(str, files))))
+    assert report.startswith("4 problems")
+    for says in ["no such file", "is a folder", "ends in .jsonl or .parquet", "not a readable"]:
+        assert says in report
+
+
+def test_empty_data_set_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    report = faults_of(replace(CONFIG, train_files=str(tmp_path / "empty.jsonl")))
+    assert "there are no problems in it" in report
+
+
+def test_faults_of_training_and_held_out_files_come_together(tmp_path):
+    report = faults_of(
+        replace(CONFIG, train_files=str(tmp_path / "a.jsonl"), eval_files=str(tmp_path / "b.jsonl"))
+    )
+    assert "data.train_files" in report
+    assert "data.eval_files" in report
+
+
+def test_last_training_problems_are_held_out_where_there_are_no_others(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", rows(40))
+    sets = load_problem_sets(replace(CONFIG, train_files=str(path), num_eval_problems=10))
+    assert [p.answer for p in sets.held_out] == [f"#### {i + 1}" for i in range(30, 40)]
+    assert len(sets.train) == 30
+    assert "last 10 problems" in sets.notes[0]
+
+
+def test_a_tenth_is_held_out_where_no_number_is_given(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", rows(40))
+    sets = load_problem_sets(replace(CONFIG, train_files=[str(path)]))
+    assert (len(sets.train), len(sets.held_out)) == (36, 4)
+
+
+def test_holding_out_too_many_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", rows(40))
+    report = faults_of(replace(CONFIG, train_files=str(path), num_eval_problems=37))
+    assert "leaves 3 to train on" in report
+    assert "data.prompts_per_step = 4" in report
+
+
+def test_eval_files_are_used_whole_or_sampled(tmp_path):
+    train, held_out = jsonl(tmp_path / "a.jsonl", rows(8)), jsonl(tmp_path / "b.jsonl", rows(20))
+    config = replace(CONFIG, train_files=str(train), eval_files=str(held_out))
+    assert len(load_problem_sets(config).held_out) == 20
+    some = load_problem_sets(replace(config, num_eval_problems=5)).held_out
+    assert len({problem.where for problem in some}) == 5
+    assert some == load_problem_sets(replace(config, num_eval_problems=5)).held_out
+
+
+def test_fewer_problems_than_a_step_needs_are_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", rows(3))
+    report = faults_of(replace(CONFIG, train_files=str(path), eval_files=str(path)))
+    assert "data.prompts_per_step = 4" in report
+    assert "3 training problems" in report
+
+
+def test_embedded_problems_keep_their_tags_and_are_disjoint():
+    sets = load_problem_sets(CONFIG)
+    assert {problem.tags["range"] for problem in sets.held_out} == {"seen", "unseen"}
+    assert len(sets.held_out) >= 300
+    assert not {p.question for p in sets.train} & {p.question for p in sets.held_out}
+
+
+def test_unreachable_hub_names_three_ways_out_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    report = faults_of(replace(CONFIG, name="openai/gsm8k"))
+    assert report.startswith("1 problem")
+    for way in ["data.train_files=", "HF_HOME=", "data=embedded"]:
+        assert way in report
+
+
+def test_cached_hub_data_set_is_read_without_a_connection(tmp_path, monkeypatch):
+    """The folders are as huggingface_hub lays out its cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "datasets--openai--gsm8k"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    for folder in ("main", "socratic"):
+        files = repository / "snapshots" / "c0ffee" / folder
+        files.mkdir(parents=True)
+        for split, count in (("train", 9), ("test", 6)):
+            table = pa.Table.from_pylist(
+                [row | {"answer": f"{folder} #### 1"} for row in rows(count)]
+            )
+            pq.write_table(table, files / f"{split}-00000-of-00001.parquet")
+    sets = load_problem_sets(replace(CONFIG, name="openai/gsm8k"))
+    assert (len(sets.train), len(sets.held_out)) == (9, 6)
+    assert sets.train[0].answer == "main #### 1"
+    socratic = load_problem_sets(replace(CONFIG, name="openai/gsm8k/socratic"))
+    assert socratic.train[0].answer == "socratic #### 1"
+
+
+def test_hub_files_in_several_folders_must_be_named(tmp_path):
+    for folder in ("easy", "hard"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train-0.parquet").touch()
+        (tmp_path / folder / "validation-0.parquet").touch()
+    _, faults = files_by_split("me/sums", tmp_path, "")
+    assert "easy, hard" in faults[0]
+    splits, faults = files_by_split("me/sums/hard", tmp_path, "hard")
+    assert faults == []
+    assert splits[Split.held_out] == [tmp_path / "hard" / "validation-0.parquet"]

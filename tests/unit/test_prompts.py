@@ -1,0 +1,179 @@
+"""Prompts: chat template, lengths, and an order that depends on seed and step alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import DataConfig, TooLongPrompts
+from hybridrl.data.prompts import Prompt, PromptSource, data_problems, load_prompts
+from hybridrl.data.tokenizer import decoder, load_tokenizer
+from tests.tokenizers import model_folder
+
+QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    """Twelve problems, each two words longer than the one before; the last two are held out."""
+    path = tmp_path / "sums.jsonl"
+    rows = [{"question": text, "answer": f"#### {i + 1}"} for i, text in enumerate(QUESTIONS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(
+        name="embedded",
+        train_files=str(path),
+        eval_files=None,
+        prompt_key="question",
+        answer_key="answer",
+        num_eval_problems=2,
+        system_prompt=None,
+        too_long_prompts=TooLongPrompts.error,
+        prompts_per_step=4,
+    )
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    return str(model_folder(tmp_path / "model", [*QUESTIONS, "Be brief."]))
+
+
+def numbered(count: int) -> list[Prompt]:
+    return [Prompt(index, [index], "", "", {}, {}) for index in range(count)]
+
+
+def ids(source: PromptSource, steps: range) -> list[int]:
+    return [prompt.prompt_id for step in steps for prompt in source.batch(step)]
+
+
+def test_prompts_are_rendered_by_the_chat_template(config, model):
+    sets = load_prompts(replace(config, system_prompt="Be brief."), model, 100)
+    first = sets.train[0]
+    assert first.text == "<|system|>Be brief.<|user|>What is 1 ?<|assistant|>"
+    assert first.question == "What is 1 ?"
+    assert first.example["answer"] == "#### 1"
+    tokenizer = load_tokenizer(model)
+    assert tokenizer.decode(first.token_ids, skip_special_tokens=False) == first.text
+    assert tokenizer.unk_token_id not in first.token_ids
+    # system + 2 words + user + 4 words + assistant
+    assert len(first.token_ids) == 9
+
+
+def test_ids_are_stable_and_held_out_prompts_have_their_own(config, model):
+    sets = load_prompts(config, model, 100)
+    assert [prompt.prompt_id for prompt in sets.train] == list(range(10))
+    assert [prompt.prompt_id for prompt in sets.held_out] == [10, 11]
+    dropped = load_prompts(replace(config, too_long_prompts=TooLongPrompts.drop), model, 27)
+    assert [p.prompt_id for p in dropped.held_out] == [10]
+
+
+def test_tokenizer_without_template_gets_plain_text(config, tmp_path, caplog):
+    folder = model_folder(tmp_path / "plain", QUESTIONS, template=None)
+    sets = load_prompts(config, str(folder), 100)
+    assert sets.train[0].text == "What is 1 ?\n"
+    assert "no chat template" in caplog.text
+
+
+def test_chat_messages_are_taken_as_they_are(config, model, tmp_path):
+    messages = [
+        {"role": "user", "content": "What is 1 ?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Be brief."},
+    ]
+    path = Path(config.train_files)
+    path.write_text((json.dumps({"question": messages, "answer": 1}) + "\n") * 12)
+    sets = load_prompts(config, model, 100)
+    expected = "<|user|>What is 1 ?<|assistant|>1<|user|>Be brief.<|assistant|>"
+    assert sets.train[0].text == expected
+    assert sets.train[0].question == "Be brief."
+    problems = data_problems(replace(config, system_prompt="x"), model, 100)
+    assert len(problems) == 1
+    assert "data.system_prompt = 'x' has no effect" in problems[0]
+
+
+def test_what_the_template_refuses_is_named_with_its_line(config, model):
+    lines = Path(config.train_files).read_text().splitlines()
+    lines[2] = json.dumps({"question": [{"role": "tool", "content": "x"}], "answer": "1"})
+    Path(config.train_files).write_text("\n".join(lines))
+    problems = data_problems(config, model, 100)
+    assert len(problems) == 1
+    assert f"{config.train_files}:3: unknown role tool" in problems[0]
+
+
+def test_too_long_prompts_are_an_error_with_line_length_and_limit(config, model):
+    # Question i has 4 + 2 i words, the template adds 2 tokens; of the training problems 0 to 9
+    # those from 7 on (20 tokens) exceed 19, and both held-out ones (26 and 28) do.
+    problems = data_problems(config, model, 19)
+    assert len(problems) == 2
+    assert "rollout.max_prompt_tokens = 19" in problems[0]
+    assert "3 of 10 prompts" in problems[0]
+    assert f"{config.train_files}:8: 20 tokens" in problems[0]
+    assert "rollout.max_prompt_tokens=24" in problems[0]
+    assert "rollout.max_prompt_tokens=28" in problems[1]
+    assert data_problems(config, model, 28) == []
+
+
+def test_too_long_prompts_can_be_dropped_and_are_counted(config, model):
+    sets = load_prompts(replace(config, too_long_prompts=TooLongPrompts.drop), model, 26)
+    assert (len(sets.train), len(sets.held_out), sets.num_dropped) == (10, 1, 1)
+    assert "1 prompts longer than 26 tokens" in sets.notes[-1]
+
+
+def test_dropping_nearly_all_is_an_error(config, model):
+    problems = data_problems(replace(config, too_long_prompts=TooLongPrompts.drop), model, 8)
+    assert len(problems) == 2
+    assert "leaves 2 training prompts" in problems[0]
+    assert "no held-out prompt" in problems[1]
+
+
+def test_missing_model_and_missing_file_are_problems_not_crashes(config, tmp_path):
+    assert "no such file" in data_problems(replace(config, train_files="none.jsonl"), "x", 9)[0]
+    problems = data_problems(config, str(tmp_path / "no_model"), 9)
+    assert len(problems) == 1
+    assert "model.path" in problems[0]
+
+
+@pytest.mark.parametrize("content", [None, '{"version": "1.0"}', '{"model": '])
+def test_folder_without_a_whole_tokenizer_is_a_config_error(tmp_path, content):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_decoding_leaves_special_tokens_out(model):
+    tokenizer = load_tokenizer(model)
+    row = tokenizer("What is 1 ?<|end|>")["input_ids"]
+    assert decoder(tokenizer)([row, []]) == ["What is 1 ?", ""]
+
+
+def test_each_epoch_holds_every_prompt_once():
+    source = PromptSource(numbered(12), 4, seed=1)
+    first, second = ids(source, range(1, 4)), ids(source, range(4, 7))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+def test_no_step_holds_a_prompt_twice_where_epochs_meet():
+    for seed in range(5):
+        source = PromptSource(numbered(7), 5, seed=seed)
+        drawn = [ids(source, range(step, step + 1)) for step in range(1, 30)]
+        assert all(len(set(step)) == 5 for step in drawn)
+        flat = [index for step in drawn for index in step]
+        assert all(sorted(flat[k : k + 7]) == list(range(7)) for k in range(0, 140, 7))
+
+
+def test_order_depends_on_seed_and_step_alone():
+    forward, backward = PromptSource(numbered(7), 3, seed=1), PromptSource(numbered(7), 3, seed=1)
+    steps = list(range(1, 12))
+    late_first = {step: ids(backward, range(step, step + 1)) for step in reversed(steps)}
+    assert all(ids(forward, range(step, step + 1)) == late_first[step] for step in steps)
+    other = PromptSource(numbered(7), 3, seed=2)
+    assert ids(other, range(1, 12)) != ids(forward, range(1, 12))
+
+
+def test_source_refuses_more_prompts_a_step_than_there_are():
+    with pytest.raises(ValueError, match="5 of 4"):
+        PromptSource(numbered(4), 5, seed=1)
