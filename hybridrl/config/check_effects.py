@@ -1,0 +1,80 @@
+"""Keys that somebody set although, as the run stands, nothing would read them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hybridrl.config.given import Given, Source
+from hybridrl.config.schema import Accelerator, KLSchedule, LRSchedule, RunConfig
+
+
+class Idle(NamedTuple):
+    """Keys without effect, and the setting that leaves them so.
+
+    Attributes:
+        keys: leaves or sections.
+        cause: the key that decides.
+        text: the cause and its value, for readers.
+        remedy: what to type to give the keys an effect.
+    """
+
+    keys: tuple[str, ...]
+    cause: str
+    text: str
+    remedy: str
+
+
+def effect_problems(config: RunConfig, given: Given) -> Iterator[str]:
+    """The keys set by hand that have no effect.
+
+    A recipe's keys are let pass when the command line took their effect away: switching a part of
+    a recipe off needs no other change.
+    """
+    for idle in _idle(config):
+        for key in sorted({found for prefix in idle.keys for found in given.under(prefix)}):
+            source = given.source(key)
+            if source >= Source.recipe and source >= given.source(idle.cause):
+                yield (
+                    f"{key} is set but has no effect with {idle.text}.\n"
+                    f"Remove {key}, or {idle.remedy}."
+                )
+
+
+def _idle(config: RunConfig) -> Iterator[Idle]:
+    kl = config.algorithm.kl
+    if kl.coef == 0:
+        others = ("placement", "estimator", "schedule", "target", "horizon")
+        yield Idle(
+            ("ref", *(f"algorithm.kl.{name}" for name in others)),
+            "algorithm.kl.coef",
+            "algorithm.kl.coef = 0, which leaves the reference out",
+            "set algorithm.kl.coef above 0",
+        )
+    elif kl.schedule is KLSchedule.fixed:
+        yield Idle(
+            ("algorithm.kl.target", "algorithm.kl.horizon"),
+            "algorithm.kl.schedule",
+            "algorithm.kl.schedule = fixed",
+            "set algorithm.kl.schedule=adaptive",
+        )
+    for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+        if optim.schedule is LRSchedule.constant:
+            yield Idle(
+                (f"{role}.optim.min_lr_ratio",),
+                f"{role}.optim.schedule",
+                f"{role}.optim.schedule = constant",
+                f"set {role}.optim.schedule=cosine or linear",
+            )
+    if config.hardware.accelerator is Accelerator.cpu:
+        yield Idle(
+            ("rollout.gpu_memory_utilization",),
+            "hardware",
+            "hardware = cpu",
+            "set rollout.kv_cache_mb, the KV cache's size",
+        )
+    if config.data.train_files is not None:
+        yield Idle(
+            ("data.name",),
+            "data.train_files",
+            "data.train_files given",
+            "remove data.train_files",
+        )

@@ -1,0 +1,120 @@
+"""Checks against what is there: the machine, files on disk, installed packages."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.machine import Machine
+from hybridrl.config.schema import Accelerator, RunConfig
+
+SLOTS_PER_CORE = 4
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether there are as many nodes as asked for."""
+    nodes = config.cluster.nodes
+    if nodes > len(machine.nodes):
+        there = f"{len(machine.nodes)} node{'s' if len(machine.nodes) != 1 else ''}"
+        yield (
+            f"cluster.nodes = {nodes}, but there is {there} ({machine.describe()}).\n"
+            f"Set cluster.nodes={len(machine.nodes)}, or start Ray on all nodes and set "
+            f"RAY_ADDRESS."
+        )
+
+
+def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether each node has as many GPUs, or cores for as many CPU slots, as asked for."""
+    wanted = config.cluster.gpus_per_node
+    assert wanted is not None
+    if config.hardware.accelerator is Accelerator.gpu:
+        there = gpus_on_each(machine, config.cluster.nodes)
+        if machine.gpus and wanted > there:
+            yield (
+                f"cluster.gpus_per_node = {wanted}, but there are {there} GPUs on each node "
+                f"({machine.describe()}).\n"
+                f"Set cluster.gpus_per_node={there} or less."
+            )
+        return
+    cores = min(node.cores for node in machine.nodes)
+    if wanted > SLOTS_PER_CORE * cores:
+        yield (
+            f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "
+            f"{SLOTS_PER_CORE * cores}: {SLOTS_PER_CORE} for each of a node's {cores} cores; "
+            f"more only wait for each other.\n"
+            f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
+        )
+
+
+def gpus_on_each(machine: Machine, nodes: int) -> int:
+    """GPUs that each of the `nodes` best equipped nodes has."""
+    counts = sorted((len(node.gpus) for node in machine.nodes), reverse=True)
+    return min(counts[:nodes])
+
+
+def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether hardware=gpu finds a GPU; a dry run may plan for another machine."""
+    if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
+        return
+    if not config.run.dry:
+        yield (
+            f"hardware = gpu, but this machine has no NVIDIA GPU ({machine.describe()}; "
+            f"CUDA_VISIBLE_DEVICES hides GPUs, too).\n"
+            f"Set hardware=cpu, or add run.dry=true to plan for another machine."
+        )
+
+
+def gpu_count_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """A dry run for GPUs that are not here must say how many they are."""
+    unknown = config.cluster.gpus_per_node is None
+    if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
+        yield (
+            "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
+            "Set cluster.gpus_per_node to the number of the machine you plan for."
+        )
+
+
+def kv_cache_problems(config: RunConfig) -> Iterator[str]:
+    """Without a GPU vLLM must be told the size of its KV cache."""
+    if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
+        yield (
+            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU there is no memory "
+            "that gpu_memory_utilization could leave.\n"
+            "Set rollout.kv_cache_mb=64 or more."
+        )
+
+
+def file_problems(key: str, value: Any) -> Iterator[str]:
+    """The files of data.train_files or data.eval_files that cannot be read.
+
+    Args:
+        key: the config key.
+        value: a path, a list of paths or None.
+    """
+    if value is None:
+        return
+    paths = value if isinstance(value, list) else [value]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        yield f"{key} = {value}, expected a path or a list of paths such as [a.jsonl,b.jsonl]."
+        return
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield f"{key} = {path} is a folder. Name the .jsonl or .parquet files in it."
+        elif not path.is_file():
+            yield f"{key} = {path}: there is no such file (seen from {Path.cwd()})."
+        elif path.suffix not in DATA_SUFFIXES:
+            yield f"{key} = {path}: expected a file that ends in .jsonl or .parquet."
+
+
+def package_problems(config: RunConfig) -> Iterator[str]:
+    """Trackers asked for whose packages are not installed."""
+    for key, value, package in (
+        ("tracking.wandb_project", config.tracking.wandb_project, "wandb"),
+        ("tracking.mlflow_uri", config.tracking.mlflow_uri, "mlflow"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            yield (
+                f"{key} = {value} needs the package {package}, which is not installed.\n"
+                f"Run pip install {package}, or set {key}=null."
+            )

@@ -1,0 +1,43 @@
+"""Dotted keys: listing them, and guessing which one was meant."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Every leaf of nested mappings by its dotted key; an empty mapping is a leaf."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
+
+
+def similar_keys(key: str, known: Collection[str]) -> list[str]:
+    """Up to three of the known keys that `key` may have been meant to be, likeliest first."""
+    parent, _, name = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
+    near += difflib.get_close_matches(key, known, n=2, cutoff=0.8)
+    near += sorted(k for k in known if k.rpartition(".")[2] == name)
+    return list(dict.fromkeys(near))[:3]
+
+
+def did_you_mean(key: str, known: Collection[str]) -> str:
+    """A question naming the keys that may have been meant, or where to find them all."""
+    near = similar_keys(key, known)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return "List every key with --cfg job."
+
+
+def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[str]:
+    """The problem of a key that no part of the program reads; of a section, one per leaf."""
+    return [
+        f"{leaf} = {found}: unknown key, nothing reads it. {did_you_mean(leaf, known)}"
+        for leaf, found in leaves({key: value}).items()
+    ]

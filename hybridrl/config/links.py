@@ -1,0 +1,58 @@
+"""The shared nodes: a role follows them by a link, and may not have a copy of its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+# role -> its shared nodes -> the node that each must link
+LINKS: dict[str, dict[str, str]] = {
+    "actor": {"model": "model", "fsdp": "fsdp", "kl": "algorithm.kl"},
+    "critic": {"model": "model", "fsdp": "fsdp"},
+    "ref": {"model": "model", "fsdp": "fsdp"},
+    "rollout": {"model": "model"},
+}
+REASONS = {
+    "model": "every role must start from the same weights",
+    "fsdp": "actor, critic and ref must shard alike, or the reshard plan is wrong",
+    "kl": "the penalty in the reward and in the loss must be the same",
+}
+
+
+def link_problems(cfg: DictConfig) -> Iterator[str]:
+    """The roles that do not follow a shared node, seen on the unresolved config.
+
+    A role follows the shared spec through `fsdp: ${fsdp}`. A recipe that sets a key below it, or a
+    `++role.fsdp.key=` override, replaces that link by a copy, and later changes to `fsdp` stop
+    reaching the role; hence even an equal copy is a problem.
+    """
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(raw, dict)
+    for role, links in LINKS.items():
+        section = raw.get(role)
+        if not isinstance(section, dict):
+            continue
+        for name, target in links.items():
+            found = section.get(name)
+            if found is not None and found != f"${{{target}}}":
+                yield _problem(cfg, role, name, target, found)
+
+
+def _problem(cfg: DictConfig, role: str, name: str, target: str, found: Any) -> str:
+    key = f"{role}.{name}"
+    if isinstance(found, str):
+        return (
+            f"{key} = {found}, expected the link ${{{target}}}.\n"
+            f"{REASONS[name].capitalize()}.\n"
+            f"Remove {key} from the recipe or command line and set {target}.* instead."
+        )
+    shared = OmegaConf.select(cfg, target, throw_on_resolution_failure=False)
+    values = OmegaConf.to_container(shared) if isinstance(shared, DictConfig) else {}
+    assert isinstance(values, dict)
+    own = found if isinstance(found, dict) else {}
+    differing = [f"{k}={own[k]} (shared: {values.get(k)})" for k in own if own[k] != values.get(k)]
+    return (
+        f"{key} is a copy of the shared {target}: {', '.join(differing) or 'same values'}.\n"
+        f"{REASONS[name].capitalize()}.\n"
+        f"Remove {key}.* from the recipe or command line and set {target}.* instead."
+    )

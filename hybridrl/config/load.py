@@ -1,0 +1,221 @@
+"""From the composed config to a typed, resolved RunConfig, or to every problem it has."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from hybridrl.config import schema
+from hybridrl.config.check_resources import gpu_count_problems, gpus_on_each
+from hybridrl.config.check_sizes import mesh_problems, world_size
+from hybridrl.config.classes import BUILT_IN, worker_config_class
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.given import Given
+from hybridrl.config.keys import leaves, nothing_reads
+from hybridrl.config.links import LINKS, link_problems
+from hybridrl.config.machine import Machine
+from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.ranges import RANGES, range_problems
+from hybridrl.config.report import Report
+from hybridrl.config.schema import Accelerator, RunConfig
+from hybridrl.config.typed import Builder
+from hybridrl.config.validate import run_checks
+
+MAX_REWARD_PROCESSES = 8
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A config after all checks.
+
+    Attributes:
+        config: typed and resolved as far as it could be; whole only if there are no problems.
+        shape: the model's sizes, where it could be read.
+        report: every problem, and the keys without usable values.
+    """
+
+    config: RunConfig
+    shape: ModelShape | None
+    report: Report
+
+
+def examine(
+    cfg: DictConfig,
+    *,
+    machine: Machine,
+    read_model: Callable[[str], dict[str, Any]],
+    given: Given,
+) -> Examined:
+    """Type, resolve and check a composed config; collects problems instead of raising.
+
+    Args:
+        cfg: as Hydra composed it, links unresolved.
+        machine: what the run may use.
+        read_model: model.path -> its config.json; may raise ConfigError.
+        given: which keys were set by hand.
+    """
+    report = Report()
+    for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
+        report.add(problem)
+    config = _typed(cfg, report)
+    _check_ranges(config, cfg, report)
+    _resolve(config, machine, report)
+    shape = _shape(config, read_model, report)
+    run_checks(config, machine, shape, given, report)
+    return Examined(config, shape, report)
+
+
+def _typed(cfg: DictConfig, report: Report) -> RunConfig:
+    """The config as dataclasses, roles as their workers' own."""
+    classes = _role_classes(cfg, report)
+    known = known_keys(cfg, classes.values())
+    builder = Builder(report, known)
+    hints = typing.get_type_hints(RunConfig)
+    sections: dict[str, Any] = {}
+    for field in dataclasses.fields(RunConfig):
+        name = field.name
+        if name in LINKS:
+            continue
+        if not dataclasses.is_dataclass(hints[name]):
+            sections[name] = builder.field(field, hints[name], RunConfig, cfg, name)
+        else:
+            sections[name] = builder.section(hints[name], _at(cfg, name), name)
+    for role, cls in classes.items():
+        shared = {name: _follow(sections, target) for name, target in LINKS[role].items()}
+        sections[role] = builder.section(cls, _at(cfg, role), role, shared)
+    return RunConfig(**sections)
+
+
+def _at(cfg: DictConfig, key: str) -> Any:
+    return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+
+
+def _follow(sections: dict[str, Any], target: str) -> Any:
+    first, *rest = target.split(".")
+    value = sections[first]
+    for name in rest:
+        value = vars(value)[name]
+    return value
+
+
+def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.RoleConfig]]:
+    """Each role's dataclass; the built-in one where its worker cannot be had."""
+    classes = {}
+    for role, (_, built_in) in BUILT_IN.items():
+        path = _at(cfg, f"{role}.worker")
+        try:
+            classes[role] = worker_config_class(role, path) if isinstance(path, str) else built_in
+        except ConfigError as error:
+            classes[role] = built_in
+            for problem in error.problems:
+                report.add(problem)
+    return classes
+
+
+def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
+    """All keys of the composed config and of the roles' dataclasses that something reads."""
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(tree, dict)
+    composed = [key for key in leaves(tree) if _is_read(key)]
+    extra = [
+        f"{role}.{field.name}"
+        for role, cls in zip(BUILT_IN, role_classes, strict=True)
+        for field in dataclasses.fields(cls)
+        if field.name not in LINKS[role]
+    ]
+    return sorted({*composed, *extra})
+
+
+def _is_read(key: str) -> bool:
+    """Whether the built-in dataclasses have `key`; below mappings every key is read."""
+    cls: Any = RunConfig
+    for name in key.split("."):
+        if cls is RunConfig and name in BUILT_IN:
+            cls = BUILT_IN[name][1]
+            continue
+        if not dataclasses.is_dataclass(cls):
+            return True
+        types = {field.name: field.type for field in dataclasses.fields(cls)}
+        if name not in types:
+            return False
+        cls = types[name]
+    return True
+
+
+def _top_level_problems(cfg: DictConfig) -> list[str]:
+    """Top-level keys that nothing reads; keys that other values refer to are the user's own."""
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(tree, dict)
+    read = {field.name for field in dataclasses.fields(RunConfig)}
+    text = str(tree)
+    problems = []
+    for name in sorted(tree.keys() - read):
+        if name in ("recipe", "sweep"):
+            problems.append(
+                f"{name} is a section of its own, so the {name} changes nothing: its file does not "
+                f"begin with the line '# @package _global_'.\n"
+                f"Make that the first line of the file, above every other comment."
+            )
+        elif f"${{{name}}}" not in text and f"${{{name}." not in text:
+            known = [key for key in leaves(tree) if _is_read(key)]
+            problems += nothing_reads(str(name), tree[name], known)
+    return problems
+
+
+def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
+    """Numbers out of range; a role's link to a number is checked where the number stands."""
+    values = {}
+    for key in RANGES:
+        parent, _, name = key.rpartition(".")
+        node = _at(cfg, parent) if parent else cfg
+        linked = (
+            isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
+        )
+        if report.usable([key]) and not linked:
+            values[key] = _follow(vars(config), key)
+    for key, problem in range_problems(values):
+        report.add(problem, broken=key)
+
+
+def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
+    """Put numbers in place of the nulls that mean "derive it"."""
+    cluster, fsdp = config.cluster, config.fsdp
+    if cluster.gpus_per_node is None and report.usable(
+        ["cluster", "hardware.accelerator", "run.dry"]
+    ):
+        if config.hardware.accelerator is Accelerator.cpu:
+            cluster.gpus_per_node = 1
+        elif machine.gpus:
+            cluster.gpus_per_node = max(1, gpus_on_each(machine, cluster.nodes))
+        else:
+            for problem in gpu_count_problems(config, machine):
+                report.add(problem)
+            report.broken.add("cluster.gpus_per_node")
+    if fsdp.dp_shard is None and report.usable(
+        ["cluster.nodes", "cluster.gpus_per_node", "fsdp.dp_replicate", "fsdp.dp_shard"]
+    ):
+        if world_size(config) % fsdp.dp_replicate == 0:
+            fsdp.dp_shard = world_size(config) // fsdp.dp_replicate
+        else:
+            for problem in mesh_problems(config):
+                report.add(problem)
+            report.broken.add("fsdp.dp_shard")
+    if config.reward.num_processes is None:
+        config.reward.num_processes = min(MAX_REWARD_PROCESSES, machine.nodes[0].cores)
+
+
+def _shape(
+    config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
+) -> ModelShape | None:
+    """The model's sizes, or None with the reason in the report."""
+    if not report.usable(["model.path"]):
+        return None
+    try:
+        return model_shape(read_model(config.model.path))
+    except ConfigError as error:
+        for problem in error.problems:
+            report.add(problem, broken="model.path")
+        return None

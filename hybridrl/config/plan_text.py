@@ -1,0 +1,180 @@
+"""The resolved plan of a run for readers: who runs where, holds what and computes how much."""
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from hybridrl.config.check_sizes import world_size, world_text
+from hybridrl.config.machine import Machine
+from hybridrl.config.memory import gib, largest_parts, node_peak, rank_phases
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.schema import Accelerator, RunConfig
+
+# More ranks than this are listed node by node.
+MAX_RANKS_LISTED = 32
+
+
+def plan(config: RunConfig, shape: ModelShape, machine: Machine) -> RenderableType:
+    """Everything `run.dry=true` prints."""
+    return Group(
+        _heading(config, shape, machine),
+        _placement(config, machine),
+        _roles(config, shape),
+        _batches(config),
+        _memory(config, shape, machine),
+        *_remarks(config, machine),
+    )
+
+
+def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
+    table = _facts("Run")
+    table.add_row("name", escape(config.run.name))
+    table.add_row("hardware", f"{config.hardware.accelerator}: {escape(config.hardware.reason)}")
+    table.add_row("machine", machine.describe())
+    table.add_row(
+        "model",
+        f"{escape(config.model.path)}: {shape.kind}, {shape.parameters:,} parameters, "
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
+        f"{shape.kv_heads} KV heads, "
+        f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
+    )
+    table.add_row("data", escape(str(config.data.train_files or config.data.name)))
+    table.add_row(
+        "dtypes",
+        f"train {config.fsdp.param_dtype}, reduce {config.fsdp.reduce_dtype}, "
+        f"rollout {config.rollout.dtype}, master weights float32",
+    )
+    return table
+
+
+def _placement(config: RunConfig, machine: Machine) -> RenderableType:
+    """Ranks in order of (node, slot); the mesh is row-major over them."""
+    fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
+    per_node = config.cluster.gpus_per_node
+    assert per_node is not None and fsdp.dp_shard is not None
+    slot = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
+    title = (
+        f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
+        f"{fsdp.dp_shard}; vLLM engines {world_size(config) // tp} x tensor_parallel_size {tp}"
+    )
+    table = Table()
+    for name in ("rank", "node", slot, "dp_replicate", "dp_shard", "engine", "tp"):
+        table.add_column(name, justify="right")
+    names = node_names(config, machine)
+    world = world_size(config)
+    step = 1 if world <= MAX_RANKS_LISTED else per_node
+    for first in range(0, world, step):
+        last = first + step - 1
+        table.add_row(
+            _span(first, last),
+            names[first // per_node],
+            _span(first % per_node, last % per_node),
+            _span(first // fsdp.dp_shard, last // fsdp.dp_shard),
+            str(first % fsdp.dp_shard) if step == 1 else f"0..{fsdp.dp_shard - 1}",
+            _span(first // tp, last // tp),
+            str(first % tp) if step == 1 else f"0..{tp - 1}",
+        )
+    return Group(title, table)
+
+
+def node_names(config: RunConfig, machine: Machine) -> list[str]:
+    """A name for each node of the run: the machine's where they are known, else node <n>."""
+    known = sorted(node.name for node in machine.nodes)
+    wanted = config.cluster.nodes
+    return known if len(known) == wanted else [f"node {index}" for index in range(wanted)]
+
+
+def _roles(config: RunConfig, shape: ModelShape) -> Table:
+    fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
+    share = f"1/{fsdp.dp_shard} of the float32 weights"
+    table = Table(title="Every rank holds", title_justify="left")
+    for name in ("role", "worker", "holds"):
+        table.add_column(name)
+    table.add_row("rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights")
+    table.add_row("actor", config.actor.worker, f"{share}, their gradients and AdamW's moments")
+    table.add_row("critic", config.critic.worker, f"{share}, their gradients and AdamW's moments")
+    if config.algorithm.kl.coef > 0:
+        table.add_row("ref", config.ref.worker, share)
+    else:
+        table.add_row("ref", "-", "nothing: algorithm.kl.coef = 0 leaves it out")
+    return table
+
+
+def _batches(config: RunConfig) -> Table:
+    actor, rollout, data = config.actor, config.rollout, config.data
+    world = world_size(config)
+    engines = world // rollout.tensor_parallel_size
+    responses = data.prompts_per_step * rollout.responses_per_prompt
+    minis = responses // actor.mini_batch_size
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    per_rank = actor.mini_batch_size // world
+    steps = config.trainer.total_steps
+    table = _facts("Batches")
+    table.add_row(
+        "responses a step",
+        f"{data.prompts_per_step} prompts x {rollout.responses_per_prompt} = {responses}; "
+        f"{-(-data.prompts_per_step // engines)} prompts at most on each of {engines} engines",
+    )
+    table.add_row(
+        "optimizer steps a step",
+        f"{actor.epochs} epochs x {minis} mini-batches of {actor.mini_batch_size} = "
+        f"{actor.epochs * minis} (actor and critic each)",
+    )
+    table.add_row(
+        "a rank's mini-batch",
+        f"{actor.mini_batch_size} / {world} = {per_rank} responses, at most {per_rank * longest:,} "
+        f"tokens, in micro-batches of at most {actor.max_tokens_per_gpu:,} tokens",
+    )
+    table.add_row(
+        "longest sequence",
+        f"{rollout.max_prompt_tokens} + {rollout.max_response_tokens} = {longest} tokens",
+    )
+    table.add_row(
+        "whole run",
+        f"{steps} steps, {steps * responses:,} responses, "
+        f"{steps * actor.epochs * minis:,} optimizer steps",
+    )
+    return table
+
+
+def _memory(config: RunConfig, shape: ModelShape, machine: Machine) -> RenderableType:
+    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else None
+    phases = rank_phases(config, shape, gpu_bytes)
+    if not on_gpu:
+        there = min(node.memory_bytes for node in machine.nodes)
+        limit = f"{gib(node_peak(config, phases))} on a node with the driver; it has {gib(there)}"
+    else:
+        limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown"
+    title = f"Memory of one rank by phase, at least ({limit}); parts below 1 % left out"
+    table = Table()
+    for name in ("phase", "total", "of which"):
+        table.add_column(name)
+    for phase in phases:
+        table.add_row(phase.name, gib(phase.total), largest_parts(phase))
+    return Group(title, table)
+
+
+def _remarks(config: RunConfig, machine: Machine) -> list[str]:
+    """What a reader should notice although it is allowed."""
+    remarks = []
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.actor.max_tokens_per_gpu < longest:
+        remarks.append(
+            f"Note: actor.max_tokens_per_gpu = {config.actor.max_tokens_per_gpu} is less than the "
+            f"longest sequence ({longest}); such a one is a micro-batch of its own."
+        )
+    if config.hardware.accelerator is Accelerator.gpu and not machine.gpus:
+        remarks.append("Note: this machine has no GPU; GPU memory could not be compared.")
+    return [*remarks, "Dry run: nothing was started. Remove run.dry=true to train."]
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("value")
+    return table
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}..{last}"

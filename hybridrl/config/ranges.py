@@ -1,0 +1,133 @@
+"""What every number of the config may be."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """Numbers a key may take.
+
+    Attributes:
+        low, high: the bounds.
+        low_open, high_open: whether the bound itself is excluded.
+        why: what goes wrong outside, as a sentence.
+    """
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    why: str = ""
+
+    def contains(self, value: float) -> bool:
+        """Whether `value` lies within; infinities and NaN do not."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a number neither infinite nor NaN"
+        low = f"{'above' if self.low_open else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
+
+
+def _count(why: str) -> Range:
+    return Range(1, why=why)
+
+
+def _steps(why: str) -> Range:
+    return Range(0, why=why)
+
+
+def _seconds(why: str) -> Range:
+    return Range(0, low_open=True, why=why)
+
+
+_OPTIM = {
+    "lr": Range(0, high=1, low_open=True, why="AdamW needs a positive step; above 1 it diverges"),
+    "betas": Range(0, high=1, high_open=True, why="they are decay rates of averages"),
+    "eps": Range(0, low_open=True, why="it keeps AdamW from dividing by zero"),
+    "weight_decay": Range(0, why="a negative one makes weights grow"),
+    "max_grad_norm": Range(0, low_open=True, why="gradients are scaled down to it"),
+    "warmup_steps": _steps("0 means no warm-up"),
+    "min_lr_ratio": Range(0, high=1, why="it is a share of the peak learning rate"),
+}
+
+RANGES: dict[str, Range] = {
+    "seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
+    "data.num_eval_problems": _count("null scores all of them"),
+    "data.prompts_per_step": _count("a step needs prompts"),
+    "fsdp.dp_shard": _count("it counts ranks"),
+    "fsdp.dp_replicate": _count("it counts copies; 1 means no replication"),
+    "cluster.nodes": _count("a run needs a machine"),
+    "cluster.gpus_per_node": _count("a node needs a process; null takes what is there"),
+    "cluster.start_timeout_s": _seconds("workers need time to start"),
+    "cluster.call_timeout_s": _seconds("calls need time to return"),
+    "algorithm.gamma": Range(0, high=1, low_open=True, why="it is a discount per token"),
+    "algorithm.lam": Range(0, high=1, why="1 is Monte Carlo, 0 is one-step TD"),
+    "algorithm.kl.coef": Range(0, why="a negative one drives the policy away; 0 leaves it out"),
+    "algorithm.kl.target": Range(0, low_open=True, why="adaptation divides by it"),
+    "algorithm.kl.horizon": _count("adaptation divides by it"),
+    "actor.total_steps": _count("the learning rate is laid out over it"),
+    "actor.temperature": Range(0, low_open=True, why="logits are divided by it"),
+    "actor.mini_batch_size": _count("an optimizer step needs responses"),
+    "actor.epochs": _count("responses must be used at least once"),
+    "actor.max_tokens_per_gpu": _count("a forward needs tokens"),
+    "actor.clip_ratio": Range(0, high=1, low_open=True, high_open=True, why="PPO clips to 1 +- it"),
+    "actor.entropy_coef": Range(0, why="a negative one punishes exploration"),
+    "actor.log_prob_chunk_tokens": _count("logits are computed chunk by chunk"),
+    "critic.total_steps": _count("the learning rate is laid out over it"),
+    "critic.seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
+    "critic.value_clip": Range(0, low_open=True, why="values may move by it"),
+    "ref.temperature": Range(0, low_open=True, why="logits are divided by it"),
+    "ref.log_prob_chunk_tokens": _count("logits are computed chunk by chunk"),
+    "rollout.seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
+    "rollout.tensor_parallel_size": _count("1 means no tensor parallelism"),
+    "rollout.responses_per_prompt": _count("a prompt needs an answer"),
+    "rollout.temperature": Range(
+        0, low_open=True, why="logits are divided by it; greedy evaluation is eval.greedy"
+    ),
+    "rollout.top_p": Range(0, high=1, low_open=True, why="it is a share of probability; 1 is all"),
+    "rollout.max_prompt_tokens": _count("a prompt has tokens"),
+    "rollout.max_response_tokens": _count("a response has tokens"),
+    "rollout.gpu_memory_utilization": Range(
+        0, high=1, low_open=True, high_open=True, why="it is a share of the GPU's memory"
+    ),
+    "rollout.kv_cache_mb": _count("vLLM needs a KV cache"),
+    "rollout.max_num_seqs": _count("vLLM decodes at least one sequence"),
+    "rollout.reshard_bucket_mb": _count("weights are moved in buckets"),
+    "reward.timeout_s": _seconds("a reward needs time"),
+    "reward.num_processes": _count("rewards are computed in processes of their own"),
+    "reward.failed_score": Range(-math.inf, why="NaN or infinity would spoil the whole batch"),
+    "trainer.total_steps": _count("a run needs a step"),
+    "trainer.critic_warmup_steps": _steps("0 means none"),
+    "trainer.max_log_prob_diff": Range(0, low_open=True, why="it is a limit on a mean of |x|"),
+    "trainer.samples_every_steps": _steps("0 means never"),
+    "trainer.save_rollouts_every_steps": _steps("0 means never"),
+    "eval.every_steps": _steps("0 means only before and after training"),
+    **{
+        f"{role}.optim.{key}": range_
+        for role in ("actor", "critic")
+        for key, range_ in _OPTIM.items()
+    },
+}
+
+
+def range_problems(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The numbers out of range: key and problem.
+
+    Args:
+        values: dotted key -> typed value; lists are checked element by element.
+    """
+    for key, allowed in RANGES.items():
+        value = values.get(key)
+        if value is None:
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        if not all(allowed.contains(number) for number in numbers):
+            kind = f"each {allowed}" if isinstance(value, list) else str(allowed)
+            yield key, f"{key} = {value}, expected {kind}: {allowed.why}."

@@ -1,0 +1,165 @@
+"""From composed YAML to the dataclasses of schema.py, noting every problem instead of the first."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Collection, Mapping
+from enum import Enum
+from types import UnionType
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from hybridrl.config.keys import nothing_reads
+from hybridrl.config.report import Report
+
+T = TypeVar("T")
+# A value that is only a link to another key, where any problem is reported.
+LINK = re.compile(r"\$\{([\w.]+)\}")
+
+
+class Builder:
+    """Builds sections of the config; fields without a usable value are None and noted as broken.
+
+    Args:
+        report: takes the problems and the broken keys.
+        known: all keys there are, for "did you mean".
+    """
+
+    def __init__(self, report: Report, known: Collection[str]) -> None:
+        self.report = report
+        self.known = known
+
+    def section(
+        self, cls: type[T], value: Any, path: str, shared: Mapping[str, Any] | None = None
+    ) -> T:
+        """Like `build`, for a value that may be no section; then the section is broken."""
+        if isinstance(value, DictConfig):
+            return self.build(cls, value, path, shared)
+        self.report.add(f"{path} = {value}, expected a section with keys of its own.", broken=path)
+        return Builder(Report(), ()).build(cls, OmegaConf.create({}), path, shared)
+
+    def build(
+        self, cls: type[T], node: DictConfig, path: str, shared: Mapping[str, Any] | None = None
+    ) -> T:
+        """An instance of `cls` from `node`, the section at the dotted key `path`.
+
+        Args:
+            cls: a dataclass of schema.py or a subclass of one.
+            node: the section of the composed config.
+            path: its dotted key.
+            shared: values of fields that are links to shared nodes, already built.
+        """
+        values = dict(shared or {})
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        hints = typing.get_type_hints(cls)
+        for name in map(str, node):
+            if name not in fields:
+                key = f"{path}.{name}"
+                for problem in nothing_reads(key, raw_value(node, name), self.known):
+                    self.report.add(problem)
+        for name, field in fields.items():
+            if name not in values:
+                values[name] = self.field(field, hints[name], cls, node, f"{path}.{name}")
+        return _instance(cls, values, path, self.report)
+
+    def field(
+        self, field: dataclasses.Field[Any], hint: Any, cls: type, node: DictConfig, key: str
+    ) -> Any:
+        """One field's value, converted; None where there is none."""
+        if field.name not in node:
+            return _default(cls, field, hint, key, self.report)
+        if OmegaConf.is_missing(node, field.name):
+            self.report.add(f"{key} is missing. Set {key}=<{type_name(hint)}>.", broken=key)
+            return None
+        try:
+            value = node[field.name]
+        except InterpolationToMissingValueError:
+            self.report.broken.add(key)  # reported where it is missing
+            return None
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raw = raw_value(node, field.name)
+            self.report.add(f"{key} = {raw} cannot be resolved: {reason}.", broken=key)
+            return None
+        element = _element_class(hint)
+        if element is not None and isinstance(value, DictConfig):
+            names = map(str, value)
+            return {name: self.section(element, value[name], f"{key}.{name}") for name in names}
+        if not dataclasses.is_dataclass(hint):
+            return self.leaf(cls, hint, node, field.name, key)
+        return self.section(typing.cast(type, hint), value, key)
+
+    def leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
+        """A leaf's value, converted to the field's type by OmegaConf's rules."""
+        typed = OmegaConf.structured(cls)
+        value = node[name]
+        try:
+            if isinstance(value, DictConfig | ListConfig):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            typed[name] = value
+            converted = typed[name]
+            if isinstance(converted, DictConfig | ListConfig):
+                return OmegaConf.to_object(converted)
+            return converted
+        except OmegaConfBaseException:
+            self.report.broken.add(key)
+            if not LINK.fullmatch(str(raw_value(node, name))):
+                found = "null" if value is None else value
+                self.report.add(f"{key} = {found}, expected {type_name(hint)}.")
+            return None
+
+
+def _default(cls: type, field: dataclasses.Field[Any], hint: Any, key: str, report: Report) -> Any:
+    """What the dataclass itself says, which only a user's subclass may."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    report.add(
+        f"{key} is missing: {cls.__module__}.{cls.__qualname__} asks for it. "
+        f"Set +{key}=<{type_name(hint)}>.",
+        broken=key,
+    )
+    return None
+
+
+def _instance(cls: type[T], values: dict[str, Any], path: str, report: Report) -> T:
+    """`cls(**values)`, past __init__ where values are missing, whose checks could not be met."""
+    if report.usable([path]):
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:  # a subclass's __post_init__
+            report.add(f"{path}: {error}", broken=path)
+    instance = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _element_class(hint: Any) -> Any:
+    """The dataclass of a mapping's values; None for everything else."""
+    values = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else ()
+    return values[0] if values and dataclasses.is_dataclass(values[0]) else None
+
+
+def raw_value(node: DictConfig, name: str) -> Any:
+    """The unresolved value of a key."""
+    tree = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(tree, dict)
+    return tree[name]
+
+
+def type_name(hint: Any) -> str:
+    """A type for readers: 'an integer', 'one of k1, k2, k3', 'a number or null'."""
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(type_name(option) for option in typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.name for member in hint)
+    if typing.get_origin(hint) is list:
+        return "a list such as [0.9, 0.999]"
+    if typing.get_origin(hint) is dict:
+        return "a mapping of keys to values"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "null" if hint is type(None) else "a value")

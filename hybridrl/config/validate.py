@@ -1,0 +1,137 @@
+"""Every check of a typed config, and the keys each of them needs.
+
+A check is run only where the keys it reads have usable values, so that one mistake never hides
+another and no check meets a value of the wrong type.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from hybridrl.config import check_resources as resources
+from hybridrl.config import check_sizes as sizes
+from hybridrl.config.check_effects import effect_problems
+from hybridrl.config.classes import check_reward_function
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.given import Given
+from hybridrl.config.machine import Machine
+from hybridrl.config.memory import memory_problems
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.report import Report
+from hybridrl.config.schema import RunConfig
+
+RANKS = ("cluster.nodes", "cluster.gpus_per_node")
+RESPONSES = ("data.prompts_per_step", "rollout.responses_per_prompt")
+TP = "rollout.tensor_parallel_size"
+MEMORY = (
+    *RANKS,
+    TP,
+    "hardware.accelerator",
+    "model",
+    "fsdp",
+    "algorithm.kl.coef",
+    "actor.max_tokens_per_gpu",
+    "actor.log_prob_chunk_tokens",
+    "rollout.dtype",
+    "rollout.kv_cache_mb",
+    "rollout.gpu_memory_utilization",
+    "rollout.reshard_bucket_mb",
+)
+CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]], ...] = (
+    (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
+    (sizes.engine_problems, (*RANKS, TP)),
+    (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
+    (sizes.mini_batch_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
+    (sizes.mini_batch_rank_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
+    (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
+    (
+        sizes.step_problems,
+        (
+            "trainer.total_steps",
+            "trainer.critic_warmup_steps",
+            "actor.optim.warmup_steps",
+            "critic.optim.warmup_steps",
+        ),
+    ),
+    (
+        sizes.temperature_problems,
+        ("rollout.temperature", "actor.temperature", "ref.temperature"),
+    ),
+    (resources.kv_cache_problems, ("hardware.accelerator", "rollout.kv_cache_mb")),
+    (resources.package_problems, ("tracking",)),
+)
+MACHINE_CHECKS: tuple[
+    tuple[Callable[[RunConfig, Machine], Iterable[str]], tuple[str, ...]], ...
+] = (
+    (resources.accelerator_problems, ("hardware.accelerator", "run.dry")),
+    (resources.node_problems, ("cluster.nodes",)),
+    (resources.slot_problems, (*RANKS, "hardware.accelerator")),
+)
+MODEL_CHECKS: tuple[
+    tuple[Callable[[RunConfig, ModelShape], Iterable[str]], tuple[str, ...]], ...
+] = (
+    (sizes.length_problems, ("rollout.max_prompt_tokens", "rollout.max_response_tokens")),
+    (sizes.tensor_parallel_problems, (TP,)),
+)
+EFFECT_NEEDS = (
+    "algorithm.kl.coef",
+    "algorithm.kl.schedule",
+    "actor.optim.schedule",
+    "critic.optim.schedule",
+    "hardware.accelerator",
+    "data.train_files",
+)
+
+
+def run_checks(
+    config: RunConfig, machine: Machine, shape: ModelShape | None, given: Given, report: Report
+) -> None:
+    """Add every problem of a typed config to `report`.
+
+    Args:
+        config: as far as it could be typed and resolved.
+        machine: what the run may use.
+        shape: the model's; None where it could not be read, which the caller has reported.
+        given: which keys were set by hand.
+        report: takes the problems; its broken keys decide which checks can be run.
+    """
+    found = [
+        *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
+        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
+        *_applicable(report, [(effect_problems(config, given), EFFECT_NEEDS)]),
+        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
+    ]
+    if shape is not None:
+        checks = [(check(config, shape), needs) for check, needs in MODEL_CHECKS]
+        checks.append((memory_problems(config, shape, machine), MEMORY))
+        found += _applicable(report, checks)
+    for problem in found:
+        report.add(problem)
+    _check_files(config, report)
+
+
+def _applicable(
+    report: Report, checks: Iterable[tuple[Iterable[str], tuple[str, ...]]]
+) -> Iterator[str]:
+    """The problems of those checks whose keys are usable; generators of others are not begun."""
+    for problems, needs in checks:
+        if report.usable(needs):
+            yield from problems
+
+
+def _check_files(config: RunConfig, report: Report) -> None:
+    for key, value in (
+        ("data.train_files", config.data.train_files),
+        ("data.eval_files", config.data.eval_files),
+    ):
+        for problem in resources.file_problems(key, value):
+            report.add(problem, broken=key)
+
+
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    functions = {"reward": config.reward} | {
+        f"eval.rules.{name}": rule for name, rule in config.eval.rules.items()
+    }
+    for key, rule in functions.items():
+        try:
+            check_reward_function(key, rule.function, rule.args)
+        except ConfigError as error:
+            yield from error.problems

@@ -1,0 +1,218 @@
+"""The one command: compose, check, run, and leave the machine as it was.
+
+    python -m hybridrl.main +recipe=gsm8k_ppo                          one run
+    python -m hybridrl.main +recipe=gsm8k_ppo -m seed=1,2              a sweep
+    python -m hybridrl.main +recipe=gsm8k_ppo run.dry=true             the plan alone
+    python -m hybridrl.main +recipe=gsm8k_ppo --cfg job                the composed config
+
+Exit codes: 0 done, 1 failed, 2 the config is wrong, 130 Ctrl-C, 143 SIGTERM. Nothing heavy is
+imported before the config has passed its checks, so that a wrong key is answered at once.
+"""
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from hybridrl.config.check_effects import effect_problems
+from hybridrl.config.command_line import (
+    CONFIG_NAME,
+    CommandLine,
+    names_hardware,
+    parse_argv,
+    precompose,
+    quoted,
+)
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.given import Given, given_keys, recipe_files
+from hybridrl.config.load import Examined, examine
+from hybridrl.config.machine import Machine, local_machine
+from hybridrl.config.plan_text import plan
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.signals import Interrupted
+from hybridrl.trainer.sweep import JobResult, finite
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_CONFIG = 1, 2
+# What data.prompts reads; with one of these wrong, looking at the data makes no sense.
+DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
+
+
+def conf_dir() -> Path:
+    """The folder with config.yaml: inside an installed package, else beside it."""
+    package = Path(__file__).resolve().parent
+    packaged = package / "conf"
+    return packaged if (packaged / "config.yaml").is_file() else package.parent / "conf"
+
+
+def main() -> None:
+    """The command: everything argv says; leaves by SystemExit unless all went well."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
+        sys.path.insert(0, os.getcwd())
+    line = parse_argv(sys.argv[1:])
+    try:
+        overrides = _checked_overrides(line) if line.composes else line.overrides
+        sys.argv = [sys.argv[0], *overrides, *line.options]
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(job)()
+    except ConfigError as error:
+        _show(error)
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt as interrupt:
+        signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
+        sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
+        sys.exit(128 + signum)
+
+
+def job(cfg: DictConfig) -> float:
+    """Hydra's task: one run, or one job of a sweep, where a failure is a result like others."""
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    start = time.time()
+    try:
+        metric, error_text, code = run(cfg), "", 0
+    except ConfigError as error:
+        _show(error)
+        metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
+    except WorkerError as error:  # tells the whole story itself
+        log.error("%s", error)
+        metric, error_text, code = math.nan, str(error), EXIT_FAILED
+    except Exception as error:  # the outermost frame: whatever it is, the next job must run
+        log.exception("The run failed")
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
+    if in_sweep:
+        status = "failed" if code else "dry" if cfg.run.dry else "ok"
+        _result(status, metric, time.time() - start, error_text).write()
+    elif code:
+        sys.exit(code)
+    return metric
+
+
+def run(cfg: DictConfig) -> float:
+    """Check the composed config, then train; return the final eval/accuracy (NaN of a dry run).
+
+    Raises:
+        ConfigError: every problem of config and data, before anything is started.
+    """
+    state = HydraConfig.get()
+    given = given_keys(
+        state.overrides.task, recipe_files(state.runtime.choices, state.runtime.config_sources)
+    )
+    in_sweep = state.mode == RunMode.MULTIRUN
+    machine = look()
+    # A sweep over the cause of an idle key is no mistake: there it is only a warning.
+    examined = _examine(cfg, machine, Given() if in_sweep else given)
+    if examined.report.problems:
+        raise ConfigError(*examined.report.problems)
+    config, shape = examined.config, examined.shape
+    if in_sweep:
+        for text in effect_problems(config, given):
+            log.warning("%s", text)
+    assert shape is not None
+    if config.run.dry:
+        console = Console()
+        (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))
+        return math.nan
+    # Heavy imports come only now.
+    from hybridrl.controller.ray_runtime import ray_runtime
+    from hybridrl.trainer.session import train
+
+    with ray_runtime(config.cluster, config.hardware.accelerator):
+        return train(config, Path(state.runtime.output_dir), machine)
+
+
+def look() -> Machine:
+    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine."""
+    if _ray_address():
+        from hybridrl.controller.ray_runtime import cluster_machine
+
+        return cluster_machine()
+    return local_machine()
+
+
+def _ray_address() -> str | None:
+    """The cluster to join, if any; `local` is Ray's word for none."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
+
+
+def _checked_overrides(line: CommandLine) -> list[str]:
+    """The overrides, with `hardware` chosen where they name none.
+
+    Raises:
+        ConfigError: some cannot be used; the rest of the config is checked in the same report.
+    """
+    if line.has_own_primary:
+        return line.overrides
+    if not names_hardware(line.overrides):
+        line.overrides.extend(_hardware_overrides(look()))
+    composed = precompose(line, conf_dir())
+    problems = list(composed.problems)
+    if problems:
+        if composed.cfg is not None and not line.args.multirun:
+            examined = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
+            problems += examined.report.problems
+        raise ConfigError(*problems)
+    return line.overrides
+
+
+def _hardware_overrides(machine: Machine) -> list[str]:
+    """hardware=gpu if there is a GPU, else hardware=cpu, and why."""
+    address = _ray_address()
+    where = f"the Ray cluster at {address}" if address else "this machine"
+    reason = f"{where} has {machine.describe()}"
+    name = "gpu" if machine.gpus else "cpu"
+    return [f"hardware={name}", f"hardware.reason={quoted(reason)}"]
+
+
+def _examine(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
+    """All checks of config and, where that makes sense, data."""
+    from hybridrl.models.resolve import read_model_config
+
+    examined = examine(cfg, machine=machine, read_model=read_model_config, given=given)
+    if examined.report.usable(DATA_NEEDS):
+        from hybridrl.data.prompts import data_problems
+
+        config = examined.config
+        problems = data_problems(config.data, config.model.path, config.rollout.max_prompt_tokens)
+        for problem in problems:
+            examined.report.add(problem, broken="data")
+    return examined
+
+
+def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
+    state = HydraConfig.get()
+    return JobResult(
+        job=int(state.job.num),
+        overrides=list(OmegaConf.to_container(state.overrides.task) or []),  # type: ignore[arg-type]
+        status=status,
+        metric=finite(metric),
+        seconds=seconds,
+        directory=state.runtime.output_dir,
+        error=error.splitlines()[0] if error else "",
+    )
+
+
+def _show(error: ConfigError) -> None:
+    sys.stderr.write(f"ConfigError: {error}\n")
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
+    """Leave through every `finally`, as Ctrl-C does."""
+    raise Interrupted(signum)
+
+
+if __name__ == "__main__":
+    main()
