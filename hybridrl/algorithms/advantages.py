@@ -53,7 +53,7 @@ def gae(
     rewards = at_least_float32(rewards).masked_fill(off_mask, 0.0)
     values = at_least_float32(values).masked_fill(off_mask, 0.0)
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(0)
+    next_value = rewards.new_zeros(len(rewards))
     next_advantage = torch.zeros_like(next_value)
     for t in range(rewards.shape[1] - 1, -1, -1):
         here = response_mask[:, t]
@@ -81,7 +81,6 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes differ, or the mask is not bool or true nowhere.
 
-    Source: advantage normalisation as in PPO's reference implementation,
-        https://arxiv.org/abs/2005.12729, section 3
+    Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
     return masked_whiten(advantages, response_mask)

@@ -62,8 +62,8 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased under p, never negative, low variance.
 
-    exp(-d) is taken of at most MAX_LOG_RATIO, so that a token which the reference finds far
-    likelier than the policy gives a large number, not infinity.
+    d below -MAX_LOG_RATIO counts as that bound, with gradient 0: a token which the reference finds
+    far likelier than the policy gives a large number, not infinity.
 
     Args:
         log_probs: log p of the sampled tokens, any shape.
@@ -78,7 +78,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Source: http://joschu.net/blog/kl-approx.html
     """
     difference = _difference("k3", log_probs, ref_log_probs).clamp(min=-MAX_LOG_RATIO)
-    return torch.expm1(-difference) + difference
+    # Rounding leaves up to -1e-15 where d is tiny.
+    return (torch.expm1(-difference) + difference).clamp(min=0.0)
 
 
 ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
@@ -145,6 +146,9 @@ def adapt_coef(
     """The KL coefficient after a step: larger if the KL was above its target, smaller if below.
 
     e = clip(current / target - 1, -0.2, 0.2),   coef' = coef * (1 + e * num_responses / horizon)
+
+    The paper's K_beta is num_responses / horizon here, as in the authors' code, so that the pace
+    does not depend on the size of a step.
 
     Args:
         coef: the coefficient used in the step, >= 0; 0 stays 0.

@@ -1,17 +1,21 @@
-"""PPO's losses: sums over response tokens divided by a token count that the caller gives.
+"""PPO's losses: each a sum over tokens divided by the global token count of the mini-batch.
 
-The count is that of the whole mini-batch on all ranks, so that losses of parts add up to the loss
-of the whole, however its responses fall on ranks and micro-batches.
+A rank calls them on the tokens of one micro-batch with the count of all ranks' mini-batch. Then
+the losses of the parts, and their gradients, add up to those of the whole, however its tokens
+were spread (FSDP's averaging over ranks must be off).
 
-Shapes:  N = response tokens of a micro-batch; all tensors [N] (any one shape will do)
+Shapes:  token fields have one shape, usually flat [N]; N may be 0
+Masks:   true on tokens the policy sampled; what stands off the mask, even NaN, counts for nothing
+Metrics: detached sums over tokens; reduced over ranks and divided by the count they are means
 """
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked import check_same_shape, masked_sum
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, check_coef, estimate_kl
+from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
+from hybridrl.config.schema import KLEstimator
 
-# Detached sums over tokens, by name; the caller adds them up over ranks and divides.
 Sums = dict[str, Tensor]
 
 
@@ -19,96 +23,244 @@ def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    mask: Tensor,
+    response_mask: Tensor,
     *,
     clip_ratio: float,
-    num_tokens: float,
+    num_tokens: float | Tensor,
 ) -> tuple[Tensor, Sums]:
-    """PPO's clipped surrogate, negated: a scalar to minimise.
+    """PPO's clipped surrogate, to be minimised.
 
-        r_t = exp(log_probs - old_log_probs)
-        L   = -sum_t min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t) / num_tokens
+    L = -1/num_tokens * sum_t min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t),
+    ratio_t = exp(log_probs_t - old_log_probs_t). The exponent is clamped to +-MAX_LOG_RATIO,
+    beyond which it has no gradient, so that ratio * A stays finite in float32.
 
     Args:
-        log_probs: nats, with a gradient.
-        old_log_probs: nats, of the policy that sampled.
-        advantages: any unit.
-        mask: bool, true on tokens that count; anything may stand elsewhere.
-        clip_ratio: c, in (0, 1).
-        num_tokens: tokens that count in the whole mini-batch, > 0.
+        log_probs: the current weights', with graph, nats.
+        old_log_probs: those before this step's updates, nats.
+        advantages: A_t.
+        response_mask: bool.
+        clip_ratio: eps, > 0.
+        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
 
     Returns:
-        The loss, and sums: ratio_mean (of r_t), ppo_kl (k1 of old against new policy), and
-        clip_fraction (tokens whose gradient the clip removes).
+        Scalar loss with its graph, float32 (float64 for float64 input); and sums over tokens:
+        ratio; clip_fraction: tokens whose gradient clipping took away; approx_kl: k3 of
+        KL(old || current), nats.
 
     Raises:
-        ValueError: shapes differ, or clip_ratio or num_tokens is out of range.
+        ValueError: shapes differ, the mask is not bool, clip_ratio <= 0 or num_tokens <= 0.
 
     Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347
     """
     check_same_shape(
-        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask
+        "policy_loss",
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
     )
-    _check_positive(num_tokens)
-    if not 0 < clip_ratio < 1:
-        raise ValueError(f"policy_loss needs 0 < clip_ratio < 1; got {clip_ratio=}")
-    log_ratio = (log_probs - old_log_probs).masked_fill(~mask, 0.0)
-    advantages = advantages.masked_fill(~mask, 0.0)
+    if not clip_ratio > 0:
+        raise ValueError(f"policy_loss needs clip_ratio > 0; got {clip_ratio=}")
+    log_ratio = _log_ratio("policy_loss", log_probs, old_log_probs, response_mask)
+    advantages = at_least_float32(advantages).masked_fill(~response_mask, 0.0)
     ratio = log_ratio.exp()
-    plain = ratio * advantages
+    unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
-    sums = {
-        "ratio_mean": masked_sum(ratio.detach(), mask),
-        "ppo_kl": -log_ratio.detach().sum(),
-        "clip_fraction": (clipped < plain).sum(),
+    loss = -mean_over(num_tokens, torch.minimum(unclipped, clipped), response_mask)
+    ratio, log_ratio = ratio.detach(), log_ratio.detach()
+    return loss, {
+        "ratio": masked_sum(ratio, response_mask),
+        "clip_fraction": masked_sum((clipped < unclipped).detach(), response_mask),
+        "approx_kl": masked_sum(torch.expm1(log_ratio) - log_ratio, response_mask),
     }
-    return -torch.minimum(plain, clipped).sum() / num_tokens, sums
 
 
 def value_loss(
     values: Tensor,
     old_values: Tensor,
     returns: Tensor,
-    mask: Tensor,
+    response_mask: Tensor,
     *,
     value_clip: float,
-    num_tokens: float,
+    num_tokens: float | Tensor,
 ) -> tuple[Tensor, Sums]:
-    """Squared error of the values, clipped like the policy: a scalar to minimise.
+    """PPO's clipped value loss.
 
-        V'_t = V_old + clip(V_t - V_old, -c, c)
-        L    = 1/2 sum_t max((V_t - R_t)^2, (V'_t - R_t)^2) / num_tokens
+    L = 1/num_tokens * sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2)
 
     Args:
-        values: V_t, reward unit, with a gradient.
-        old_values: V_old, of the critic before this step's updates.
+        values: V_t under the current weights, with graph, in the reward's unit.
+        old_values: V_t before this step's updates.
         returns: R_t, the targets.
-        mask: bool, true on tokens that count; anything may stand elsewhere.
-        value_clip: c > 0, reward unit.
-        num_tokens: tokens that count in the whole mini-batch, > 0.
+        response_mask: bool.
+        value_clip: c, in the reward's unit, > 0; infinity switches clipping off.
+        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
 
     Returns:
-        The loss, and sums: clip_fraction (tokens whose gradient the clip removes).
+        Scalar loss with its graph, float32 (float64 for float64 input), in the squared reward's
+        unit; and sums over tokens: value_clip_fraction: tokens whose gradient clipping took away;
+        value_error: (V_t - R_t)^2.
 
     Raises:
-        ValueError: shapes differ, or value_clip or num_tokens is not positive.
+        ValueError: shapes differ, the mask is not bool, value_clip <= 0 or num_tokens <= 0.
 
-    Source: the value clipping of Schulman et al.'s PPO code, studied in Engstrom et al. 2020,
-        section 3, https://arxiv.org/abs/2005.12729
+    Source: Engstrom et al. 2020, section 3, https://arxiv.org/abs/2005.12729, on the reference
+        implementation of https://arxiv.org/abs/1707.06347
     """
-    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    _check_positive(num_tokens)
-    if value_clip <= 0:
+    check_same_shape(
+        "value_loss",
+        values=values,
+        old_values=old_values,
+        returns=returns,
+        response_mask=response_mask,
+    )
+    check_mask("value_loss", response_mask)
+    if not value_clip > 0:
         raise ValueError(f"value_loss needs value_clip > 0; got {value_clip=}")
-    off = ~mask
-    values, old_values = values.masked_fill(off, 0.0), old_values.masked_fill(off, 0.0)
-    returns = returns.masked_fill(off, 0.0)
-    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
-    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    sums = {"clip_fraction": (clipped_error > plain_error).sum()}
-    return 0.5 * torch.maximum(plain_error, clipped_error).sum() / num_tokens, sums
+    values, old_values, returns = (
+        at_least_float32(tensor).masked_fill(~response_mask, 0.0)
+        for tensor in (values, old_values, returns)
+    )
+    unclipped = (values - returns).square()
+    inside = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+    clipped = (inside - returns).square()
+    loss = mean_over(num_tokens, torch.maximum(unclipped, clipped) / 2, response_mask)
+    return loss, {
+        "value_clip_fraction": masked_sum((clipped > unclipped).detach(), response_mask),
+        "value_error": masked_sum(unclipped.detach(), response_mask),
+    }
 
 
-def _check_positive(num_tokens: float) -> None:
-    if num_tokens <= 0:
-        raise ValueError(f"num_tokens must be positive; got {num_tokens}")
+def entropy_loss(
+    entropy: Tensor, response_mask: Tensor, *, coef: float, num_tokens: float | Tensor
+) -> tuple[Tensor, Sums]:
+    """The entropy bonus, as a loss to add: L = -coef/num_tokens * sum_t H_t.
+
+    Args:
+        entropy: H_t of the policy's distribution at each token, with graph, nats.
+        response_mask: bool.
+        coef: weight of the bonus, >= 0.
+        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
+
+    Returns:
+        Scalar loss with its graph, float32 (float64 for float64 input); and the sum over tokens
+        entropy, nats.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, coef < 0 or num_tokens <= 0.
+
+    Source: Schulman et al. 2017, equation 9, https://arxiv.org/abs/1707.06347
+    """
+    check_coef("entropy_loss", coef)
+    mean = mean_over(num_tokens, entropy, response_mask)
+    return -coef * mean, {"entropy": masked_sum(entropy.detach(), response_mask)}
+
+
+def kl_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    coef: float,
+    estimator: KLEstimator,
+    num_tokens: float | Tensor,
+) -> tuple[Tensor, Sums]:
+    """The KL penalty against the reference, as a loss to add: L = coef/num_tokens * sum_t KL_t.
+
+    An unbiased estimate need not have an unbiased gradient. With p the policy, q the reference,
+    d = log p - log q and tokens sampled from p, the gradients are on average
+        k1: E_p[grad log p] = 0. No pull at all, only noise.
+        k2: E_p[d grad log p] = grad KL(p || q). The right one.
+        k3: E_p[(1 - q/p) grad log p] = grad KL(q || p). The other direction; close to the right
+            one as long as p is close to q.
+    Each is the gradient at a token given those before it; what a token does to the KL of later
+    ones is seen only by a penalty in the reward. From the second update of a step on, tokens
+    are no longer sampled from p exactly, and no correction is made for that.
+
+    Args:
+        log_probs: the current weights', with graph, nats.
+        ref_log_probs: the frozen reference's, nats.
+        response_mask: bool.
+        coef: weight of the penalty, >= 0.
+        estimator: k1, k2 or k3; k2 for the right gradient.
+        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
+
+    Returns:
+        Scalar loss with its graph, float32 (float64 for float64 input); and the sum over tokens
+        kl_loss, nats, not weighted.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, coef < 0 or num_tokens <= 0.
+
+    Source: http://joschu.net/blog/kl-approx.html for the estimators; Tang and Munos 2025,
+        https://arxiv.org/abs/2506.09477, for their gradients
+    """
+    check_same_shape(
+        "kl_loss", log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask
+    )
+    check_mask("kl_loss", response_mask)
+    check_coef("kl_loss", coef)
+    # Filled before, not after: the gradient of exp(NaN) would be NaN times 0.
+    log_probs, ref_log_probs = (
+        tensor.masked_fill(~response_mask, 0.0) for tensor in (log_probs, ref_log_probs)
+    )
+    kl = estimate_kl(log_probs, ref_log_probs, estimator)
+    loss = coef * mean_over(num_tokens, kl, response_mask)
+    return loss, {"kl_loss": masked_sum(kl.detach(), response_mask)}
+
+
+def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Largest |log_probs - old_log_probs|: 0 exactly before the first update of a step.
+
+    A maximum, not a sum: reduce it over micro-batches and ranks by max.
+
+    Args:
+        log_probs: the current weights', nats.
+        old_log_probs: those before this step's updates, the same shape, nats.
+        response_mask: bool, the same shape.
+
+    Returns:
+        Detached scalar, nats; 0 without any response token.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool.
+    """
+    check_same_shape("log_ratio_max", log_probs=log_probs, old_log_probs=old_log_probs)
+    check_same_shape("log_ratio_max", log_probs=log_probs, response_mask=response_mask)
+    check_mask("log_ratio_max", response_mask)
+    difference = at_least_float32(log_probs.detach()) - at_least_float32(old_log_probs.detach())
+    largest = difference.masked_fill(~response_mask, 0.0).abs()
+    return largest.max() if largest.numel() else largest.sum()
+
+
+def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
+    """Sum of `values` over the mask, divided by a count that is not the mask's own.
+
+    Args:
+        num_tokens: response tokens of the mini-batch over all ranks. A tensor is not read, which
+            would wait for the device: below 1 it counts as 1, and the sum over no tokens is 0.
+        values: of this micro-batch's tokens, any shape.
+        response_mask: bool, the same shape.
+
+    Returns:
+        Scalar, float32 (float64 for float64 values).
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or num_tokens is a number <= 0 or a tensor
+            of more than one element.
+    """
+    total = masked_sum(values, response_mask)
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.numel() != 1:
+            raise ValueError(f"num_tokens is one count; got shape {tuple(num_tokens.shape)}")
+        return total / num_tokens.reshape(()).clamp(min=1)
+    if not num_tokens > 0:
+        raise ValueError(f"num_tokens, over all ranks, must be > 0; got {num_tokens}")
+    return total / num_tokens
+
+
+def _log_ratio(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log_probs - old_log_probs within +-MAX_LOG_RATIO, 0 off the mask."""
+    check_mask(function, mask)
+    difference = at_least_float32(log_probs) - at_least_float32(old_log_probs)
+    return difference.masked_fill(~mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
