@@ -1,0 +1,135 @@
+"""Held-out accuracy: one response to each held-out problem, judged by every rule."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+
+# A tag with more values than this (a name, an id) gets no accuracy of its own.
+MAX_TAG_VALUES = 8
+
+Generate = Callable[[PromptBatch], RolloutBatch]
+Decode = Callable[[Sequence[list[int]]], list[str]]
+Item = tuple[str, str, dict[str, Any]]
+
+
+class Scored(Protocol):
+    """What a scorer answers."""
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """One score per item."""
+        ...
+
+
+class Scorer(Protocol):
+    """Judges (prompt, response, example) items."""
+
+    def score(self, items: Sequence[Item]) -> Scored:
+        """One score per item, in order."""
+        ...
+
+
+class Evaluator:
+    """Measures the weights that generation uses on the held-out problems.
+
+    Args:
+        prompts: the held-out problems.
+        decode: token ids of many responses -> their texts.
+        scorer: the rule that training uses; gives eval/accuracy.
+        rules: more rules by which the same responses are judged; give eval/accuracy_<name>.
+        temperature, top_p: as in training.
+        greedy: whether to decode greedily, too; gives eval/accuracy_greedy.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        decode: Decode,
+        scorer: Scorer,
+        rules: Mapping[str, Scorer],
+        *,
+        temperature: float,
+        top_p: float,
+        greedy: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._decode = decode
+        self._rules = {"": scorer} | {f"_{name}": rule for name, rule in rules.items()}
+        self._temperature = temperature
+        self._top_p = top_p
+        self._greedy = greedy
+        self._groups = tag_groups(prompts, taken={"greedy", *rules})
+        self.last_accuracy = math.nan
+
+    def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
+        """Metrics of the held-out responses at `step`; accuracies are mean scores.
+
+        Returns:
+            eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
+            eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
+            eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
+            eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses.
+        """
+        batch = generate(self._request(step, self._temperature, self._top_p))
+        scores = self._judge(batch)
+        metrics = {f"eval/accuracy{rule}": _mean(values) for rule, values in scores.items()}
+        for group, members in self._groups.items():
+            for rule, values in scores.items():
+                name = f"eval/accuracy_{group}{rule}"
+                metrics[name] = _mean([values[index] for index in members])
+        metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
+        metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
+        if self._greedy:
+            greedy = self._judge(generate(self._request(step, 0.0, 1.0)))
+            metrics |= {f"eval/accuracy_greedy{rule}": _mean(v) for rule, v in greedy.items()}
+        self.last_accuracy = metrics["eval/accuracy"]
+        return dict(metrics)
+
+    def _request(self, step: int, temperature: float, top_p: float) -> PromptBatch:
+        return PromptBatch(
+            prompts=Ragged.from_rows([prompt.token_ids for prompt in self._prompts], torch.int64),
+            prompt_id=torch.tensor([prompt.prompt_id for prompt in self._prompts]),
+            step=step,
+            responses_per_prompt=1,
+            temperature=temperature,
+            top_p=top_p,
+        )
+
+    def _judge(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
+        """Scores of the responses by each rule, under the rule's suffix."""
+        texts = self._decode([row.tolist() for row in batch.responses.rows()])
+        items = [
+            (prompt.text, text, prompt.example)
+            for prompt, text in zip(self._prompts, texts, strict=True)
+        ]
+        return {suffix: rule.score(items).scores for suffix, rule in self._rules.items()}
+
+
+def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int]]:
+    """Indices of the prompts that share a tag's value, by the group's name in metrics.
+
+    The name is the value ("unseen"), or tag and value where that would be no word of its own
+    ("steps_2") or is taken. Tags with one value or more than MAX_TAG_VALUES make no groups.
+    """
+    groups: dict[str, list[int]] = {}
+    for tag in sorted({tag for prompt in prompts for tag in prompt.tags}):
+        members: dict[str, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            if tag in prompt.tags:
+                members.setdefault(prompt.tags[tag], []).append(index)
+        if not 2 <= len(members) <= MAX_TAG_VALUES:
+            continue
+        for value in sorted(members):
+            clear = value.isidentifier() and value not in groups and value not in taken
+            groups[value if clear else f"{tag}_{value}"] = members[value]
+    return groups
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,139 @@
+"""What a run is, in a few lines, before it starts."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridrl.config.schema import KLPlacement, RunConfig
+
+# Placement of more ranks than this is summed up.
+MAX_RANKS_SHOWN = 8
+# More evaluation steps than this are summed up.
+MAX_STEPS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the header says beyond the config.
+
+    Attributes:
+        run_dir: where everything is written.
+        machine: cores, GPUs, memory and nodes in one line.
+        num_ranks: worker processes.
+        placement: one line per rank: node, device.
+        num_parameters: of the model; None if unknown.
+        num_train, num_held_out: prompts.
+        data_source: where the problems come from.
+        notes: more that the user should know.
+    """
+
+    run_dir: Path
+    machine: str
+    num_ranks: int
+    placement: list[str]
+    num_parameters: int | None
+    num_train: int
+    num_held_out: int
+    data_source: str
+    notes: list[str] = field(default_factory=list)
+
+
+def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
+    """(label, text) pairs: what, where, which model and data, placement, batches, steps."""
+    lines = [
+        ("run", f"{config.run.name}, seed {config.seed}"),
+        ("directory", str(facts.run_dir)),
+        ("machine", facts.machine),
+        ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
+        ("model", _model(config, facts.num_parameters)),
+        ("data", _data(facts)),
+        ("method", _method(config)),
+        ("workers", _workers(config, facts.num_ranks)),
+        *_placement(facts.placement),
+        ("batch", _batch(config, facts.num_ranks)),
+        ("steps", _steps(config, facts.num_train)),
+        ("limits", _limits(config)),
+    ]
+    return lines + [("note", note) for note in facts.notes]
+
+
+def count_text(number: float) -> str:
+    """A count in three digits: 950, 5.12 k, 674 k, 7.62 B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999.6 k would round to "1e+03 k".
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def evaluation_steps(total: int, every: int) -> list[int]:
+    """Steps whose weights are evaluated; 0 is before training."""
+    between = range(every, total, every) if every > 0 else ()
+    return sorted({0, *between, total})
+
+
+def _model(config: RunConfig, num_parameters: int | None) -> str:
+    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+    train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
+    dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
+    return f"{config.model.path}{size}, {dtypes}"
+
+
+def _data(facts: RunFacts) -> str:
+    return f"{facts.data_source}: {facts.num_train:,} training, {facts.num_held_out:,} held out"
+
+
+def _method(config: RunConfig) -> str:
+    kl = config.algorithm.kl
+    if kl.coef == 0:
+        penalty = "no KL penalty"
+    else:
+        where = "reward" if kl.placement is KLPlacement.reward else "loss"
+        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}, {kl.schedule.value}"
+    return f"PPO, lr {config.actor.optim.lr:g}, clip {config.actor.clip_ratio:g}, {penalty}"
+
+
+def _workers(config: RunConfig, num_ranks: int) -> str:
+    tp = config.rollout.tensor_parallel_size
+    engines = num_ranks // tp
+    nodes = f"{config.cluster.nodes} nodes, " if config.cluster.nodes > 1 else ""
+    return (
+        f"{nodes}{num_ranks} rank{'s' if num_ranks != 1 else ''} = dp_replicate "
+        f"{config.fsdp.dp_replicate} x dp_shard {config.fsdp.dp_shard}; "
+        f"{engines} vLLM engine{'s' if engines != 1 else ''} of tp {tp}"
+    )
+
+
+def _placement(placement: list[str]) -> list[tuple[str, str]]:
+    shown = placement[:MAX_RANKS_SHOWN]
+    more = len(placement) - len(shown)
+    lines = shown + ([f"... and {more} more ranks"] if more else [])
+    return [("placement" if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _batch(config: RunConfig, num_ranks: int) -> str:
+    prompts, repeats = config.data.prompts_per_step, config.rollout.responses_per_prompt
+    responses, mini = prompts * repeats, config.actor.mini_batch_size
+    updates = responses // mini * config.actor.epochs
+    epochs = f" x {config.actor.epochs} epochs" if config.actor.epochs > 1 else ""
+    return (
+        f"{prompts} prompts x {repeats} responses = {responses:,} a step; {updates} update"
+        f"{'s' if updates != 1 else ''} of {mini} ({mini // num_ranks} a rank{epochs})"
+    )
+
+
+def _steps(config: RunConfig, num_train: int) -> str:
+    total = config.trainer.total_steps
+    passes = total * config.data.prompts_per_step / num_train
+    steps = evaluation_steps(total, config.eval.every_steps)
+    listed = ", ".join(map(str, steps))
+    when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
+    return f"{total} ({passes:.2g} passes over the data); evaluated {when}"
+
+
+def _limits(config: RunConfig) -> str:
+    rollout = config.rollout
+    top_p = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
+    return (
+        f"prompts {rollout.max_prompt_tokens} and responses {rollout.max_response_tokens} tokens, "
+        f"temperature {rollout.temperature:g}{top_p}"
+    )

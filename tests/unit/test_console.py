@@ -1,0 +1,237 @@
+"""What the user sees, as text: on a terminal and in a log; header arithmetic, steps, summary."""
+
+import io
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybridrl.trainer.columns import duration_text, step_line, step_row, title_row
+from hybridrl.trainer.console import RunConsole, pick_samples
+from hybridrl.trainer.header import RunFacts, count_text, evaluation_steps, header_lines
+from hybridrl.trainer.progress import Eta
+from hybridrl.trainer.rollout_log import RolloutRecord
+from hybridrl.trainer.summary import summarize
+from tests.run_configs import run_config
+
+STEP = {
+    "step": 12,
+    "reward/mean": 0.3125,
+    "actor/kl": 0.00123,
+    "actor/log_ratio_max": 0.0953,  # ln 1.1
+    "response/length_mean": 31.25,
+    "rollout/tokens_per_second": 5120.0,
+    "time/rollout_s": 2.0,
+    "time/update_actor_s": 1.2,
+    "time/step_s": 4.0,
+    "eval/accuracy": None,
+}
+EVALUATED = STEP | {"eval/accuracy": 0.297, "eval/accuracy_greedy": 0.44}
+
+
+def screen(terminal: bool, width: int = 80) -> tuple[RunConsole, io.StringIO]:
+    """A run's console that writes into a text."""
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, width=width, highlight=False, color_system=None
+    )
+    return RunConsole(40, console), file
+
+
+def shown(file: io.StringIO) -> str:
+    """What was printed, without the codes that move the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+def facts(**changes) -> RunFacts:
+    known = {
+        "run_dir": Path("outputs/gsm8k_ppo/today"),
+        "machine": "no NVIDIA GPU, 4 cores, 64 GiB RAM",
+        "num_ranks": 2,
+        "placement": ["rank 0  here, slot 0", "rank 1  here, slot 1"],
+        "num_parameters": 674_304,
+        "num_train": 8192,
+        "num_held_out": 320,
+        "data_source": "embedded",
+    }
+    return RunFacts(**(known | changes))
+
+
+def test_header_says_what_runs_where_on_what_and_how_much():
+    config = run_config("cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2")
+    lines = dict(header_lines(config, facts(notes=["be warned"])))
+    assert lines["run"] == "gsm8k_ppo, seed 1"
+    assert lines["hardware"] == "cpu: hardware=cpu was given"
+    assert lines["model"] == "embedded, 674 k parameters, float32"
+    assert lines["data"] == "embedded: 8,192 training, 320 held out"
+    assert lines["workers"] == "2 ranks = dp_replicate 1 x dp_shard 2; 1 vLLM engine of tp 2"
+    # 64 prompts x 8 responses in mini-batches of 256, on two ranks; 40 * 64 / 8192 passes.
+    assert lines["batch"].startswith("64 prompts x 8 responses = 512 a step; 2 updates of 256 (128")
+    assert lines["steps"] == "40 (0.31 passes over the data); evaluated at 0, 10, 20, 30, 40"
+    assert lines["note"] == "be warned"
+
+
+def test_header_sums_up_many_ranks_and_evaluations():
+    config = run_config("trainer.total_steps=100")
+    lines = header_lines(config, facts(placement=[f"rank {i}" for i in range(64)]))
+    assert ("", "... and 56 more ranks") in lines
+    assert "evaluated 11 times" in dict(lines)["steps"]
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "steps"),
+    [(40, 10, [0, 10, 20, 30, 40]), (5, 2, [0, 2, 4, 5]), (5, 0, [0, 5]), (3, 9, [0, 3])],
+)
+def test_evaluation_steps(total, every, steps):
+    assert evaluation_steps(total, every) == steps
+
+
+def test_header_fits_the_terminal_and_keeps_paths_whole_in_logs():
+    path = "/a/long/path" * 9
+    for width in (80, 140):
+        console, file = screen(terminal=True, width=width)
+        console.header("hybridrl 0.1.0", header_lines(run_config(), facts(run_dir=Path(path))))
+        lines = shown(file).splitlines()
+        assert max(map(len, lines)) <= width
+        assert "hybridrl 0.1.0" in lines[0]
+        assert lines[-1].startswith("\u2570")
+    console, file = screen(terminal=False)
+    console.header("hybridrl 0.1.0", header_lines(run_config(), facts(run_dir=Path(path))))
+    assert path in file.getvalue()
+    assert file.getvalue().isascii()
+
+
+def test_log_gets_one_whole_line_per_step():
+    console, file = screen(terminal=False)
+    console.phase("rollout")
+    console.step(STEP)
+    console.step(EVALUATED | {"step": 13})
+    first, second = file.getvalue().splitlines()
+    assert first == (
+        "step 12/40  reward 0.312  KL 0.0012  ratio 1.10  length 31.2  tok/s 5.12 k  "
+        "4.0 s (rollout 50%, actor 30%)  ETA ?"
+    )
+    assert "held-out 0.297  greedy 0.440" in second
+    assert "\x1b" not in file.getvalue()
+
+
+def test_terminal_gets_aligned_rows_below_titles():
+    console, file = screen(terminal=True)
+    with console:
+        console.phase("update_actor")
+        console.step(STEP)
+        console.step(EVALUATED | {"step": 13})
+    text = shown(file)
+    rows = [line for line in text.splitlines() if re.match(r" +(step|12|13) ", line)]
+    assert len(rows) == 3
+    title, plain, evaluated = rows
+    for name, value in [("reward", "0.312"), ("KL", "0.0012"), ("seconds", "4.0")]:
+        assert title.index(name) + len(name) == plain.index(value) + len(value)
+    assert evaluated[: title.index("held-out") + len("held-out")].endswith("0.297")
+    assert "12/40" in text
+    assert "last step: rollout 50%, actor 30%, other 20%" in text
+
+
+def test_progress_line_goes_away_and_the_cursor_comes_back():
+    console, file = screen(terminal=True)
+    with pytest.raises(KeyboardInterrupt), console:
+        console.phase("rollout")
+        raise KeyboardInterrupt
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+def test_wide_terminals_get_more_columns():
+    assert "greedy" not in title_row(80)
+    assert len(step_row(EVALUATED, 80)) == len(title_row(80)) < 80
+    assert "greedy" in title_row(140)
+    assert step_row(EVALUATED, 140).endswith("rollout 50%, actor 30%, other 20%")
+
+
+def test_line_of_a_step_that_only_evaluated():
+    row = {"step": 0, "eval/accuracy": 0.25, "time/evaluate_s": 2.0, "time/step_s": 2.0}
+    assert step_line(row, 5, "?") == "step 0/5  held-out 0.250  2.0 s (eval 100%)  ETA ?"
+
+
+def test_samples_are_clipped_and_shown_as_they_are():
+    record = RolloutRecord(1, "p", "Tom has [bold]3[/bold].", "\x1b[31mred " * 300, "#### 4", 1, 9)
+    for terminal in (True, False):
+        console, file = screen(terminal)
+        console.samples(10, [record])
+        text = shown(file) if terminal else file.getvalue()
+        assert "sample of step 10: score 1, 9 tokens" in text
+        assert "Tom has [bold]3[/bold]." in text
+        assert "#### 4" in text
+        assert "\x1b[31m" not in file.getvalue()
+        assert len(text.splitlines()) < 20
+
+
+def test_best_and_worst_responses_are_picked():
+    records = [RolloutRecord(i, "", "", str(i), "", s, 1) for i, s in enumerate([0, 1, 0, 1])]
+    assert [record.response for record in pick_samples(records)] == ["1", "0"]
+    assert [record.response for record in pick_samples(records[1:2])] == ["1"]
+    assert pick_samples([]) == []
+
+
+def test_warnings_and_log_lines_are_whole():
+    long = "3 of 512 rewards failed: TimeoutError, " * 5
+    for terminal in (True, False):
+        console, file = screen(terminal)
+        console.warn(long)
+        logger = logging.Logger("test")
+        logger.addHandler(console.logging_handler())
+        logger.warning("from [a] module")
+        text = " ".join(shown(file).split())
+        assert long.strip() in text
+        assert "from [a] module" in text
+
+
+def test_summary_shows_before_and_after_times_and_files(tmp_path):
+    rows = [
+        {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_flexible": 0.5, "time/step_s": 2.0}
+        | {"time/evaluate_s": 2.0},
+        {"step": 1, "eval/accuracy": None, "time/step_s": 3.0, "time/rollout_s": 3.0}
+        | {"reward/failed": 2.0},
+        {"step": 2, "eval/accuracy": 0.75, "eval/accuracy_flexible": 0.45, "time/step_s": 5.0}
+        | {"time/rollout_s": 3.0, "time/evaluate_s": 1.0, "reward/failed": 0.0},
+    ]
+    (tmp_path / "final").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    for terminal in (True, False):
+        console, file = screen(terminal)
+        console.summary(summarize(rows), tmp_path)
+        text = shown(file)
+        assert re.search(r"sampled +0\.300 +0\.750 +\+0\.450", text)
+        assert re.search(r"flexible +0\.500 +0\.450 +-0\.050", text)
+        assert "2 in 0:10 (5.0 s each)" in text
+        assert "rollout 60%, eval 30%, other 10%" in text
+        assert "2 failed" in text
+        assert "final/  metrics.jsonl" in text
+
+
+def test_summary_of_a_run_without_evaluation_is_no_crash(tmp_path):
+    console, file = screen(terminal=False)
+    console.summary(summarize([]), tmp_path)
+    assert "accuracy" not in file.getvalue()
+
+
+def test_time_left_is_extrapolated_from_the_steps_so_far():
+    clock = iter([100.0, 110.0, 130.0])
+    eta = Eta(total_steps=10, clock=lambda: next(clock))
+    assert eta.after(0) == "?"
+    assert eta.after(1) == "1:30"  # 10 s a step, 9 steps
+    assert eta.after(2) == "2:00"  # 15 s a step, 8 steps
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(950, "950"), (5123, "5.12 k"), (674_304, "674 k"), (999_900, "1 M"), (7.62e9, "7.62 B")],
+)
+def test_counts_are_short(number, text):
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.4, "0:09"), (93, "1:33"), (7500, "2:05:00")])
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text

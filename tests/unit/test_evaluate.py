@@ -1,0 +1,134 @@
+"""Evaluator: every rule, greedy decoding and tagged groups on hand-made responses."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
+from tests.batches import batch_of
+
+
+@dataclass
+class Scores:
+    scores: list[float]
+
+
+class Contains:
+    """Scores 1 where a word stands in the response; notes what it was asked."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.items: list = []
+
+    def score(self, items):
+        self.items = list(items)
+        return Scores([float(self.word in response) for _, response, _ in items])
+
+
+def prompt(index: int, **tags: str) -> Prompt:
+    return Prompt(100 + index, [index, index], f"text {index}", "", {"answer": str(index)}, tags)
+
+
+PROMPTS = [
+    prompt(0, range="seen", steps="1"),
+    prompt(1, range="unseen", steps="1"),
+    prompt(2, range="seen", steps="2"),
+    prompt(3, range="unseen", steps="2"),
+]
+# Responses as token ids; the decoder below reads 1 as "#### " and 2 as "right".
+SAMPLED = [[1, 2], [2, 0, 0], [1], [1, 2, 0]]
+GREEDY = [[1, 2], [1, 2], [1, 2], [0]]
+
+
+def decode(rows: list[list[int]]) -> list[str]:
+    return ["".join({0: "well ", 1: "#### ", 2: "right"}[token] for token in row) for row in rows]
+
+
+class Engine:
+    """Answers with the prepared responses and notes the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[PromptBatch] = []
+
+    def __call__(self, request: PromptBatch) -> RolloutBatch:
+        self.requests.append(request)
+        rows = GREEDY if request.temperature == 0 else SAMPLED
+        batch = batch_of([len(row) for row in rows])
+        responses = Ragged.from_rows(rows, torch.int64)
+        return replace(batch, responses=responses, truncated=torch.tensor([False] * 3 + [True]))
+
+
+def evaluator(greedy: bool = True) -> Evaluator:
+    return Evaluator(
+        PROMPTS,
+        decode,
+        Contains("#### right"),
+        {"flexible": Contains("right")},
+        temperature=0.7,
+        top_p=0.9,
+        greedy=greedy,
+    )
+
+
+def test_accuracies_by_rule_group_and_decoding():
+    metrics = evaluator().evaluate(10, Engine())
+    # Sampled: strict right on prompts 0 and 3; flexible also on 1. Greedy: all but prompt 3.
+    assert metrics == {
+        "eval/accuracy": 0.5,
+        "eval/accuracy_flexible": 0.75,
+        "eval/accuracy_seen": 0.5,
+        "eval/accuracy_seen_flexible": 0.5,
+        "eval/accuracy_unseen": 0.5,
+        "eval/accuracy_unseen_flexible": 1.0,
+        "eval/accuracy_steps_1": 0.5,
+        "eval/accuracy_steps_1_flexible": 1.0,
+        "eval/accuracy_steps_2": 0.5,
+        "eval/accuracy_steps_2_flexible": 0.5,
+        "eval/accuracy_greedy": 0.75,
+        "eval/accuracy_greedy_flexible": 0.75,
+        "eval/length_mean": pytest.approx(9 / 4),
+        "eval/truncated_fraction": 0.25,
+    }
+
+
+def test_requests_are_sampled_as_in_training_then_greedy():
+    engine = Engine()
+    evaluator().evaluate(10, engine)
+    sampled, greedy = engine.requests
+    assert (sampled.temperature, sampled.top_p) == (0.7, 0.9)
+    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    for request in engine.requests:
+        assert request.step == 10
+        assert request.responses_per_prompt == 1
+        assert request.prompt_id.tolist() == [100, 101, 102, 103]
+        assert [row.tolist() for row in request.prompts.rows()] == [[i, i] for i in range(4)]
+
+
+def test_greedy_decoding_can_be_left_out():
+    engine = Engine()
+    metrics = evaluator(greedy=False).evaluate(0, engine)
+    assert len(engine.requests) == 1
+    assert not [name for name in metrics if "greedy" in name]
+
+
+def test_scorers_get_prompt_response_and_example():
+    scorer = Contains("right")
+    judge = Evaluator(PROMPTS, decode, scorer, {}, temperature=1.0, top_p=1.0, greedy=False)
+    judge.evaluate(0, Engine())
+    assert scorer.items[0] == ("text 0", "#### right", {"answer": "0"})
+    assert judge.last_accuracy == 0.75
+
+
+def test_tags_with_one_or_many_values_make_no_groups():
+    prompts = [prompt(i, name=str(i), source="same") for i in range(MAX_TAG_VALUES + 1)]
+    assert tag_groups(prompts, taken=set()) == {}
+
+
+def test_group_whose_name_is_taken_gets_its_tag():
+    prompts = [prompt(0, kind="greedy"), prompt(1, kind="plain"), prompt(2)]
+    groups = tag_groups(prompts, taken={"greedy"})
+    assert groups == {"kind_greedy": [0], "plain": [1]}

@@ -1,0 +1,85 @@
+"""The manifest records what is needed to repeat a run, and nobody's secrets."""
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from hybridrl.config.machine import GPU, Machine, Node
+from hybridrl.trainer.manifest import git_state, plain, versions, write_manifest
+from tests.run_configs import run_config
+
+STARTED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
+    machine = Machine((Node("n0", 8, 2**35, (GPU("H200", 2**37),)),))
+    argv = ["main.py", "+recipe=gsm8k_ppo", "seed=7"]
+    path = write_manifest(tmp_path, run_config("seed=7"), machine, started=STARTED, argv=argv)
+    manifest = json.loads(path.read_text())
+    assert path == tmp_path / "manifest.json"
+    assert (manifest["seed"], manifest["run"]) == (7, "gsm8k_ppo")
+    assert manifest["started"] == "2026-01-02T03:04:05+00:00"
+    assert manifest["argv"] == argv
+    assert manifest["config"]["rollout"]["seed"] == 7
+    assert manifest["config"]["actor"]["kl"]["estimator"] == "k1"
+    assert manifest["config"]["actor"]["worker"] == "hybridrl.workers.actor.ActorWorker"
+    assert manifest["hardware"]["nodes"][0]["gpus"][0]["name"] == "H200"
+
+
+def test_versions_are_those_installed():
+    found = versions()
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == torch.__version__
+    assert {"ray", "transformers", "hydra-core"} <= found.keys()
+
+
+def test_secrets_are_hidden_in_config_and_command(tmp_path):
+    config = run_config("tracking.mlflow_uri='https://me:hunter2@host/api'")
+    argv = ["main.py", "tracking.mlflow_uri=https://me:hunter2@host/api", "+my.api_key=hunter2"]
+    path = write_manifest(tmp_path, config, {"HF_TOKEN": "hunter2"}, started=STARTED, argv=argv)
+    text = path.read_text()
+    assert "hunter2" not in text
+    manifest = json.loads(text)
+    assert manifest["config"]["tracking"]["mlflow_uri"] == "https://***@host/api"
+    assert manifest["argv"][2] == "+my.api_key=***"
+
+
+def test_keys_that_only_sound_secret_are_kept():
+    @dataclass
+    class Section:
+        max_tokens_per_gpu: int
+        token: str | None
+
+    assert plain(Section(16, None)) == {"max_tokens_per_gpu": 16, "token": None}
+    assert plain(Section(16, "x"))["token"] == "***"
+
+
+def test_git_state_names_commit_and_changes(tmp_path):
+    assert git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    file = tmp_path / "__init__.py"
+    file.write_text("a")
+    git(tmp_path, "add", "__init__.py")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
+    file.write_text("b")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+
+
+def test_package_installed_inside_another_repository_has_no_commit(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "__init__.py").write_text("")
+    assert git_state(tmp_path / "site-packages") is None

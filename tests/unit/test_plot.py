@@ -1,0 +1,55 @@
+"""metrics.png holds the curves: ink where there are points, less where there are none."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib.image import imread
+
+from hybridrl.trainer.plot import plot_run
+
+BLUE = np.array([0x1F, 0x6F, 0xB2]) / 255
+
+
+def run_dir(path: Path, rows: list[dict]) -> Path:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows(values: list[float | None]) -> list[dict]:
+    names = ("reward/mean", "actor/kl", "response/length_mean", "eval/accuracy")
+    return [{"step": step} | dict.fromkeys(names, v) for step, v in enumerate(values)]
+
+
+def blue_pixels(path: Path) -> list[int]:
+    """Pixels of the first curve's colour in each quarter of the picture."""
+    image = imread(path)[..., :3]
+    height, width = image.shape[:2]
+    assert height > 400 and width > 600
+    is_blue = np.abs(image - BLUE).max(axis=-1) < 0.02
+    rows_, columns = (slice(0, height // 2), slice(height // 2, None)), width // 2
+    return [
+        int(is_blue[part, half].sum())
+        for part in rows_
+        for half in (slice(0, columns), slice(columns, None))
+    ]
+
+
+def test_each_of_the_four_panels_has_its_curve(tmp_path):
+    path = plot_run(run_dir(tmp_path / "a", rows([0.1, 0.4, 0.3, 0.6])), "a run")
+    assert path == tmp_path / "a" / "metrics.png"
+    assert min(blue_pixels(path)) > 300
+
+
+def test_nulls_are_left_out_of_a_curve(tmp_path):
+    """Steps without evaluation break no line: two points and the line between them remain."""
+    whole = run_dir(tmp_path / "a", rows([0.0, 0.5, 1.0]))
+    sparse = run_dir(tmp_path / "b", rows([0.0, None, 1.0]))
+    more, less = blue_pixels(plot_run(whole, "")), blue_pixels(plot_run(sparse, ""))
+    assert all(a / 2 < b < a for a, b in zip(more, less, strict=True)), (more, less)
+
+
+def test_run_without_numbers_still_gets_a_picture(tmp_path):
+    path = plot_run(run_dir(tmp_path / "a", [{"step": 0}]), "ended early")
+    assert blue_pixels(path) == [0, 0, 0, 0]

@@ -1,0 +1,174 @@
+"""Metrics reach metrics.jsonl and TensorBoard; no tracker's failure stops or delays a run."""
+
+import json
+import logging
+import math
+import threading
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from hybridrl.trainer.phases import Phases
+from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.sinks import MAX_WAITING, BackgroundSink, close_all
+from hybridrl.trainer.tracking import PROMISED, Tracker, read_metrics
+from tests.run_configs import run_config
+
+
+class Memory:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, dict]] = []
+        self.closed = False
+
+    def log(self, step, metrics):
+        self.got.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_each_step_is_a_line_on_disk_at_once(tmp_path):
+    tracker = Tracker(tmp_path, run_config("tracking.tensorboard=false"))
+    tracker.log(0, {"eval/accuracy": 0.25})
+    first = json.loads((tmp_path / "metrics.jsonl").read_text())
+    tracker.log(1, {"reward/mean": 0.5, "other": math.nan, "more": math.inf})
+    tracker.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows == tracker.rows == [first, rows[1]]
+    assert (first["step"], first["eval/accuracy"], first["reward/mean"]) == (0, 0.25, None)
+    assert (rows[1]["step"], rows[1]["reward/mean"]) == (1, 0.5)
+    assert (rows[1]["other"], rows[1]["more"]) == (None, None)
+    assert all(name in row for row in rows for name in PROMISED)
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_tensorboard_gets_the_finite_numbers(tmp_path):
+    tracker = Tracker(tmp_path, run_config())
+    for step in (0, 1, 2):
+        tracker.log(step, {"reward/mean": step / 2, "bad": math.nan})
+    tracker.close()
+    assert tracker.failures() == []
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    scalars = [
+        (event.step, value.tag, value.tensor.float_val[0])
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]
+    assert scalars == [(0, "reward/mean", 0.0), (1, "reward/mean", 0.5), (2, "reward/mean", 1.0)]
+
+
+def test_missing_packages_are_counted_and_said_once(tmp_path, caplog, monkeypatch):
+    """wandb and mlflow are extras; None in sys.modules makes their import fail anywhere."""
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(__import__("sys").modules, "mlflow.tracking", None)
+    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
+    config = run_config(
+        "tracking.tensorboard=false", "tracking.wandb_project=p", "tracking.mlflow_uri=sqlite://"
+    )
+    tracker = Tracker(tmp_path, config)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log(step, {"reward/mean": 1.0})
+        tracker.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    wandb, mlflow = tracker.failures()
+    # Three steps and the closing.
+    assert wandb.startswith("W&B failed 4 times: ModuleNotFoundError")
+    assert mlflow.startswith("MLflow failed 4 times: ModuleNotFoundError")
+    assert len(caplog.records) == 2
+
+
+def test_sink_gets_everything_in_order_and_is_closed():
+    memory = Memory()
+    sink = BackgroundSink("memory", lambda: memory)
+    for step in range(50):
+        sink.log(step, {"x": float(step)})
+    close_all([sink], timeout_s=10)
+    assert memory.got == [(step, {"x": float(step)}) for step in range(50)]
+    assert memory.closed
+    assert sink.failures == 0
+
+
+def test_one_failing_call_loses_only_its_step():
+    class Moody(Memory):
+        def log(self, step, metrics):
+            if step == 1:
+                raise ConnectionError("no route\nto host")
+            super().log(step, metrics)
+
+    memory = Moody()
+    sink = BackgroundSink("moody", lambda: memory)
+    for step in range(3):
+        sink.log(step, {})
+    close_all([sink], timeout_s=10)
+    assert [step for step, _ in memory.got] == [0, 2]
+    assert (sink.failures, sink.reason) == (1, "ConnectionError: no route")
+
+
+def test_hanging_tracker_neither_delays_steps_nor_the_end(caplog):
+    release = threading.Event()
+
+    class Hanging(Memory):
+        def log(self, step, metrics):
+            release.wait(30)
+
+    sink = BackgroundSink("hanging", Hanging)
+    start = time.monotonic()
+    for step in range(MAX_WAITING + 5):
+        sink.log(step, {})
+    close_all([sink], timeout_s=0.2)
+    assert time.monotonic() - start < 5
+    # Five steps found no room, and the end did not come in time.
+    assert sink.failures == 6
+    assert len(caplog.records) == 1
+    release.set()
+
+
+def test_rollouts_are_one_json_object_a_line(tmp_path):
+    record = RolloutRecord(7, "<|user|>1+1?", "1+1?", "zwei, \u00e9", "2", 0.5, 4)
+    path = write_rollouts(tmp_path, 3, [record, record])
+    assert path == tmp_path / "rollouts" / "step_3.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0]) == {
+        "prompt_id": 7,
+        "prompt": "<|user|>1+1?",
+        "question": "1+1?",
+        "response": "zwei, \u00e9",
+        "answer": "2",
+        "score": 0.5,
+        "length": 4,
+        "failure": None,
+    }
+
+
+def test_phases_add_up_within_a_step_and_start_anew():
+    entered = []
+    phases = Phases(entered.append)
+    with phases.step():
+        for _ in range(2):
+            with phases.section("rollout"):
+                time.sleep(0.01)
+        with phases.section("reward"):
+            pass
+    metrics = phases.metrics()
+    assert entered == ["rollout", "rollout", "reward"]
+    assert 0.02 <= metrics["time/rollout_s"] <= metrics["time/step_s"]
+    with phases.step():
+        pass
+    assert phases.metrics().keys() == {"time/step_s"}
+    assert phases.seconds("rollout") == 0.0
+
+
+def test_phase_that_raises_is_timed_and_raises():
+    phases = Phases()
+    with pytest.raises(KeyError), phases.step(), phases.section("update"):
+        raise KeyError("x")
+    assert phases.metrics().keys() == {"time/update_s", "time/step_s"}
