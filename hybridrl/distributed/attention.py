@@ -1,0 +1,149 @@
+"""Attention over packed sequences: ragged, one behind the other, no padding and no mask.
+
+Shapes:  N = packed tokens   B = sequences   T = longest   H, K = query, key heads   D = head size
+
+The model runs on [1, N] tokens. Transformers hands `cu_seq_lens_q`, `max_length_q` and their `_k`
+twins from the model's arguments down to the attention function, which alone needs to know where
+sequences begin.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hybridrl.data.ragged import mask_of
+
+PACKED_ATTENTION = "hybridrl_packed"
+
+# Arguments by which other architectures change the scores; ignoring one would be silently wrong.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation="hybridrl_packed"` known to transformers.
+
+    No mask function is registered under the name, so transformers builds no mask.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, by transformers' calling convention.
+
+    Args:
+        module: the attention layer; not looked at.
+        query: [1, H, N, D].
+        key, value: [1, K, N, D]; H is a multiple of K.
+        attention_mask: must be None.
+        scaling: factor on the scores; None: D ** -0.5.
+        kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are needed; sliding_window is
+            honoured (a token sees that many, itself included).
+
+    Returns:
+        [1, N, H, D], and None in place of the attention weights.
+
+    Raises:
+        ValueError: a mask, dropout, or an argument that changes the scores was given.
+    """
+    changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if attention_mask is not None or kwargs.get("dropout") or changed:
+        raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
+    attend = _varlen if _has_kernel(query) else _padded
+    output = attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        kwargs["cu_seq_lens_q"],
+        int(kwargs["max_length_q"]),
+        scaling,
+        kwargs.get("sliding_window"),
+    )
+    return output[None], None
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether FlashAttention, which is what varlen_attn runs, takes these tensors."""
+    head_size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and head_size % 8 == 0 and head_size <= 256
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The kernel for packed sequences; tensors are [N, heads, D]."""
+    grouped: dict[str, Any] = {}
+    if key.shape[1] != query.shape[1]:
+        if VARLEN_TAKES_GQA:
+            grouped = {"enable_gqa": True}
+        else:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **grouped,
+    )
+
+
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The same by padding to [B, heads, T, D] and back; tensors are [N, heads, D].
+
+    Padding stands right of each sequence, where causal attention never looks.
+    """
+    is_token = mask_of(cu_seq_lens.diff(), max_length)
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(*is_token.shape, *x.shape[1:])
+        padded[is_token] = x
+        return padded.transpose(1, 2)
+
+    window = None
+    if sliding_window is not None and sliding_window < max_length:
+        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=query.device)
+        window = ones.tril() & ones.triu(1 - sliding_window)
+    output = scaled_dot_product_attention(
+        pad(query),
+        pad(key),
+        pad(value),
+        attn_mask=window,
+        is_causal=window is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return output.transpose(1, 2)[is_token]

@@ -1,0 +1,79 @@
+"""The modules FSDP2 wraps as roots: transformers inside, one number per response token outside.
+
+FSDP2 gathers a root's own weights (embedding, final norm, head) in hooks around the root's
+forward. Calling the model inside directly would bypass them, so everything that needs weights
+happens in the forwards here.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs, token_log_probs
+from hybridrl.distributed.packing import Packed
+
+
+class TokenLogProbs(nn.Module):
+    """A causal language model that answers with log-probs of response tokens.
+
+    Args:
+        lm: the model; its attention must be "hybridrl_packed".
+        chunk_tokens: tokens whose logits exist at one time.
+    """
+
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
+        """Log-probs (and entropies) of packed.response_ids, [R] float32, nats."""
+        hidden = response_states(self.lm.base_model, packed)
+        return token_log_probs(
+            hidden,
+            packed.response_ids,
+            self.lm.get_output_embeddings(),
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy,
+        )
+
+
+class TokenValues(nn.Module):
+    """A language model's backbone with a scalar head.
+
+    Args:
+        backbone: the model below its language-modelling head; attention "hybridrl_packed".
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(
+            backbone.config.hidden_size, 1, device=backbone.device, dtype=torch.float32
+        )
+
+    def forward(self, packed: Packed) -> Tensor:
+        """V(s_t) before each response token, [R] float32: the state that predicts the token."""
+        return self.head(response_states(self.backbone, packed).float()).squeeze(-1)
+
+    def initial_head(self, seed: int) -> dict[str, Tensor]:
+        """The new head's weights, a function of the seed: values start near 0."""
+        hidden_size = self.head.in_features
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+        return {"head.weight": weight, "head.bias": torch.zeros(1)}
+
+
+def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
+    """[R, H]: final hidden states of the positions before the response tokens."""
+    output = backbone(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=packed.cu_seq_lens,
+        cu_seq_lens_k=packed.cu_seq_lens,
+        max_length_q=packed.max_length,
+        max_length_k=packed.max_length,
+    )
+    return output.last_hidden_state[0].index_select(0, packed.state_index)

@@ -1,0 +1,117 @@
+"""The value function: estimates of each token's return, and clipped updates towards returns."""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.algorithms.losses import value_loss
+from hybridrl.config.schema import CriticConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.fsdp import load_sharded_critic, reshard
+from hybridrl.distributed.packing import pack
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.training import LossStats, Training, TrainingWorker
+
+
+class CriticWorker(TrainingWorker):
+    """Trains the value function. One instance per rank, each holding one FSDP shard.
+
+    To change the objective, subclass, override `value_loss`, and set
+    `critic.worker=my_package.MyCriticWorker`.
+    """
+
+    config_class = CriticConfig
+    config: CriticConfig
+
+    def __init__(self, config: CriticConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.seed)
+        self.optimizer = Optimizer(self.model, config.optim, config.total_steps)
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    @torch.no_grad()
+    def compute_values(self, batch: RankBatch) -> Ragged:
+        """V(s_t) before each response token: ragged float32 on CPU, in the reward's unit.
+
+        Rows stand in the order of the first epoch's micro-batches.
+        """
+        values = batch.map_first_epoch(
+            lambda micro: micro.responses.like(self.forward(micro).cpu())
+        )
+        reshard(self.model)
+        return values
+
+    @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
+    def update(self, batch: RankBatch, step: int) -> dict[str, float]:
+        """Take one optimizer step per mini-batch of `batch`; return metrics over all ranks.
+
+        Args:
+            batch: this rank's responses, with values and returns.
+            step: training step, counted from 1; it sets the learning rate.
+        """
+        lr = self.optimizer.set_step(step)
+        training = Training(self.model, self.optimizer, self.value_loss, self.device)
+        for mini in batch.mini_batches():
+            training.take_step(mini)
+        report = training.report()
+        report["explained_variance"] = explained_variance(
+            *(report.pop(moment) for moment in ("returns", "returns_2", "errors", "errors_2"))
+        )
+        return {f"critic/{name}": value for name, value in report.items()} | {"critic/lr": lr}
+
+    def value_loss(self, micro: RolloutBatch, num_tokens: float) -> tuple[Tensor, LossStats]:
+        """The scalar to minimise: a sum over this micro-batch's tokens, over `num_tokens`.
+
+        Args:
+            micro: responses of one packed forward.
+            num_tokens: response tokens of the mini-batch over all ranks.
+
+        Returns:
+            The loss with its graph, and what to report (`LossStats`).
+        """
+        mask = self.on_device(micro.response_mask)
+        old_values, returns = self.on_device(micro.values), self.on_device(micro.returns)
+        loss, sums = value_loss(
+            self.forward(micro),
+            old_values,
+            returns,
+            mask,
+            value_clip=self.config.value_clip,
+            num_tokens=num_tokens,
+        )
+        reported = {"clip_fraction": sums["value_clip_fraction"], "error": sums["value_error"]}
+        return loss, LossStats(reported | moments(returns, old_values, mask))
+
+    def forward(self, micro: RolloutBatch) -> Tensor:
+        """V(s_t) before each response token, [R] float32, on the worker's device."""
+        return self.model(pack(micro, self.device))
+
+
+def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums that `explained_variance` needs, over the masked tokens; float64."""
+    targets = returns.double().masked_fill(~mask, 0.0)
+    errors = targets - values.double().masked_fill(~mask, 0.0)
+    return {
+        "returns": targets.sum(),
+        "returns_2": targets.square().sum(),
+        "errors": errors.sum(),
+        "errors_2": errors.square().sum(),
+    }
+
+
+def explained_variance(returns: float, returns_2: float, errors: float, errors_2: float) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is no better than a constant.
+
+    Values are those from before the update. 0 where the returns do not vary.
+
+    Args:
+        returns, returns_2: mean return and mean squared return.
+        errors, errors_2: the same of returns - values.
+    """
+    variance = returns_2 - returns**2
+    if variance <= 1e-12:
+        return 0.0
+    return 1.0 - (errors_2 - errors**2) / variance

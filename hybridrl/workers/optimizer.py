@@ -1,0 +1,80 @@
+"""AdamW, its learning rate as a function of the step, and the clipped step itself."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+from hybridrl.config.schema import LRSchedule, OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of training step `step`; a pure function, so that runs can be resumed.
+
+    It rises linearly over the first warmup_steps steps, the last of which has config.lr. Then it
+    stays, or falls along a line or half a cosine, from config.lr in the step after warm-up to
+    config.lr * min_lr_ratio, which the step after total_steps would have.
+
+    Args:
+        config: peak, schedule, warm-up and floor.
+        step: counted from 1.
+        total_steps: length of the run.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = (step - 1 - config.warmup_steps) / max(total_steps - config.warmup_steps, 1)
+    done = min(done, 1.0)
+    if config.schedule is LRSchedule.constant:
+        remaining = 1.0
+    elif config.schedule is LRSchedule.linear:
+        remaining = 1.0 - done
+    else:
+        remaining = 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+
+
+class Optimizer:
+    """AdamW on sharded float32 master weights, with gradients clipped by their global norm.
+
+    Args:
+        model: its parameters are trained.
+        config: AdamW's settings, clipping and schedule.
+        total_steps: length of the run.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.parameters = list(model.parameters())
+        self.adamw = torch.optim.AdamW(
+            self.parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def set_step(self, step: int) -> float:
+        """Use the learning rate of training step `step`, counted from 1; return it."""
+        lr = learning_rate(self.config, step, self.total_steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def apply_gradients(self) -> float:
+        """Clip, take one step and clear the gradients; a collective over all ranks.
+
+        Gradients whose norm is not finite are dropped: weights and moments stay as they are.
+
+        Returns:
+            The gradients' global norm before clipping, the same on all ranks.
+        """
+        norm = clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(grad_norm):
+            self.adamw.step()
+        self.adamw.zero_grad()
+        return grad_norm

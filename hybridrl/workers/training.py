@@ -1,0 +1,132 @@
+"""What actor and critic share: optimizer steps over packed micro-batches, and their metrics."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
+from hybridrl.distributed.fsdp import defer_all_reduce
+from hybridrl.distributed.mesh import device_of
+from hybridrl.workers.base import Worker
+from hybridrl.workers.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """What a loss reports of one micro-batch: detached scalars by name, left on their device.
+
+    Every rank must report the same names.
+
+    Attributes:
+        sums: over response tokens; an update reports their means.
+        maxima: over response tokens; an update reports the largest.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+# (micro-batch, response tokens of the mini-batch over all ranks) -> what to minimise, its stats
+Loss = Callable[[RolloutBatch, float], tuple[Tensor, LossStats]]
+
+
+class Training:
+    """The optimizer steps of one update and what is known of them.
+
+    Args:
+        model: the FSDP2 root.
+        optimizer: of its parameters.
+        loss: what to minimise: a sum over a micro-batch's tokens divided by the given count.
+        device: of the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loss: Loss, device: torch.device
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.device = device
+        self.num_tokens = 0.0
+        self.losses: list[Tensor] = []
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self.grad_norms: list[float] = []
+
+    def take_step(self, micros: Sequence[RolloutBatch]) -> None:
+        """One optimizer step on a mini-batch; a collective over all ranks.
+
+        Args:
+            micros: this rank's packed micro-batches; every rank has equally many.
+        """
+        self.accumulate_gradients(micros)
+        self.grad_norms.append(self.optimizer.apply_gradients())
+
+    def accumulate_gradients(self, micros: Sequence[RolloutBatch]) -> None:
+        """The gradient of a mini-batch, the same however it is spread over ranks and micros.
+
+        Each micro-batch's loss is a sum over its tokens, divided by the response tokens of the
+        whole mini-batch on all ranks; FSDP2 sums over ranks.
+        """
+        mine = torch.stack([micro.response_mask.values.sum() for micro in micros]).sum()
+        num_tokens = sum_over_ranks({"tokens": mine}, self.device)["tokens"]
+        self.num_tokens += num_tokens
+        for index, micro in enumerate(micros):
+            defer_all_reduce(self.model, index < len(micros) - 1)
+            # A mini-batch without a single token has gradient 0, not NaN.
+            loss, stats = self.loss(micro, max(num_tokens, 1.0))
+            loss.backward()
+            self._remember(loss.detach(), stats)
+
+    def report(self) -> dict[str, float]:
+        """The metrics of all steps, the same on all ranks; a collective.
+
+        Returns:
+            loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
+            grad_norm: mean before clipping, of the steps taken. skipped_steps: those that were
+            not, because their gradient was not finite.
+        """
+        total = torch.stack(self.losses).sum()
+        sums = sum_over_ranks({"loss": total, **self.sums}, self.device)
+        loss = sums.pop("loss") / len(self.grad_norms)
+        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        return {
+            "loss": loss,
+            **{name: value / max(self.num_tokens, 1.0) for name, value in sums.items()},
+            **(max_over_ranks(self.maxima, self.device) if self.maxima else {}),
+            "grad_norm": sum(finite) / max(len(finite), 1),
+            "skipped_steps": float(len(self.grad_norms) - len(finite)),
+        }
+
+    def _remember(self, loss: Tensor, stats: LossStats) -> None:
+        self.losses.append(loss)
+        for name, value in stats.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in stats.maxima.items():
+            known = self.maxima.setdefault(name, value)
+            self.maxima[name] = torch.maximum(known, value)
+
+
+class TrainingWorker(Worker):
+    """A worker with a model on the rank's device.
+
+    Args:
+        config: an instance of `config_class`.
+        mesh: the training mesh.
+    """
+
+    def __init__(self, config: Any, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        self.device = device_of(mesh)
+
+    def on_device(self, values: Ragged | None) -> Tensor:
+        """The flat values of a field of the batch, which must be there, on the rank's device."""
+        assert values is not None, "the phase that fills this field has not run"
+        return values.values.to(self.device, non_blocking=True)

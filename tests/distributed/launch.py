@@ -1,0 +1,83 @@
+"""Runs a function on several ranks: real processes, a real process group, a time limit."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# Imported once by the server that ranks are forked from: seconds saved per rank.
+PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    device_type: str = "cpu",
+    time_limit_s: float = 120.0,
+) -> list[Any]:
+    """What `function(*args)` returns on each of `num_ranks` ranks, in rank order.
+
+    The process group is initialised (gloo; and NCCL for "cuda", where rank r takes GPU r), and
+    every rank has one thread. Ranks meet through a file, so no port can be taken twice.
+
+    Args:
+        function: a module's function, since it travels by name.
+        num_ranks: processes.
+        args: given to every rank; must be picklable.
+        device_type: "cpu" or "cuda".
+        time_limit_s: for all of it.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
+        TimeoutError: the ranks were not done in time; they are killed.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    deadline = time.monotonic() + time_limit_s
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _run_rank,
+            (function, num_ranks, args, device_type, folder),
+            nprocs=num_ranks,
+            join=False,
+            start_method="forkserver",
+        )
+        try:
+            while not context.join(timeout=max(deadline - time.monotonic(), 0.0)):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{num_ranks} ranks were not done in {time_limit_s} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)
+        ]
+
+
+def _run_rank(
+    rank: int,
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    device_type: str,
+    folder: str,
+) -> None:
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    torch.save(function(*args), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

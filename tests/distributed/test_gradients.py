@@ -1,0 +1,143 @@
+"""The gradient of a mini-batch does not depend on ranks, replicas or micro-batches.
+
+Reference: transformers' own model in one process, one response at a time, no packing, no FSDP,
+with the objective written out from its formula.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hybridrl.data.schedule import schedule
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.training import Training
+from tests.distributed.launch import run_on_ranks
+from tests.role_configs import actor_config, critic_config, fsdp_config
+from tests.tiny_hf import tiny_folder
+from tests.training_batches import PROMPTS, RESPONSES, training_batch
+
+KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
+LONGEST = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
+ALL = sum(PROMPTS) + sum(RESPONSES)
+
+
+def gradients(worker, loss, max_tokens):
+    """Full gradients by name, of the whole batch as one mini-batch."""
+    scheduled = schedule(
+        training_batch(),
+        num_ranks=dist.get_world_size(),
+        mini_batch_size=8,
+        epochs=1,
+        max_tokens=max_tokens,
+        seed=1,
+        step=1,
+    )
+    mine = scheduled.shard(dist.get_world_size())[dist.get_rank()]
+    training = Training(worker.model, worker.optimizer, loss, worker.device)
+    (micros,) = mine.mini_batches()
+    training.accumulate_gradients(micros)
+    full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
+    worker.optimizer.adamw.zero_grad()
+    return len(micros), full
+
+
+def actor_and_critic_gradients(folder, replicas, spec_changes):
+    """For each token budget: micro-batches, actor's gradients, critic's gradients."""
+    ranks = dist.get_world_size()
+    spec = fsdp_config(dp_shard=ranks // replicas, dp_replicate=replicas, **spec_changes)
+    mesh = build_mesh(spec, "cpu")
+    actor = ActorWorker(actor_config(folder, spec), mesh)
+    actor.kl_coef = KL_COEF
+    critic = CriticWorker(critic_config(folder, spec), mesh)
+    found = {}
+    for max_tokens in (LONGEST, 30, ALL):
+        count, policy = gradients(actor, actor.policy_loss, max_tokens)
+        _, value = gradients(critic, critic.value_loss, max_tokens)
+        found[max_tokens] = (count, policy, value)
+    return found
+
+
+def rows(batch, *names):
+    return zip(*(getattr(batch, name).rows() for name in names), strict=True)
+
+
+def expected_policy_gradients(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = training_batch()
+    total = 0.0
+    fields = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs")
+    for prompt, response, mask, old, ref, advantage in rows(batch, *fields, "advantages"):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+        log_p = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_prob = log_p.gather(-1, response[:, None])[:, 0]
+        ratio = (log_prob - old).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        k3 = (ref - log_prob).exp() - (ref - log_prob) - 1
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        total = total + (-surrogate + KL_COEF * k3 - ENTROPY_COEF * entropy)[mask].sum()
+    (total / batch.response_mask.values.sum()).backward()
+    return {f"lm.{name}": p.grad for name, p in model.named_parameters()}
+
+
+def expected_value_gradients(folder, head):
+    backbone = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    weight, bias = head["head.weight"].requires_grad_(), head["head.bias"].requires_grad_()
+    batch = training_batch()
+    total = 0.0
+    fields = ("prompts", "responses", "response_mask", "values", "returns")
+    for prompt, response, mask, old, target in rows(batch, *fields):
+        hidden = backbone(input_ids=torch.cat([prompt, response])[None]).last_hidden_state[0]
+        value = (hidden[len(prompt) - 1 : -1] @ weight.T + bias)[:, 0]
+        clipped = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+        worse = torch.maximum((value - target) ** 2, (clipped - target) ** 2)
+        total = total + 0.5 * worse[mask].sum()
+    (total / batch.response_mask.values.sum()).backward()
+    grads = {f"backbone.{name}": p.grad for name, p in backbone.named_parameters()}
+    return grads | {"head.weight": weight.grad, "head.bias": bias.grad}
+
+
+def flat(grads):
+    return torch.cat([grads[name].flatten() for name in sorted(grads)])
+
+
+def relative_difference(found, wanted):
+    assert found.keys() == wanted.keys()
+    return float((flat(found) - flat(wanted)).norm() / flat(wanted).norm())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tied embeddings and biases: the model with the most to get wrong."""
+    return tiny_folder("qwen2", tmp_path_factory.mktemp("gradients") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 33
+    weights = {"head.weight": head, "head.bias": torch.zeros(1)}
+    return expected_policy_gradients(folder), expected_value_gradients(folder, weights)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "spec_changes"),
+    [
+        (1, 1, {}),
+        (2, 1, {}),
+        (2, 2, {}),
+        (4, 1, {"reshard_after_forward": False}),
+        (4, 2, {"activation_checkpointing": True}),
+    ],
+)
+def test_gradient_is_that_of_one_process_and_one_response_at_a_time(
+    folder, expected, ranks, replicas, spec_changes
+):
+    results = run_on_ranks(actor_and_critic_gradients, ranks, folder, replicas, spec_changes)
+    counts = {count for count, _, _ in results[0].values()}
+    assert len(counts) > 1, "the budgets must lead to different micro-batches"
+    for result in results:
+        for _, policy, value in result.values():
+            assert relative_difference(policy, expected[0]) < 1e-5
+            assert relative_difference(value, expected[1]) < 1e-5

@@ -1,0 +1,175 @@
+"""Training on GPUs: the packed kernel, forward and backward, and gradients on 1 and 2 of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hybridrl.config.schema import DType
+from hybridrl.data.schedule import schedule
+from hybridrl.distributed import attention
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.training import Training
+from tests.distributed.launch import run_on_ranks
+from tests.role_configs import actor_config, critic_config, fsdp_config
+from tests.tiny_hf import tiny_folder
+from tests.training_batches import training_batch
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
+]
+LENGTHS = [70, 1, 300, 129]
+
+
+def attention_case(heads, kv_heads, head_size):
+    """Packed bf16 queries, keys and values on the GPU, and their boundaries."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    packed = [
+        torch.randn(
+            sum(LENGTHS), n, head_size, dtype=torch.bfloat16, device="cuda", generator=generator
+        ).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    return packed, ends
+
+
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (14, 2)])
+def test_kernel_agrees_with_the_padded_path(heads, kv_heads, window):
+    """Output and all three gradients; the padded path runs in float32."""
+    (query, key, value), ends = attention_case(heads, kv_heads, 64)
+    assert attention._has_kernel(query)
+    weights = torch.randn_like(query)
+    fast = attention._varlen(query, key, value, ends, max(LENGTHS), None, window)
+    fast_grads = torch.autograd.grad((fast * weights).float().sum(), (query, key, value))
+    exact = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    slow = attention._padded(*exact, ends, max(LENGTHS), None, window)
+    slow_grads = torch.autograd.grad((slow * weights.float()).sum(), exact)
+    for found, wanted in zip((fast, *fast_grads), (slow, *slow_grads), strict=True):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.01 * scale)
+
+
+def test_packed_model_agrees_with_sdpa_on_each_sequence():
+    """A whole model in bf16, forward and backward, against transformers' own attention."""
+    attention.register_packed_attention()
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    tokens = torch.randint(0, 1000, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.cuda()
+    ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    outcomes = []
+    for name in (attention.PACKED_ATTENTION, "sdpa"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=name
+        ).cuda()
+        if name == "sdpa":
+            logits = torch.cat([model(input_ids=r[None]).logits[0] for r in tokens.split(LENGTHS)])
+        else:
+            positions = torch.cat([torch.arange(n, device="cuda") for n in LENGTHS])
+            logits = model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
+                max_length_q=max(LENGTHS),
+                max_length_k=max(LENGTHS),
+            ).logits[0]
+        log_p = logits.float().log_softmax(-1)
+        log_p[:, 0].sum().backward()
+        grads = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+        outcomes.append((log_p.detach(), grads))
+    (packed, packed_grads), (alone, alone_grads) = outcomes
+    assert float((packed - alone).abs().mean()) < 0.01
+    assert float((packed_grads - alone_grads).norm() / alone_grads.norm()) < 0.03
+
+
+def train_step(folder, dtype, replicas, activation_checkpointing):
+    """A step's metrics, and the full gradients of the whole batch under three token budgets."""
+    ranks = dist.get_world_size()
+    spec = fsdp_config(
+        dp_shard=ranks // replicas,
+        dp_replicate=replicas,
+        param_dtype=dtype,
+        activation_checkpointing=activation_checkpointing,
+    )
+    mesh = build_mesh(spec, "cuda")
+    actor = ActorWorker(actor_config(folder, spec), mesh)
+    critic = CriticWorker(critic_config(folder, spec), mesh)
+    actor.kl_coef = 0.1
+
+    def mine(batch, mini_batch_size, max_tokens):
+        scheduled = schedule(
+            batch,
+            num_ranks=ranks,
+            mini_batch_size=mini_batch_size,
+            epochs=1,
+            max_tokens=max_tokens,
+            seed=1,
+            step=1,
+        )
+        return scheduled, scheduled.shard(ranks)[dist.get_rank()]
+
+    grads = []
+    for max_tokens in (18, 30, 1000):
+        training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device)
+        (micros,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
+        training.accumulate_gradients(micros)
+        named = actor.model.named_parameters()
+        grads.append({name: p.grad.full_tensor().cpu() for name, p in named})
+        actor.optimizer.adamw.zero_grad()
+    scheduled, part = mine(training_batch(), 4, 30)
+    parts = [None] * ranks
+    dist.all_gather_object(parts, actor.compute_log_probs(part))
+    batch = scheduled.batch.adding(old_log_probs=scheduled.join(parts))
+    part = mine(batch, 4, 30)[1]
+    return grads, actor.update(part, 1, 0.1) | critic.update(part, 1)
+
+
+def flat(grads):
+    return torch.cat([grads[name].flatten() for name in sorted(grads)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder("qwen2", tmp_path_factory.mktemp("gpu") / "qwen2")
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_one_gpu_trains_and_its_first_ratio_is_one(folder, dtype, activation_checkpointing):
+    ((_, metrics),) = run_on_ranks(
+        train_step, 1, folder, dtype, 1, activation_checkpointing, device_type="cuda"
+    )
+    assert metrics["actor/first_log_ratio_max"] == 0.0
+    assert metrics["actor/log_ratio_max"] > 0.0
+    assert metrics["actor/skipped_steps"] == metrics["critic/skipped_steps"] == 0
+    assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_gpus_have_the_gradient_of_one(folder, replicas):
+    """float32 compute, so what differs is the order of sums alone."""
+    arguments = (folder, DType.float32)
+    ((single, _),) = run_on_ranks(train_step, 1, *arguments, 1, False, device_type="cuda")
+    double = run_on_ranks(train_step, 2, *arguments, replicas, False, device_type="cuda")
+    wanted = flat(single[0])
+    for grads in (single, *(grads for grads, _ in double)):
+        for found in grads:
+            assert float((flat(found) - wanted).norm() / wanted.norm()) < 1e-5
+    for _, metrics in double:
+        assert metrics["actor/first_log_ratio_max"] == 0.0

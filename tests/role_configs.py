@@ -1,0 +1,91 @@
+"""Role configs for tests: float32 on CPU, everything as plain as can be."""
+
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    DType,
+    FSDPConfig,
+    KLConfig,
+    KLEstimator,
+    KLPlacement,
+    KLSchedule,
+    LRSchedule,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+)
+
+
+def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPConfig:
+    values: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "param_dtype": DType.float32,
+        "reduce_dtype": DType.float32,
+        "activation_checkpointing": False,
+    }
+    return FSDPConfig(dp_shard=dp_shard, dp_replicate=dp_replicate, **(values | changes))
+
+
+def optim_config(lr: float = 1e-3) -> OptimConfig:
+    return OptimConfig(
+        lr=lr,
+        betas=[0.9, 0.999],
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        schedule=LRSchedule.constant,
+        warmup_steps=0,
+        min_lr_ratio=0.0,
+    )
+
+
+def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.actor.ActorWorker",
+        "model": ModelConfig(path=str(folder)),
+        "fsdp": fsdp,
+        "kl": KLConfig(
+            placement=KLPlacement.loss,
+            estimator=KLEstimator.k3,
+            coef=0.1,
+            schedule=KLSchedule.fixed,
+            target=1.0,
+            horizon=1000,
+        ),
+        "total_steps": 10,
+        "temperature": 0.8,
+        "mini_batch_size": 8,
+        "epochs": 1,
+        "max_tokens_per_gpu": 64,
+        "clip_ratio": 0.2,
+        "entropy_coef": 0.01,
+        "log_prob_chunk_tokens": 7,
+        "optim": optim_config(),
+    }
+    return ActorConfig(**(values | changes))
+
+
+def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.critic.CriticWorker",
+        "model": ModelConfig(path=str(folder)),
+        "fsdp": fsdp,
+        "total_steps": 10,
+        "seed": 3,
+        "value_clip": 0.2,
+        "optim": optim_config(),
+    }
+    return CriticConfig(**(values | changes))
+
+
+def reference_config(folder: Path, fsdp: FSDPConfig) -> ReferenceConfig:
+    return ReferenceConfig(
+        worker="hybridrl.workers.reference.ReferenceWorker",
+        model=ModelConfig(path=str(folder)),
+        fsdp=fsdp,
+        temperature=0.8,
+        log_prob_chunk_tokens=7,
+    )

@@ -1,0 +1,40 @@
+"""A batch as it reaches the updates: random tokens and made-up statistics of them."""
+
+import torch
+
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+
+PROMPTS = [3, 5, 2, 7, 4, 1, 6, 3]
+RESPONSES = [4, 9, 1, 6, 12, 5, 2, 8]
+
+
+def training_batch() -> RolloutBatch:
+    """Eight responses of a 67-token vocabulary; some tokens are masked."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(RESPONSES)
+
+    def tokens(lengths):
+        ids = torch.randint(0, 67, (int(lengths.sum()),), generator=generator)
+        return Ragged(ids, lengths)
+
+    def normal(mean=0.0, scale=1.0):
+        return Ragged(mean + scale * torch.randn(sum(RESPONSES), generator=generator), lengths)
+
+    mask = torch.ones(sum(RESPONSES), dtype=torch.bool)
+    mask[[6, 7, 20]] = False
+    # tiny random models are nearly uniform: log(1 / 67) = -4.2, give or take clip_ratio
+    return RolloutBatch(
+        prompts=tokens(torch.tensor(PROMPTS)),
+        responses=tokens(lengths),
+        response_mask=Ragged(mask, lengths),
+        rollout_log_probs=normal(-4.2, 0.3),
+        group_id=torch.arange(8),
+        weight_version=torch.zeros(8, dtype=torch.int64),
+        truncated=torch.zeros(8, dtype=torch.bool),
+        old_log_probs=normal(-4.2, 0.3),
+        ref_log_probs=normal(-4.2, 0.3),
+        values=normal(),
+        advantages=normal(),
+        returns=normal(),
+    )
