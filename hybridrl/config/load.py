@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,13 +120,20 @@ def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
     tree = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(tree, dict)
     composed = [key for key in leaves(tree) if _is_read(key)]
-    extra = [
-        f"{role}.{field.name}"
-        for role, cls in zip(BUILT_IN, role_classes, strict=True)
-        for field in dataclasses.fields(cls)
-        if field.name not in LINKS[role]
-    ]
-    return sorted({*composed, *extra})
+    roles = dict(zip(BUILT_IN, role_classes, strict=True))
+    return sorted({*composed, *_fields(RunConfig, "", roles)})
+
+
+def _fields(cls: type, prefix: str, roles: Mapping[str, type]) -> Iterator[str]:
+    """Dotted keys of a dataclass, but for the shared nodes of roles."""
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = roles[name] if cls is RunConfig and name in roles else hint
+        if prefix[:-1] in LINKS and name in LINKS[prefix[:-1]]:
+            continue
+        if dataclasses.is_dataclass(inner):
+            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles)
+        else:
+            yield f"{prefix}{name}"
 
 
 def _is_read(key: str) -> bool:
@@ -183,16 +190,9 @@ def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
 def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
     """Put numbers in place of the nulls that mean "derive it"."""
     cluster, fsdp = config.cluster, config.fsdp
-    if cluster.gpus_per_node is None and report.usable(
-        ["cluster", "hardware.accelerator", "run.dry"]
-    ):
-        if config.hardware.accelerator is Accelerator.cpu:
-            cluster.gpus_per_node = 1
-        elif machine.gpus:
-            cluster.gpus_per_node = max(1, gpus_on_each(machine, cluster.nodes))
-        else:
-            for problem in gpu_count_problems(config, machine):
-                report.add(problem)
+    if cluster.gpus_per_node is None and report.usable(["cluster.gpus_per_node"]):
+        cluster.gpus_per_node = _slots(config, machine, report)
+        if cluster.gpus_per_node is None:
             report.broken.add("cluster.gpus_per_node")
     if fsdp.dp_shard is None and report.usable(
         ["cluster.nodes", "cluster.gpus_per_node", "fsdp.dp_replicate", "fsdp.dp_shard"]
@@ -205,6 +205,19 @@ def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
             report.broken.add("fsdp.dp_shard")
     if config.reward.num_processes is None:
         config.reward.num_processes = min(MAX_REWARD_PROCESSES, machine.nodes[0].cores)
+
+
+def _slots(config: RunConfig, machine: Machine, report: Report) -> int | None:
+    """Processes on each node where the config leaves them open; None if that cannot be said."""
+    if not report.usable(["hardware.accelerator", "cluster.nodes", "run.dry"]):
+        return None
+    if config.hardware.accelerator is Accelerator.cpu:
+        return 1
+    if machine.gpus:
+        return max(1, gpus_on_each(machine, config.cluster.nodes))
+    for problem in gpu_count_problems(config, machine):
+        report.add(problem)
+    return None
 
 
 def _shape(

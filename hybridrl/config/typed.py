@@ -9,13 +9,12 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.keys import nothing_reads
 from hybridrl.config.report import Report
 
 T = TypeVar("T")
-# A value that is only a link to another key, where any problem is reported.
 LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -68,20 +67,18 @@ class Builder:
         self, field: dataclasses.Field[Any], hint: Any, cls: type, node: DictConfig, key: str
     ) -> Any:
         """One field's value, converted; None where there is none."""
-        if field.name not in node:
-            return _default(cls, field, hint, key, self.report)
         if OmegaConf.is_missing(node, field.name):
             self.report.add(f"{key} is missing. Set {key}=<{type_name(hint)}>.", broken=key)
             return None
+        if field.name not in node:
+            return _default(cls, field, hint, key, self.report)
         try:
             value = node[field.name]
-        except InterpolationToMissingValueError:
-            self.report.broken.add(key)  # reported where it is missing
-            return None
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raw = raw_value(node, field.name)
-            self.report.add(f"{key} = {raw} cannot be resolved: {reason}.", broken=key)
+            self.report.broken.add(key)
+            if not self.is_link(node, field.name):
+                raw, reason = raw_value(node, field.name), str(error).splitlines()[0]
+                self.report.add(f"{key} = {raw} cannot be resolved: {reason}.")
             return None
         element = _element_class(hint)
         if element is not None and isinstance(value, DictConfig):
@@ -90,6 +87,11 @@ class Builder:
         if not dataclasses.is_dataclass(hint):
             return self.leaf(cls, hint, node, field.name, key)
         return self.section(typing.cast(type, hint), value, key)
+
+    def is_link(self, node: DictConfig, name: str) -> bool:
+        """Whether a value is nothing but a link to a known key, where any problem is reported."""
+        link = LINK.fullmatch(str(raw_value(node, name)))
+        return link is not None and link[1] in self.known
 
     def leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
         """A leaf's value, converted to the field's type by OmegaConf's rules."""
@@ -105,7 +107,7 @@ class Builder:
             return converted
         except OmegaConfBaseException:
             self.report.broken.add(key)
-            if not LINK.fullmatch(str(raw_value(node, name))):
+            if not self.is_link(node, name):
                 found = "null" if value is None else value
                 self.report.add(f"{key} = {found}, expected {type_name(hint)}.")
             return None

@@ -1,0 +1,73 @@
+"""What these tests share: composing configs in process and examining them without a real model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from hybridrl.config.given import given_keys, recipe_files
+from hybridrl.config.load import Examined, examine
+from hybridrl.config.machine import GIB, GPU, Machine, Node
+from hybridrl.main import conf_dir
+
+REPO = Path(__file__).resolve().parents[2]
+# config.json of Qwen2.5-0.5B-Instruct, as far as the checks read it.
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+# The order of size of the embedded model.
+TINY = QWEN | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 65,
+    "max_position_embeddings": 256,
+}
+LAPTOP = Machine((Node("laptop", cores=2, memory_bytes=32 * GIB),))
+H200 = GPU("NVIDIA H200", 140 * GIB)
+GPU_NODE = Machine((Node("big", cores=64, memory_bytes=1024 * GIB, gpus=(H200,) * 8),))
+
+
+def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:
+    """The job's config, as Hydra hands it over."""
+    more = [f"hydra.searchpath=[file://{config_dir}]"] if config_dir else []
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", [*overrides, *more], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("hydra")
+    return cfg
+
+
+def examined(
+    overrides: Sequence[str],
+    *,
+    machine: Machine = LAPTOP,
+    model: dict[str, Any] | None = None,
+    config_dir: Path | None = None,
+) -> Examined:
+    """A config examined as main does, but for the model's files and the data."""
+    cfg = composed(overrides, config_dir)
+    runtime = HydraConfig.get().runtime
+    recipes = recipe_files(runtime.choices, runtime.config_sources)
+    given = given_keys(overrides, recipes)
+    on_gpu = "hardware=gpu" in overrides
+    config_json = model or (QWEN if on_gpu else TINY)
+    return examine(cfg, machine=machine, read_model=lambda path: config_json, given=given)
+
+
+def problems(*overrides: str, **kwargs: Any) -> list[str]:
+    """The problems of a config."""
+    return examined(overrides, **kwargs).report.problems

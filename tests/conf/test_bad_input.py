@@ -1,0 +1,320 @@
+"""What bad input gets: one table of overrides and words, and properties over every key."""
+
+import copy
+
+import pytest
+from composing import GPU_NODE, LAPTOP, QWEN, TINY, composed, examined, problems
+from omegaconf import DictConfig, OmegaConf
+
+from hybridrl.config.given import Given
+from hybridrl.config.keys import leaves, similar_keys
+from hybridrl.config.load import examine
+from hybridrl.config.machine import GIB, GPU, Machine, Node
+from hybridrl.config.schema import Accelerator
+
+# Overrides on top of the recipe on a CPU -> words that the one problem must hold.
+ONE_PROBLEM = [
+    (["++actor.fsdp.dp_shard=4"], ["actor.fsdp is a copy", "dp_shard=4", "set fsdp.*"]),
+    (["++critic.fsdp.dp_replicate=1"], ["critic.fsdp is a copy", "Remove critic.fsdp.*"]),
+    (["++ref.fsdp=${actor.fsdp}"], ["ref.fsdp = ${actor.fsdp}", "${fsdp}"]),
+    (["++rollout.model.path=x"], ["rollout.model is a copy", "path=x (shared: embedded)"]),
+    (["++actor.kl.coef=0.5"], ["actor.kl is a copy", "coef=0.5", "algorithm.kl.*"]),
+    (["fsdp.dp_shard=3"], ["fsdp.dp_shard = 3", "1 rank", "dp_shard=null"]),
+    (["fsdp.dp_replicate=2"], ["fsdp.dp_replicate = 2", "does not divide", "one of 1"]),
+    (
+        ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=4"],
+        ["rollout.tensor_parallel_size = 4", "cluster.gpus_per_node = 2", "one of 1, 2"],
+    ),
+    (["actor.mini_batch_size=100"], ["actor.mini_batch_size = 100", "512 responses", "128, 256"]),
+    (
+        ["cluster.gpus_per_node=3", "actor.mini_batch_size=256"],
+        ["actor.mini_batch_size = 256", "3 ranks", "multiple of 3"],
+    ),
+    (
+        ["cluster.gpus_per_node=4", "data.prompts_per_step=2", "actor.mini_batch_size=16"],
+        ["data.prompts_per_step = 2", "at least 4", "4 engines"],
+    ),
+    (["cluster.gpus_per_node=16", "actor.mini_batch_size=512"], ["at most 8", "2 cores"]),
+    (["cluster.nodes=2", "cluster.gpus_per_node=2"], ["cluster.nodes = 2", "RAY_ADDRESS"]),
+    (["rollout.kv_cache_mb=null"], ["rollout.kv_cache_mb = null", "Set rollout.kv_cache_mb=64"]),
+    (["rollout.kv_cache_mb=40960"], ["RAM", "32.0 GiB", "KV cache 40.0 GiB"]),
+    (["rollout.max_response_tokens=200"], ["296 tokens", "at most 256"]),
+    (["data.train_files=/nowhere.jsonl"], ["data.train_files = /nowhere.jsonl", "no such file"]),
+    (["data.eval_files=[/a.jsonl]"], ["data.eval_files = /a.jsonl", "no such file"]),
+    (["data.train_files=/tmp"], ["data.train_files = /tmp is a folder"]),
+    (["data.train_files=[]"], ["data.train_files = []", "list of paths"]),
+    (["data=verl_parquet"], ["data.train_files is missing", "Set data.train_files="]),
+    (["trainer.total_steps=0"], ["trainer.total_steps = 0", "at least 1"]),
+    (["trainer.total_steps=1.5"], ["trainer.total_steps = 1.5", "an integer"]),
+    (["trainer.total_steps=null"], ["trainer.total_steps = null", "an integer"]),
+    (["actor.optim.lr=fast"], ["actor.optim.lr = fast", "a number"]),
+    (["actor.optim.lr=nan"], ["actor.optim.lr = nan", "above 0"]),
+    (["reward.failed_score=inf"], ["reward.failed_score = inf", "infinite"]),
+    (["actor.optim.betas=[0.9]"], ["actor.optim.betas = [0.9]", "two numbers"]),
+    (["actor.optim.betas=[0.9,1.0]"], ["actor.optim.betas = [0.9, 1.0]", "below 1"]),
+    (["actor.optim.warmup_steps=40"], ["actor.optim.warmup_steps = 40", "total_steps = 40"]),
+    (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator = k9", "one of k1, k2, k3"]),
+    (["fsdp.param_dtype=float16"], ["fsdp.param_dtype = float16", "float32, bfloat16"]),
+    (["run.dry=maybe"], ["run.dry = maybe", "true or false"]),
+    (["actor.temperature=0.5"], ["actor.temperature = 0.5", "rollout.temperature = 1.0"]),
+    (["seed=${nothing}"], ["seed = ${nothing} cannot be resolved"]),
+    (["~actor.epochs"], ["actor.epochs is missing"]),
+    (["+trainer.total_step=3"], ["trainer.total_step = 3", "Did you mean trainer.total_steps"]),
+    (["+actor.lr=1"], ["actor.lr = 1: unknown key", "actor.optim.lr"]),
+    (["+new.key=1"], ["new.key = 1: unknown key"]),
+    (["+recipe.trainer.total_steps=3"], ["# @package _global_", "first line"]),
+    (["algorithm.kl.target=3"], ["algorithm.kl.target", "no effect", "schedule = fixed"]),
+    (
+        ["algorithm.kl.coef=0", "algorithm.kl.estimator=k3"],
+        ["algorithm.kl.estimator", "no effect", "coef = 0"],
+    ),
+    (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
+    (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
+    (["critic.optim.min_lr_ratio=0.1"], ["critic.optim.min_lr_ratio", "schedule = constant"]),
+    (["tracking.mlflow_uri=http://x"], ["tracking.mlflow_uri", "pip install mlflow"]),
+    (["actor.worker=nowhere.MyActor"], ["actor.worker = nowhere.MyActor", "importing nowhere"]),
+    (["actor.worker=MyActor"], ["actor.worker = MyActor", "dotted path"]),
+    (["actor.worker=json.JSONDecoder"], ["actor.worker = json.JSONDecoder", "subclass of"]),
+    (
+        ["actor.worker=hybridrl.workers.critic.CriticWorker"],
+        ["is the worker of critic", "Set actor.worker=hybridrl.workers.actor.ActorWorker"],
+    ),
+    (["reward.function=json.nothing"], ["reward.function = json.nothing", "has no nothing"]),
+    (["+reward.args.mood=good"], ["reward.args", "mood"]),
+    (["eval.rules.flexible.function=json.x"], ["eval.rules.flexible.function = json.x"]),
+    (["+eval.rules.strict=3"], ["eval.rules.strict = 3", "section"]),
+    (["++actor.optim=3"], ["actor.optim = 3", "section"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"), ONE_PROBLEM, ids=[" ".join(case[0]) for case in ONE_PROBLEM]
+)
+def test_one_mistake_gets_one_problem_that_says_what_to_do(overrides, words):
+    found = problems("+recipe=gsm8k_ppo", "hardware=cpu", *overrides)
+    assert len(found) == 1, found
+    missing = [word for word in words if word not in found[0]]
+    assert not missing, (missing, found[0])
+
+
+def test_all_mistakes_are_in_one_report():
+    cases = [
+        "trainer.total_steps=many",
+        "actor.mini_batch_size=7",
+        "++actor.fsdp.dp_shard=4",
+        "rollout.tensor_parallel_size=3",
+        "+actor.foo=1",
+        "data.train_files=/nowhere.jsonl",
+        "algorithm.kl.target=3",
+    ]
+    found = "\n".join(problems("hardware=cpu", *cases))
+    for words in (
+        "trainer.total_steps = many",
+        "actor.mini_batch_size = 7",
+        "actor.fsdp is a copy",
+        "rollout.tensor_parallel_size = 3 does not divide cluster.gpus_per_node",
+        "4 attention heads",
+        "actor.foo = 1",
+        "/nowhere.jsonl",
+        "algorithm.kl.target",
+    ):
+        assert words in found
+
+
+def test_any_key_may_be_garbage_without_hiding_the_others():
+    """Whatever leaf is broken, the checks go on, name it, and still find another mistake."""
+    cfg = composed(["hardware=cpu", "data.eval_files=/nowhere.jsonl"])
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    text_keys = {"run.name", "hardware.reason", "data.name", "data.prompt_key", "data.answer_key"}
+    text_keys |= {"data.system_prompt", "model.path", "reward.args.mode"}
+    text_keys |= {"eval.rules.flexible.args.mode"}
+    for key in leaves(tree):
+        broken = copy.deepcopy(cfg)
+        OmegaConf.update(broken, key, "gar-bage", merge=False)
+        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        found = result.report.problems
+        expected = "eval_files = gar-bage" if key == "data.eval_files" else "/nowhere.jsonl"
+        assert any(expected in problem for problem in found), (key, found)
+        if key not in text_keys:
+            assert any(key in problem for problem in found), (key, found)
+
+
+def test_any_section_may_be_missing_without_a_crash():
+    cfg = composed(["hardware=cpu"])
+    for section in cfg:
+        broken = copy.deepcopy(cfg)
+        del broken[section]
+        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        assert any(section in problem for problem in result.report.problems), section
+
+
+def test_a_recipe_without_the_package_line_is_refused(tmp_path):
+    """Hydra nests it under `recipe`, where it would change nothing."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# My licence\n# @package _global_\ntrainer:\n  total_steps: 3\n"
+    )
+    (found,) = problems("+recipe=mine", "hardware=cpu", config_dir=tmp_path)
+    assert "# @package _global_" in found
+
+
+def test_a_recipe_that_copies_the_sharding_spec_is_refused(tmp_path):
+    """Even with the same value: later changes to fsdp would not reach the role."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nactor:\n  fsdp:\n    dp_replicate: 1\n"
+    )
+    (found,) = problems("+recipe=mine", "hardware=cpu", config_dir=tmp_path)
+    assert "actor.fsdp is a copy of the shared fsdp: same values" in found
+
+
+def test_switching_off_what_a_recipe_sets_is_no_mistake(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nalgorithm:\n  kl:\n    estimator: k3\n"
+    )
+    base = ["+recipe=mine", "hardware=cpu"]
+    assert problems(*base, "algorithm.kl.coef=0", config_dir=tmp_path) == []
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nalgorithm:\n  kl:\n    estimator: k3\n    coef: 0\n"
+    )
+    (found,) = problems(*base, config_dir=tmp_path)
+    assert "algorithm.kl.estimator is set but has no effect" in found
+
+
+def test_a_key_of_the_users_own_may_be_referred_to():
+    assert problems("hardware=cpu", "+steps=4", "trainer.total_steps=${steps}") == []
+
+
+@pytest.mark.parametrize(
+    ("tp", "words"),
+    [
+        (4, ["14 attention heads"]),
+        (3, ["14 attention heads", "2 KV heads", "intermediate size 4864", "151936"]),
+        (2, []),
+    ],
+)
+def test_tensor_parallel_sizes_of_qwen_0_5b(tp, words):
+    """14 heads, 2 KV heads, 4864 = 2^8 * 19, 151936 = 64 * 2374: only 1 and 2 divide all."""
+    found = problems(
+        "hardware=gpu",
+        f"rollout.tensor_parallel_size={tp}",
+        f"cluster.gpus_per_node={2 * tp}",
+        f"actor.mini_batch_size={128 * tp}",
+        "rollout.responses_per_prompt=12",
+        machine=GPU_NODE,
+    )
+    assert len(found) == bool(words)
+    for word in words:
+        assert word in found[0]
+        assert "one of 1, 2." in found[0]
+
+
+def test_kv_heads_may_be_divided_or_divide():
+    """8 heads and 2 KV heads: tp 4 replicates each KV head on two ranks."""
+    model = TINY | {"num_attention_heads": 8, "num_key_value_heads": 2}
+    args = ["hardware=cpu", "cluster.gpus_per_node=4", "rollout.tensor_parallel_size=4"]
+    assert problems(*args, model=model) == []
+
+
+def test_other_architectures_and_quantized_models_are_refused():
+    (found,) = problems("hardware=cpu", model=TINY | {"model_type": "mixtral"})
+    assert "mixtral" in found and "llama, qwen2, qwen3" in found
+    (found,) = problems("hardware=cpu", model=TINY | {"quantization_config": {"bits": 4}})
+    assert "quantized" in found
+
+
+def test_gpus_are_counted_per_node():
+    two = Machine(tuple(Node(n, 32, 512 * GIB, (GPU("H", 80 * GIB),) * 4) for n in "ab"))
+    args = ["hardware=gpu", "cluster.nodes=2"]
+    assert examined(args, machine=two).config.fsdp.dp_shard == 8
+    (found,) = problems(*args, "cluster.gpus_per_node=8", machine=two)
+    assert "cluster.gpus_per_node = 8" in found and "4 GPUs on each node" in found
+
+
+def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned():
+    found = problems("hardware=gpu")
+    assert any("hardware = gpu" in text and "hardware=cpu" in text for text in found)
+    assert problems("hardware=gpu", "run.dry=true", "cluster.gpus_per_node=8") == []
+
+
+def test_a_model_too_large_for_the_gpus_is_refused():
+    """7B: actor and critic alone have 24 bytes a parameter in every phase, 170 GiB."""
+    seven = QWEN | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    args = ["hardware=gpu", "cluster.gpus_per_node=1"]
+    found = problems(*args, machine=GPU_NODE, model=seven)
+    assert any("update actor needs at least" in text for text in found)
+    assert any("rollout.gpu_memory_utilization" in text for text in found)
+    assert problems("hardware=gpu", machine=GPU_NODE, model=seven) == []
+
+
+def test_roles_share_the_nodes_and_nulls_are_resolved():
+    config = examined(["hardware=cpu", "cluster.gpus_per_node=4", "fsdp.dp_replicate=2"]).config
+    assert config.actor.fsdp is config.critic.fsdp is config.ref.fsdp is config.fsdp
+    assert config.actor.kl is config.algorithm.kl
+    assert config.rollout.model is config.model
+    assert (config.fsdp.dp_replicate, config.fsdp.dp_shard) == (2, 2)
+    assert config.hardware.accelerator is Accelerator.cpu
+    assert config.reward.num_processes == 2  # one per core of the laptop
+
+
+def test_an_extended_worker_brings_its_own_keys(tmp_path, monkeypatch):
+    """A subclass's keys are read, its typos refused, and its own checks reported."""
+    (tmp_path / "my_package.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from hybridrl.config.schema import ActorConfig\n"
+        "from hybridrl.workers.base import Worker\n"
+        "@dataclass(kw_only=True)\n"
+        "class MyConfig(ActorConfig):\n"
+        "    bonus: float\n"
+        "    power: int = 2\n"
+        "    def __post_init__(self):\n"
+        "        if self.bonus < 0: raise ValueError('bonus must not be negative')\n"
+        "class MyActor(Worker):\n"
+        "    config_class = MyConfig\n"
+        "class NoConfig(Worker):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    base = ["hardware=cpu", "actor.worker=my_package.MyActor"]
+    config = examined([*base, "+actor.bonus=0.5"]).config
+    assert (config.actor.bonus, config.actor.power) == (0.5, 2)
+    assert type(config.actor).__name__ == "MyConfig"
+    (found,) = problems(*base)
+    assert "actor.bonus is missing" in found and "+actor.bonus=" in found
+    (found,) = problems(*base, "+actor.bonus=0.5", "+actor.powr=3")
+    assert "actor.powr = 3" in found and "actor.power" in found
+    (found,) = problems(*base, "+actor.bonus=-1")
+    assert "bonus must not be negative" in found
+    (found,) = problems("hardware=cpu", "actor.worker=my_package.NoConfig")
+    assert "config_class" in found
+
+
+def test_a_module_that_fails_to_import_is_a_problem_not_a_crash(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("import json\nraise RuntimeError('half written')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = problems("hardware=cpu", "reward.function=broken_module.f")
+    assert "RuntimeError: half written" in found
+
+
+def test_similar_keys_are_found_across_sections():
+    known = ["actor.optim.lr", "critic.optim.lr", "trainer.total_steps", "seed"]
+    assert similar_keys("trainer.totalsteps", known)[0] == "trainer.total_steps"
+    assert similar_keys("actor.lr", known) == ["actor.optim.lr", "critic.optim.lr"]
+    assert similar_keys("xyzzy", known) == []
+
+
+def test_examine_leaves_the_composed_config_as_it_was():
+    """Sweeps compose each job anew, but callers may keep theirs."""
+    cfg = composed(["hardware=cpu"])
+    before = OmegaConf.to_yaml(cfg)
+    examine(cfg, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+    assert isinstance(cfg, DictConfig) and OmegaConf.to_yaml(cfg) == before

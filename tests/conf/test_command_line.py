@@ -1,0 +1,282 @@
+"""The command line: in process where that is enough, and through the real command for the rest."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from composing import REPO, TINY, composed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from hybridrl.config.command_line import names_hardware, parse_argv, precompose, quoted
+from hybridrl.main import conf_dir
+from hybridrl.trainer.sweep import JobResult, ranked
+
+DRY = ["+recipe=gsm8k_ppo", "run.dry=true"]
+
+
+@pytest.fixture(scope="session")
+def dry(tmp_path_factory) -> list[str]:
+    """The recipe's dry run on a model folder of a few files."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return [*DRY, f"model.path={folder}"]
+
+
+def command(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m hybridrl.main` as a user calls it."""
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | environment
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    call = [sys.executable, "-m", "hybridrl.main", *args]
+    return subprocess.run(call, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def overrides_of(*argv: str) -> list[str]:
+    """Problems of the overrides of an argv."""
+    return precompose(parse_argv(argv), conf_dir()).problems
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trainer.total_step=3"], ["trainer.total_step=3", "Did you mean trainer.total_steps?"]),
+        (["lr=1"], ["lr=1: unknown key", "actor.optim.lr"]),
+        (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),
+        (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean gsm8k_ppo?"]),
+        (["recipe=gsm8k_ppo"], ["Write +recipe=gsm8k_ppo"]),
+        (["seed=1,2"], ["several values need --multirun"]),
+        (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
+        (["actor.model.path=x"], ["Set model.path=x"]),
+        (["actor.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
+        (["a=b=c'"], ["a=b=c': not an override"]),
+        (["~nothing"], ["nothing", "does not exist"]),
+        (["+seed=3"], ["seed", "already"]),
+        (["-m", "seed=1,2", "nix=1,2"], ["nix=1,2: unknown key"]),
+        (["-m", "model=embedded,nope"], ["model has no nope"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_wrong_override_gets_one_problem(argv, words):
+    (found,) = overrides_of("hardware=cpu", *argv)
+    assert all(word in found for word in words), found
+
+
+def test_all_wrong_overrides_are_named_at_once():
+    found = overrides_of("hardware=cpu", "a.b=1", "fsdp=nope", "trainer.steps=3", "seed=2")
+    assert [problem.split(":")[0] for problem in found] == ["fsdp=nope", "a.b=1", "trainer.steps=3"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["+recipe=gsm8k_ppo", "-m", "seed=1,2"],
+        ["-m", "actor.optim.lr=1e-6,2e-6", "fsdp=full_shard,hybrid_shard"],
+        ["--multirun", "seed=range(3)"],
+        ["++trainer.total_steps=3", "~trainer.save_final_model"],
+        ["actor.optim.betas=[0.9,0.95]"],
+        ["hydra.run.dir=somewhere", "hydra.mode=RUN"],
+        ["data.train_files=[a.jsonl,b.jsonl]"],
+    ],
+    ids=" ".join,
+)
+def test_right_overrides_pass(argv):
+    assert overrides_of("hardware=cpu", *argv) == []
+
+
+def test_options_may_stand_anywhere():
+    line = parse_argv(["+recipe=x", "-m", "seed=1,2", "--config-dir", "here", "a=b"])
+    assert line.overrides == ["+recipe=x", "seed=1,2", "a=b"]
+    assert line.options == ["-m", "--config-dir", "here"]
+    assert line.args.multirun
+
+
+def test_hardware_is_seen_among_overrides():
+    assert names_hardware(["seed=1", "hardware=gpu"])
+    assert not names_hardware(["hardware.reason=x", "+recipe=hardware"])
+
+
+def test_quoted_text_survives_hydra():
+    text = "it's 2 cores, {a: 1} ${no} \\ [x]"
+    cfg = composed(["hardware=cpu", f"run.name={quoted('a, b (c) = [d]')}"])
+    assert cfg.run.name == "a, b (c) = [d]"
+    assert quoted(text).startswith("'it\\'s")
+
+
+def test_results_are_ranked_best_first_and_failures_last():
+    def result(job: int, metric: float | None) -> JobResult:
+        return JobResult(job, [], "ok" if metric is not None else "failed", metric, 1.0, "")
+
+    results = ranked([result(0, None), result(1, 0.2), result(2, 0.0), result(3, 0.9)])
+    assert [r.job for r in results] == [3, 1, 2, 0]
+
+
+def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
+    start = time.perf_counter()
+    done = command(*dry, "actor.mini_batch_size=7", "trainer.total_step=3", cwd=tmp_path)
+    assert time.perf_counter() - start < 20  # about 1 s on an idle machine: no torch
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "ConfigError: 2 problems in the config" in done.stderr
+    assert "trainer.total_step=3: unknown key" in done.stderr
+    assert "actor.mini_batch_size = 7 does not divide the 512 responses" in done.stderr
+
+
+def test_data_and_config_problems_are_in_one_report(dry, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{oops\n')
+    args = ["data.train_files=bad.jsonl", "rollout.tensor_parallel_size=3"]
+    done = command(*dry, *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "bad.jsonl:2" in done.stderr
+    assert "rollout.tensor_parallel_size = 3" in done.stderr
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(dry, tmp_path):
+    args = ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2", "hydra.run.dir=here"]
+    done = command(*dry, *args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "2 ranks",
+        "dp_replicate 1 x dp_shard 2",
+        "64 prompts x 8 = 512",
+        "no NVIDIA GPU",
+        "update actor",
+        "hybridrl.workers.actor.ActorWorker",
+        "Dry run: nothing was started",
+    ):
+        assert words in done.stdout, words
+    assert (tmp_path / "here" / ".hydra" / "config.yaml").is_file()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_embedded_model_and_problems_pass_every_check(tmp_path):
+    """What a machine without GPU runs when nothing else is said."""
+    done = command(*DRY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "embedded: qwen2" in done.stdout or "embedded: llama" in done.stdout
+
+
+def test_a_sweep_with_a_failing_job_runs_the_others_and_prints_one_table(dry, tmp_path):
+    done = command(*dry, "-m", "actor.mini_batch_size=7,256", "seed=1,2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    (folder,) = (tmp_path / "multirun" / "gsm8k_ppo").iterdir()
+    results = json.loads((folder / "sweep.json").read_text())
+    assert [(r["job"], r["status"]) for r in results] == [
+        (0, "failed"),
+        (1, "failed"),
+        (2, "dry"),
+        (3, "dry"),
+    ]
+    table = done.stdout[done.stdout.index("Sweep, best first") :]
+    assert "seed=2 actor.mini_batch_size=256" in table or "actor.mini_batch_size=256" in table
+    assert "does not divide the 512" in table
+    assert table.count("dry") == 2
+
+
+def test_cfg_job_shows_the_config_and_the_hardware_found(tmp_path):
+    done = command("+recipe=gsm8k_ppo", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "name: gsm8k_ppo" in done.stdout
+    assert "accelerator: cpu" in done.stdout
+    assert re.search(r"reason: .*no NVIDIA GPU", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dry, tmp_path):
+    """As a console script does it: its own folder on sys.path, not the current one."""
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "my_recipe.yaml").write_text(
+        "# @package _global_\nrun:\n  name: my_run\nreward:\n  function: my_reward.score\n"
+    )
+    (tmp_path / "my_reward.py").write_text(
+        "def score(prompt, response, example, mode):\n    return 1.0\n"
+    )
+    script = tmp_path / "bin" / "script"
+    script.parent.mkdir()
+    script.write_text("from hybridrl.main import main\nmain()\n")
+    args = ["+recipe=my_recipe", *dry[1:], "--config-dir", "mine"]
+    done = subprocess.run(
+        [sys.executable, str(script), *args],
+        cwd=tmp_path,
+        env=dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "my_run" in done.stdout
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command_with_its_own_code(dry, tmp_path, signum, code):
+    """The user's module waits while the config is checked."""
+    (tmp_path / "waiting.py").write_text(
+        "import time\nopen('reached', 'w').close()\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.main", *dry, "reward.function=waiting.score"],
+        cwd=tmp_path,
+        env=dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reached").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+
+
+def readme_commands() -> list[list[str]]:
+    """The arguments of every `python -m hybridrl.main` line in the README's code blocks."""
+    text = (REPO / "README.md").read_text().replace("\\\n", " ")
+    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
+    prefix = "python -m hybridrl.main"
+    return [
+        shlex.split(line.partition(prefix)[2], comments=True)
+        for line in lines
+        if line.startswith((prefix, f".venv/bin/{prefix}"))
+    ]
+
+
+def test_every_command_of_the_readme_composes():
+    commands = readme_commands()
+    assert commands, "README.md has no command"
+    for argv in commands:
+        line = parse_argv(argv)
+        if not names_hardware(line.overrides):
+            line.overrides.append("hardware=cpu")
+        assert precompose(line, conf_dir()).problems == [], argv
+
+
+def test_an_installed_wheel_composes(tmp_path):
+    """conf/ stands beside the package here and travels inside it in a wheel."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    source = tmp_path / "source"
+    copy = ["setup.cfg", "pyproject.toml", "README.md", "hybridrl", "conf"]
+    source.mkdir()
+    subprocess.run(["cp", "-r", *[str(REPO / name) for name in copy], str(source)], check=True)
+    subprocess.run([*build, "-w", str(tmp_path), str(source)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(installed)], check=True)
+    assert (installed / "hybridrl" / "conf" / "config.yaml").is_file()
+    done = command("+recipe=gsm8k_ppo", "--cfg", "job", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stderr
+    assert "name: gsm8k_ppo" in done.stdout

@@ -1,0 +1,164 @@
+"""conf/: recipes, comments, size, and agreement of the YAML with the dataclasses, key by key."""
+
+import dataclasses
+import re
+import typing
+
+import pytest
+from composing import GPU_NODE, LAPTOP, REPO, composed, examined
+from omegaconf import OmegaConf
+
+from hybridrl.config import schema
+from hybridrl.config.classes import BUILT_IN
+from hybridrl.config.keys import leaves
+from hybridrl.config.ranges import RANGES
+
+RECIPES = sorted(path.stem for path in (REPO / "conf" / "recipe").glob("*.yaml"))
+CONF_FILES = sorted((REPO / "conf").rglob("*.yaml"))
+GROUPS = {
+    group.name: sorted(path.stem for path in group.glob("*.yaml"))
+    for group in (REPO / "conf").iterdir()
+    if group.is_dir()
+}
+LEAF_LINE = re.compile(r"^(\s*)([\w.]+):\s*(\S.*)$")
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
+    machine = GPU_NODE if hardware == "gpu" else LAPTOP
+    result = examined([f"+recipe={recipe}", f"hardware={hardware}"], machine=machine)
+    assert result.report.problems == []
+    assert result.config.cluster.gpus_per_node == (8 if hardware == "gpu" else 1)
+    assert result.config.fsdp.dp_shard == result.config.cluster.gpus_per_node
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [(group, choice) for group, choices in GROUPS.items() for choice in choices],
+)
+def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
+    """Each choice alone; verl_parquet asks for files."""
+    prefix = "+" if group == "recipe" else ""
+    train = tmp_path / "a.parquet"
+    train.touch()
+    overrides = [f"{prefix}{group}={choice}"]
+    overrides += [] if group == "hardware" else ["hardware=cpu"]
+    overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
+    overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
+    overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
+    machine = GPU_NODE if choice == "gpu" else LAPTOP
+    assert examined(overrides, machine=machine).report.problems == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_begins_with_its_package_line(recipe):
+    """Anything above that line makes Hydra nest the recipe, where it changes nothing."""
+    text = (REPO / "conf" / "recipe" / f"{recipe}.yaml").read_text()
+    assert text.splitlines()[0] == "# @package _global_"
+
+
+def test_recipe_files_and_recipe_folders_are_one_to_one():
+    folders = sorted(path.name for path in (REPO / "recipes").iterdir() if path.is_dir())
+    assert folders == RECIPES
+    assert all((REPO / "recipes" / name / "README.md").is_file() for name in folders)
+
+
+def test_the_composed_config_has_at_most_150_leaves():
+    cfg = composed(["+recipe=gsm8k_ppo", "hardware=cpu"])
+    assert len(leaves(OmegaConf.to_container(cfg, resolve=False))) <= 150
+
+
+@pytest.mark.parametrize("path", CONF_FILES, ids=lambda path: str(path.relative_to(REPO)))
+def test_every_leaf_has_a_comment(path):
+    """Directly above, on its line, or above a block of links; hardware and recipes only repeat."""
+    if path.parent.name in ("hardware", "recipe"):
+        lines = [line for line in path.read_text().splitlines() if "accelerator:" in line]
+        assert len(lines) == (path.parent.name == "hardware")
+        return
+    lines = path.read_text().splitlines()
+    commented = True
+    in_defaults = False
+    for number, line in enumerate(lines):
+        if line.strip() == "" or not line.startswith(" "):
+            in_defaults = line.startswith("defaults:") or (in_defaults and line.strip() == "")
+        leaf = LEAF_LINE.match(line)
+        if in_defaults or leaf is None:
+            continue
+        above = lines[number - 1].strip() if number else ""
+        is_link = leaf[3].startswith("${")
+        commented = above.startswith("#") or " #" in leaf[3] or (is_link and commented)
+        assert commented, f"{path}:{number + 1}: {line}"
+
+
+def _schema_keys(cls: type, prefix: str = "") -> set[str]:
+    """Dotted keys of a dataclass; mappings and lists are leaves."""
+    keys = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        role = BUILT_IN[name][1] if cls is schema.RunConfig and name in BUILT_IN else hint
+        nested = dataclasses.is_dataclass(role)
+        keys |= _schema_keys(role, f"{prefix}{name}.") if nested else {f"{prefix}{name}"}
+    return keys
+
+
+def test_dataclasses_and_yaml_have_the_same_keys():
+    cfg = composed(["hardware=cpu"])
+    tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    mappings = {"reward.args", "eval.rules"}
+    found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
+    assert found == _schema_keys(schema.RunConfig)
+
+
+def test_dataclasses_have_no_defaults():
+    """Defaults stand in YAML only."""
+    classes = [
+        value
+        for value in vars(schema).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    ]
+    assert len(classes) > 15
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            assert field.default is dataclasses.MISSING, (cls, field.name)
+            assert field.default_factory is dataclasses.MISSING, (cls, field.name)
+
+
+def test_every_number_has_a_range():
+    """Shared nodes are checked where they stand, not in each role."""
+    number = {int, float, int | None, float | None, list[float]}
+    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl)\.")
+
+    def hint_of(key: str) -> object:
+        cls: typing.Any = schema.RunConfig
+        for name in key.split("."):
+            is_role = cls is schema.RunConfig and name in BUILT_IN
+            cls = BUILT_IN[name][1] if is_role else typing.get_type_hints(cls)[name]
+        return cls
+
+    keys = {key for key in _schema_keys(schema.RunConfig) if not shared.match(key)}
+    assert {key for key in keys if hint_of(key) in number} == set(RANGES)
+
+
+def test_the_command_line_beats_the_recipe_and_the_recipe_beats_the_hardware(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /fsdp: hybrid_shard\n"
+        "trainer:\n  total_steps: 7\nactor:\n  optim:\n    lr: 2.0e-5\n"
+    )
+    overrides = ["+recipe=mine", "hardware=cpu", "actor.optim.lr=3e-5", "cluster.gpus_per_node=2"]
+    config = examined(overrides, config_dir=tmp_path).config
+    assert config.trainer.total_steps == 7
+    assert config.actor.optim.lr == 3e-5
+    assert (config.fsdp.dp_replicate, config.fsdp.dp_shard) == (2, 1)
+
+
+def test_a_recipe_may_choose_another_model_than_the_hardware_does(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: smollm2_135m\n"
+    )
+    cfg = composed(["+recipe=mine", "hardware=cpu"], tmp_path)
+    assert cfg.model.path == "smollm2_135m"
+    assert composed(["+recipe=mine", "hardware=cpu", "model=embedded"], tmp_path).model.path == (
+        "embedded"
+    )
