@@ -1,0 +1,102 @@
+"""What keeps the policy near the reference: a penalty in the reward, in the loss, or nothing.
+
+Chosen once from config; the loop calls the same three methods whichever it is.
+"""
+
+from typing import Protocol
+
+from hybridrl.algorithms.kl import adapt_coef, estimate_kl
+from hybridrl.config.schema import KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch
+
+
+class KLControl(Protocol):
+    """The reference's part in a step."""
+
+    loss_coef: float
+
+    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
+        """The batch with ref_log_probs, if there is a reference."""
+        ...
+
+    def rewards(self, batch: RolloutBatch) -> Ragged:
+        """Per-token rewards: scores, less the penalty if it acts there."""
+        ...
+
+    def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
+        """Metrics of the step's KL; moves an adaptive coefficient."""
+        ...
+
+
+class NoReference:
+    """kl.coef = 0: no reference is loaded, rewards are the scores."""
+
+    loss_coef = 0.0
+
+    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
+        """The batch as it is."""
+        return scheduled
+
+    def rewards(self, batch: RolloutBatch) -> Ragged:
+        """The scores."""
+        assert batch.scores is not None
+        return batch.scores
+
+    def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
+        """No KL is known."""
+        return {"actor/kl": None, "actor/kl_coef": None}
+
+
+class KLPenalty:
+    """KL against the frozen reference, with a fixed or adaptive coefficient.
+
+    Args:
+        config: placement, estimator and course of the coefficient.
+        reference: the worker group that computes ref_log_probs.
+    """
+
+    def __init__(self, config: KLConfig, reference: WorkerGroup) -> None:
+        self._config = config
+        self._reference = reference
+        self._coef = config.coef
+
+    @property
+    def loss_coef(self) -> float:
+        """Weight of the penalty in the actor's loss."""
+        return self._coef if self._config.placement is KLPlacement.loss else 0.0
+
+    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
+        """The batch with ref_log_probs."""
+        ref_log_probs = self._reference.call("compute_log_probs", scheduled)
+        return scheduled.with_batch(scheduled.batch.adding(ref_log_probs=ref_log_probs))
+
+    def rewards(self, batch: RolloutBatch) -> Ragged:
+        """Scores, less coef * KL(policy || reference) at each token if the penalty acts there."""
+        assert batch.scores is not None
+        if self._config.placement is KLPlacement.loss:
+            return batch.scores
+        kl = self._kl(batch, self._config.estimator)
+        return batch.scores.like(batch.scores.values - self._coef * kl.values)
+
+    def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
+        """actor/kl in nats per token (k3, whose mean is never negative), and the coefficient."""
+        used = self._coef
+        if self._config.schedule is KLSchedule.adaptive:
+            per_response = float(self._kl(batch, KLEstimator.k3).values.sum()) / len(batch)
+            self._coef = adapt_coef(
+                self._coef,
+                current=per_response,
+                target=self._config.target,
+                horizon=self._config.horizon,
+                num_responses=len(batch),
+            )
+        per_token = float(self._kl(batch, KLEstimator.k3).values.mean())
+        return {"actor/kl": per_token, "actor/kl_coef": used}
+
+    def _kl(self, batch: RolloutBatch, estimator: KLEstimator) -> Ragged:
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        kl = estimate_kl(batch.old_log_probs.values, batch.ref_log_probs.values, estimator)
+        return batch.old_log_probs.like(kl)

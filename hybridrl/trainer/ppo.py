@@ -1,0 +1,254 @@
+"""PPO as data flows through it.
+
+    reshard     actor FSDP shards -> vLLM TP slices, in place
+    rollout     prompts -> responses, rollout_log_probs
+    reward      (prompt, response, example) -> scores
+    score       old_log_probs, ref_log_probs, values
+    advantage   rewards -> advantages, returns
+    update      critic and actor, packed micro-batches
+    log, evaluate
+
+The trainer runs in the driver process: it holds no weights and calls the roles by name.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridrl.algorithms.advantages import gae, whiten
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.prompts import Prompt, PromptSource
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch, schedule
+from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.kl_control import KLControl
+from hybridrl.trainer.phases import Phases
+from hybridrl.trainer.report import Reporter, is_due
+from hybridrl.trainer.rewarding import Rewarder
+
+
+class RolloutMismatch(RuntimeError):
+    """vLLM and the trainer disagree on the log-probs of the sampled tokens: weights are stale."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The driver's views of the roles."""
+
+    actor: WorkerGroup
+    critic: WorkerGroup
+    rollout: WorkerGroup
+
+
+class PPOTrainer:
+    """Trains the actor with PPO; one short method per phase.
+
+    Args:
+        config: the run.
+        roles: worker groups of actor, critic and rollout.
+        kl: the reference's part, or its null object.
+        prompts: training prompts of each step.
+        rewarder: scores responses.
+        evaluator: held-out accuracy.
+        reporter: what the user sees and keeps.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Roles,
+        kl: KLControl,
+        prompts: PromptSource,
+        rewarder: Rewarder,
+        evaluator: Evaluator,
+        reporter: Reporter,
+    ) -> None:
+        self.config = config
+        self.roles = roles
+        self.kl = kl
+        self.prompts = prompts
+        self.rewarder = rewarder
+        self.evaluator = evaluator
+        self.reporter = reporter
+        self.phases = Phases(reporter.phase)
+        self.metrics: dict[str, float | None] = {}
+        self.weight_version = 0
+        self.rollout_version: int | None = None
+
+    def fit(self) -> float:
+        """Train for trainer.total_steps; return the final held-out accuracy."""
+        last = self.config.trainer.total_steps
+        with self.phases.step():
+            self.reshard()
+            self.evaluate(step=0)
+        self.log(step=0)
+        for step in range(1, last + 1):
+            with self.phases.step():
+                self.reshard()
+                batch, prompts = self.rollout(step)
+                batch = self.reward(batch, prompts, step)
+                scheduled = self.score(batch, step)
+                scheduled = self.advantage(scheduled)
+                self.update(scheduled, step)
+                if step == last or is_due(self.config.eval.every_steps, step):
+                    self.reshard()
+                    self.evaluate(step)
+            self.log(step)
+        self.save()
+        self.reporter.finish()
+        return self.evaluator.last_accuracy
+
+    def reshard(self) -> None:
+        """Bring vLLM's weights up to the actor's, unless they are."""
+        if self.rollout_version == self.weight_version:
+            return
+        with self.phases.section("reshard"):
+            per_rank = self.roles.rollout.call("reshard", self.weight_version)
+            self.rollout_version = self.weight_version
+        for name in per_rank[0]:
+            self.metrics[f"reshard/{name}"] = max(metrics[name] for metrics in per_rank)
+
+    def rollout(self, step: int) -> tuple[RolloutBatch, list[Prompt]]:
+        """Sample responses to the step's prompts; then vLLM gives its memory back."""
+        prompts = self.prompts.batch(step)
+        request = PromptBatch(
+            prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
+            prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
+            step=step,
+            responses_per_prompt=self.config.rollout.responses_per_prompt,
+            temperature=self.config.rollout.temperature,
+            top_p=self.config.rollout.top_p,
+        )
+        with self.phases.section("rollout"):
+            batch = self.roles.rollout.call("generate", request)
+            self._sleep()
+        lengths = batch.responses.lengths.float()
+        self.metrics |= {
+            "rollout/tokens_per_second": float(lengths.sum()) / self.phases.seconds("rollout"),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/truncated_fraction": float(batch.truncated.float().mean()),
+        }
+        repeats = self.config.rollout.responses_per_prompt
+        return batch, [prompt for prompt in prompts for _ in range(repeats)]
+
+    def reward(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> RolloutBatch:
+        """Score the responses; an outcome reward stands on the last token."""
+        with self.phases.section("reward"):
+            rewarded = self.rewarder.score(prompts, batch.responses)
+            batch = batch.adding(scores=outcome_on_last_token(rewarded.scores, batch.responses))
+        outcome = torch.tensor(rewarded.scores)
+        self.metrics |= {
+            "reward/mean": float(outcome.mean()),
+            "reward/std": float(outcome.std(correction=0)),
+            "reward/failed": float(len(rewarded.failures)),
+        }
+        self.reporter.saw_responses(step, prompts, batch.responses, rewarded)
+        return batch
+
+    def score(self, batch: RolloutBatch, step: int) -> ScheduledBatch:
+        """Draw the mini-batches, then add old_log_probs, ref_log_probs and values.
+
+        Each is computed over exactly the micro-batches of the first epoch of the update, so that
+        the policy ratio there is 1.
+        """
+        actor = self.config.actor
+        scheduled = schedule(
+            batch,
+            num_ranks=self.roles.actor.num_shards,
+            mini_batch_size=actor.mini_batch_size,
+            epochs=actor.epochs,
+            max_tokens=actor.max_tokens_per_gpu,
+            seed=self.config.seed,
+            step=step,
+        )
+        with self.phases.section("old_log_probs"):
+            old_log_probs = self.roles.actor.call("compute_log_probs", scheduled)
+        with self.phases.section("ref_log_probs"):
+            scheduled = self.kl.score(scheduled)
+        with self.phases.section("values"):
+            values = self.roles.critic.call("compute_values", scheduled)
+        batch = scheduled.batch.adding(old_log_probs=old_log_probs, values=values)
+        self._check_rollout_log_probs(batch)
+        return scheduled.with_batch(batch)
+
+    def advantage(self, scheduled: ScheduledBatch) -> ScheduledBatch:
+        """Rewards after the KL penalty, then advantages and returns by GAE."""
+        batch, algorithm = scheduled.batch, self.config.algorithm
+        with self.phases.section("advantage"):
+            rewards = self.kl.rewards(batch)
+            self.metrics |= self.kl.adapt(batch)
+            assert batch.values is not None
+            mask = batch.response_mask.pad(False)
+            advantages, returns = gae(
+                rewards.pad(0.0),
+                batch.values.pad(0.0),
+                mask,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+            )
+            if algorithm.whiten_advantages:
+                advantages = whiten(advantages, mask)
+            lengths = batch.responses.lengths
+            batch = batch.adding(
+                rewards=rewards,
+                advantages=Ragged.from_padded(advantages, lengths),
+                returns=Ragged.from_padded(returns, lengths),
+            )
+        self.metrics["critic/value_mean"] = float(batch.values.values.mean())
+        self.metrics["critic/return_mean"] = float(batch.returns.values.mean())
+        return scheduled.with_batch(batch)
+
+    def update(self, scheduled: ScheduledBatch, step: int) -> None:
+        """Optimizer steps of the critic and, after its warm-up, of the actor."""
+        with self.phases.section("update_critic"):
+            self.metrics |= self.roles.critic.call("update", scheduled, step)
+        if step <= self.config.trainer.critic_warmup_steps:
+            return
+        with self.phases.section("update_actor"):
+            self.metrics |= self.roles.actor.call("update", scheduled, step, self.kl.loss_coef)
+            self.weight_version += 1
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy of the weights that vLLM holds."""
+        with self.phases.section("evaluate"):
+            generate = lambda prompts: self.roles.rollout.call("generate", prompts)  # noqa: E731
+            self.metrics |= self.evaluator.evaluate(step, generate)
+
+    def log(self, step: int) -> None:
+        """Hand the step's metrics over and begin anew."""
+        self.reporter.log(step, self.metrics | self.phases.metrics())
+        self.metrics = {}
+
+    def save(self) -> None:
+        """Write the trained model as an ordinary HF folder."""
+        if self.config.trainer.save_final_model:
+            self.roles.actor.call("save", str(self.reporter.run_dir / "final"))
+
+    def _sleep(self) -> None:
+        """Give vLLM's memory to training; its weights are gone until the next reshard."""
+        self.roles.rollout.call("sleep")
+        self.rollout_version = None
+
+    def _check_rollout_log_probs(self, batch: RolloutBatch) -> None:
+        """Compare what vLLM reported with what the trainer computes for the same tokens."""
+        difference = (batch.rollout_log_probs.values - batch.old_log_probs.values).abs()
+        mean = float(difference.mean())
+        self.metrics["rollout/log_prob_diff_mean"] = mean
+        self.metrics["rollout/log_prob_diff_max"] = float(difference.max())
+        limit = self.config.trainer.max_log_prob_diff
+        if self.config.rollout.top_p == 1.0 and mean > limit:
+            raise RolloutMismatch(
+                f"mean |rollout_log_probs - old_log_probs| = {mean:.3g} nats per token, above "
+                f"trainer.max_log_prob_diff={limit}. vLLM does not sample from the actor's weights "
+                f"(version {self.rollout_version}); training on would learn from noise."
+            )
+
+
+def outcome_on_last_token(outcomes: list[float], responses: Ragged) -> Ragged:
+    """Token scores that are 0 but for the last token of each response, which has its outcome."""
+    scores = torch.zeros(len(responses.values), dtype=torch.float32)
+    scores[responses.lengths.cumsum(0) - 1] = torch.tensor(outcomes, dtype=torch.float32)
+    return responses.like(scores)

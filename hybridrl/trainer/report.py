@@ -1,0 +1,91 @@
+"""Everything a run tells its user and keeps, behind one object that the loop talks to."""
+
+from pathlib import Path
+
+from hybridrl.config.schema import RunConfig
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.trainer.console import RunConsole, pick_samples
+from hybridrl.trainer.plot import plot_run
+from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.summary import summarize
+from hybridrl.trainer.tracking import Row, Tracker
+
+
+class Reporter:
+    """Shows steps and samples, keeps metrics and rollouts, sums the run up.
+
+    Args:
+        config: the run.
+        run_dir: existing directory of the run.
+        console: where the user looks.
+        tracker: where metrics go.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, console: RunConsole, tracker: Tracker
+    ) -> None:
+        self.run_dir = run_dir
+        self._config = config
+        self._console = console
+        self._tracker = tracker
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self._console.phase(name)
+
+    def log(self, step: int, metrics: Row) -> None:
+        """Keep and show one step's metrics."""
+        self._console.step(self._tracker.log(step, metrics))
+
+    def saw_responses(
+        self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
+    ) -> None:
+        """Keep or show the step's rollouts where they are due; warn of failed rewards."""
+        trainer = self._config.trainer
+        shows = is_due(trainer.samples_every_steps, step)
+        keeps = is_due(trainer.save_rollouts_every_steps, step)
+        if rewarded.failures:
+            first = rewarded.failures[0]
+            self._console.warn(
+                f"step {step}: {len(rewarded.failures)} of {len(prompts)} rewards failed and got "
+                f"{self._config.reward.failed_score:g}; the first: {first.kind}: {first.reason}"
+            )
+        if not (shows or keeps):
+            return
+        records = _records(prompts, responses, rewarded)
+        if keeps:
+            write_rollouts(self.run_dir, step, records)
+        if shows:
+            self._console.samples(step, pick_samples(records))
+
+    def finish(self) -> None:
+        """Draw the curves and sum the run up."""
+        plot_run(self.run_dir, f"{self._config.run.name}, seed {self._config.seed}")
+        for failure in self._tracker.failures():
+            self._console.warn(failure)
+        self._console.summary(summarize(self._tracker.rows), self.run_dir)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something done every so many steps (0: never) falls on this one."""
+    return every > 0 and step % every == 0
+
+
+def _records(prompts: list[Prompt], responses: Ragged, rewarded: Rewarded) -> list[RolloutRecord]:
+    reasons = {failure.index: f"{failure.kind}: {failure.reason}" for failure in rewarded.failures}
+    rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
+    return [
+        RolloutRecord(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            question=prompt.question,
+            response=text,
+            answer=str(prompt.example["answer"]),
+            score=score,
+            length=length,
+            failure=reasons.get(index),
+        )
+        for index, (prompt, text, score, length) in enumerate(rows)
+    ]

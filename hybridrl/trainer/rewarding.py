@@ -1,0 +1,47 @@
+"""From sampled tokens to scores: decode, then ask the reward processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.rewards.scorer import Failure, RewardScorer
+
+Decode = Callable[[Sequence[list[int]]], list[str]]
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Responses as text and what they were worth.
+
+    Attributes:
+        texts: [B] decoded responses, special tokens left out.
+        scores: [B] reward before the KL penalty.
+        failures: the rewards that raised, hung or were no number.
+    """
+
+    texts: list[str]
+    scores: list[float]
+    failures: list[Failure]
+
+
+class Rewarder:
+    """Scores responses by the run's reward function.
+
+    Args:
+        decode: token ids of many responses -> their texts.
+        scorer: runs the reward function outside this process.
+    """
+
+    def __init__(self, decode: Decode, scorer: RewardScorer) -> None:
+        self._decode = decode
+        self._scorer = scorer
+
+    def score(self, prompts: list[Prompt], responses: Ragged) -> Rewarded:
+        """The responses' texts and scores; prompts[b] belongs to response b."""
+        texts = self._decode([row.tolist() for row in responses.rows()])
+        items = [
+            (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        result = self._scorer.score(items)
+        return Rewarded(texts, list(result.scores), list(result.failures))

@@ -1,0 +1,154 @@
+"""One training run from a checked config to a trained model: opens what the loop needs, in order.
+
+prompts, reward processes        on the driver, at once
+worker processes                 all roles on all ranks (controller/)
+header, manifest                 what is about to run
+PPOTrainer.fit                   the loop
+"""
+
+import logging
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybridrl.config.machine import Machine
+from hybridrl.config.model_shape import model_shape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import Workers, start_workers
+from hybridrl.data.prompts import PromptSets, PromptSource, load_prompts
+from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.models.resolve import read_model_config
+from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.trainer.console import RunConsole
+from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.header import RunFacts, header_lines
+from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
+from hybridrl.trainer.manifest import write_manifest
+from hybridrl.trainer.ppo import PPOTrainer, Roles
+from hybridrl.trainer.report import Reporter
+from hybridrl.trainer.rewarding import Decode, Rewarder
+from hybridrl.trainer.tracking import Tracker
+
+# Seconds that trackers get to send what is left: after success, and after anything else.
+TRACKERS_S, HURRY_S = 20.0, 3.0
+
+
+def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
+    """Run PPO as configured; to be called inside `ray_runtime`.
+
+    Args:
+        config: checked and resolved.
+        run_dir: existing directory; everything the run writes goes there.
+        machine: what the run may use.
+
+    Returns:
+        Held-out accuracy after the last step, sampled at the training temperature.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        console = stack.enter_context(RunConsole(config.trainer.total_steps))
+        _route_logging(console, stack)
+        write_manifest(run_dir, config, machine, started=datetime.now(UTC))
+        prompts = load_prompts(config.data, config.model.path, config.rollout.max_prompt_tokens)
+        _show_header(config, run_dir, machine, prompts, console)
+        decode = decoder(load_tokenizer(config.model.path))
+        scorer = stack.enter_context(_reward_scorer(config))
+        evaluator = _evaluator(config, prompts, decode, scorer, stack)
+        tracker = Tracker(run_dir, config)
+        stack.push(
+            lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
+        )
+        workers = stack.enter_context(start_workers(config, run_dir))
+        console.header("workers", [("", host.describe()) for host in workers.pool.hosts])
+        reporter = Reporter(config, run_dir, console, tracker)
+        trainer = PPOTrainer(
+            config,
+            Roles(workers.actor, workers.critic, workers.rollout),
+            _kl_control(config, workers),
+            PromptSource(prompts.train, config.data.prompts_per_step, config.seed),
+            Rewarder(decode, scorer),
+            evaluator,
+            reporter,
+        )
+        return trainer.fit()
+
+
+def _reward_scorer(config: RunConfig) -> RewardScorer:
+    reward = config.reward
+    return RewardScorer(
+        reward.function,
+        reward.args,
+        timeout_s=reward.timeout_s,
+        num_processes=reward.num_processes,
+        failed_score=reward.failed_score,
+    )
+
+
+def _evaluator(
+    config: RunConfig,
+    prompts: PromptSets,
+    decode: Decode,
+    scorer: RewardScorer,
+    stack: ExitStack,
+) -> Evaluator:
+    rules = {
+        name: stack.enter_context(
+            RewardScorer(
+                rule.function,
+                rule.args,
+                timeout_s=config.reward.timeout_s,
+                num_processes=1,
+                failed_score=0.0,
+            )
+        )
+        for name, rule in config.eval.rules.items()
+    }
+    return Evaluator(
+        prompts.held_out,
+        decode,
+        scorer,
+        rules,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        greedy=config.eval.greedy,
+    )
+
+
+def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
+    if workers.ref is None:
+        return NoReference()
+    return KLPenalty(config.algorithm.kl, workers.ref)
+
+
+def _show_header(
+    config: RunConfig, run_dir: Path, machine: Machine, prompts: PromptSets, console: RunConsole
+) -> None:
+    num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
+    facts = RunFacts(
+        run_dir=run_dir,
+        machine=machine.describe(),
+        num_ranks=num_ranks,
+        placement=[],
+        num_parameters=model_shape(read_model_config(config.model.path)).parameters,
+        num_train=len(prompts.train),
+        num_held_out=len(prompts.held_out),
+        data_source=prompts.source,
+        notes=prompts.notes,
+    )
+    console.header(config.run.name, header_lines(config, facts))
+
+
+def _route_logging(console: RunConsole, stack: ExitStack) -> None:
+    """Let log lines stand above the live ones for the time of the run."""
+    root = logging.getLogger()
+    handler = console.logging_handler()
+    before = list(root.handlers)
+    root.handlers = [
+        handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
+        for old in before
+    ]
+    stack.callback(setattr, root, "handlers", before)
+
+
+def _is_file(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.FileHandler)

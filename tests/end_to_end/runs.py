@@ -1,0 +1,110 @@
+"""Starts `python -m hybridrl.main` as a user would and looks at what it leaves."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A run of seconds: two steps on a few problems.
+SMALL = [
+    "+recipe=gsm8k_ppo",
+    "hardware=cpu",
+    "trainer.total_steps=2",
+    "data.prompts_per_step=8",
+    "rollout.responses_per_prompt=4",
+    "actor.mini_batch_size=16",
+    "data.num_eval_problems=20",
+    "eval.every_steps=0",
+]
+
+
+@dataclass
+class Run:
+    """A program started in a session, temporary folder and environment of its own."""
+
+    process: subprocess.Popen[str]
+    token: str
+    temporary: Path
+    shared_memory: set[str]
+    run_dir: Path
+
+    def output(self, timeout: float = 240) -> str:
+        """Wait for the end; stdout and stderr together."""
+        out, _ = self.process.communicate(timeout=timeout)
+        return out
+
+    def metrics(self) -> list[dict]:
+        """The rows of metrics.jsonl."""
+        return [
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
+
+    def processes(self) -> dict[int, str]:
+        """Living processes that this run started, by their inherited token."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.token.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")
+        return found
+
+    def wait_for(self, needle: str, timeout: float = 180) -> None:
+        """Block until metrics.jsonl or a worker's log holds `needle`."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            files = [self.run_dir / "metrics.jsonl", *self.run_dir.glob("logs/*.log")]
+            if any(path.exists() and needle in path.read_text() for path in files):
+                return
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.2)
+        raise AssertionError(f"{needle!r} did not appear within {timeout} s")
+
+    def assert_nothing_left(self) -> None:
+        """No process, temporary file or shared memory of this run remains."""
+        assert not self.processes()
+        assert not list(self.temporary.iterdir())
+        assert not shared_memory() - self.shared_memory
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+@contextlib.contextmanager
+def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> Iterator[Run]:
+    """Start a run; whatever of it is left at the end of the block is killed and removed."""
+    token = f"hybridrl-test-{uuid.uuid4()}"
+    temporary = Path(tempfile.mkdtemp(prefix="hr_"))  # short: sockets have length limits
+    run_dir.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}"],
+        cwd=run_dir,
+        env=os.environ
+        | {"HYBRIDRL_TEST_TOKEN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    run = Run(process, token, temporary, shared_memory(), run_dir)
+    try:
+        yield run
+    finally:
+        for pid in run.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,39 @@
+"""Ctrl-C, SIGTERM, a killed worker: the run ends in time, keeps its metrics, leaves nothing."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.end_to_end.runs import SMALL, started
+
+LONG = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_interrupted_run_ends_within_15_seconds(tmp_path, number, code):
+    with started(tmp_path / "run", *LONG) as run:
+        run.wait_for('"step": 2')
+        os.kill(run.process.pid, number)
+        start = time.monotonic()
+        output = run.output(timeout=30)
+        assert time.monotonic() - start < 15
+        assert run.process.returncode == code, output
+        assert "Traceback" not in output
+        assert len(run.metrics()) >= 3
+        run.assert_nothing_left()
+
+
+def test_killed_worker_is_named_within_a_minute(tmp_path):
+    with started(tmp_path / "run", *LONG, "cluster.gpus_per_node=2") as run:
+        run.wait_for('"step": 1')
+        workers = [pid for pid, command in run.processes().items() if "rank1" in command]
+        assert len(workers) == 1, run.processes()
+        os.kill(workers[0], signal.SIGKILL)
+        output = run.output(timeout=60)
+        assert run.process.returncode == 1, output
+        assert "rank 1" in output
+        run.assert_nothing_left()

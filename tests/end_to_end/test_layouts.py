@@ -1,0 +1,60 @@
+"""The recipe on several workers and nodes, in user modules and in sweeps."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import ROOT, SMALL, started
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+        pytest.param(["cluster.gpus_per_node=2"], marks=pytest.mark.slow),
+        pytest.param(["cluster.gpus_per_node=2", "fsdp.dp_replicate=2"], marks=pytest.mark.slow),
+        pytest.param(
+            ["cluster.gpus_per_node=4", "rollout.tensor_parallel_size=2"], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["tp2", "dp2", "replicate2", "dp4-tp2"],
+)
+def test_trains_on_several_workers(tmp_path, layout):
+    with started(tmp_path / "run", *SMALL, *layout) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        for row in run.metrics()[1:]:
+            assert row["actor/first_log_ratio_max"] == 0.0
+            assert row["rollout/log_prob_diff_mean"] < 1e-4
+        run.assert_nothing_left()
+
+
+def test_the_extending_page_works_as_written(tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert len(page.splitlines()) < 40
+    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    Path(run_dir / "my_actor.py").write_text(code)
+    overrides = command.split()[3:]
+    assert overrides[0] == "+recipe=gsm8k_ppo"
+    with started(run_dir, *SMALL, *overrides[1:]) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        manifest = json.loads((run.run_dir / "manifest.json").read_text())
+        assert manifest["config"]["actor"]["worker"] == "my_actor.MyActor"
+        run.assert_nothing_left()
+
+
+def test_a_sweep_runs_each_job_and_ranks_them(tmp_path):
+    sweep = tmp_path / "sweep"
+    with started(tmp_path / "run", *SMALL, "-m", "seed=1,2", f"hydra.sweep.dir={sweep}") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        assert all((sweep / job / "metrics.jsonl").exists() for job in ("0", "1"))
+        table = [line for line in output.splitlines() if "seed=" in line]
+        assert any("seed=1" in line for line in table)
+        assert any("seed=2" in line for line in table)
+        run.assert_nothing_left()

@@ -1,0 +1,94 @@
+"""The whole program on one worker: what a run writes, what its numbers hold, what it leaves."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.runs import SMALL, Run, started
+
+PROMISED = [
+    "step",
+    "reward/mean",
+    "eval/accuracy",
+    "eval/accuracy_greedy",
+    "actor/first_log_ratio_max",
+    "actor/kl",
+    "rollout/log_prob_diff_mean",
+    "rollout/tokens_per_second",
+    "response/length_mean",
+    "time/reshard_s",
+    "time/rollout_s",
+    "time/update_actor_s",
+    "time/step_s",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Run, str]:
+    """One small run of the recipe, ended, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("end_to_end") / "run"
+    with started(run_dir, *SMALL, "trainer.save_rollouts_every_steps=1") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        run.assert_nothing_left()
+        yield run, output
+
+
+def test_metrics_hold_what_is_promised(finished):
+    rows = finished[0].metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(name in row for row in rows for name in PROMISED)
+    evaluated = [row["step"] for row in rows if row["eval/accuracy"] is not None]
+    assert evaluated == [0, 2]
+
+
+def test_first_mini_batch_is_exactly_on_policy(finished):
+    for row in finished[0].metrics()[1:]:
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert row["actor/log_ratio_max"] > 0.0  # the second mini-batch comes after an update
+
+
+def test_vllm_samples_from_the_actors_weights(finished):
+    for row in finished[0].metrics()[1:]:
+        assert row["rollout/log_prob_diff_mean"] < 1e-4
+
+
+def test_numbers_are_finite(finished):
+    for row in finished[0].metrics():
+        assert all(value is None or math.isfinite(value) for value in row.values())
+
+
+def test_final_model_is_an_ordinary_folder(finished):
+    folder = finished[0].run_dir / "final"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Tom has 3 apples."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    assert torch.isfinite(model(**ids).logits).all()
+
+
+def test_run_directory_holds_the_record(finished):
+    run_dir = finished[0].run_dir
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["seed"] == 1
+    assert manifest["config"]["trainer"]["total_steps"] == 2
+    assert (run_dir / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert list(run_dir.glob("logs/*_rank0.log"))
+    assert list(run_dir.glob("tensorboard/events*"))
+    rollouts = (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    assert len(rollouts) == 8 * 4
+    assert {"prompt", "response", "score"} <= json.loads(rollouts[0]).keys()
+
+
+def test_output_says_what_ran_and_how_it_ended(finished):
+    output = finished[1]
+    for words in ["gsm8k_ppo", "hardware", "embedded", "accuracy", "final"]:
+        assert words in output, output
+    assert "Traceback" not in output
