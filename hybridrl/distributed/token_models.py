@@ -55,7 +55,9 @@ class TokenValues(nn.Module):
 
     def forward(self, packed: Packed) -> Tensor:
         """V(s_t) before each response token, [R] float32: the state that predicts the token."""
-        return self.head(response_states(self.backbone, packed).float()).squeeze(-1)
+        values = self.head(response_states(self.backbone, packed).float())
+        # A copy: FSDP2 hooks backward to this output, which must not be a view.
+        return values.squeeze(-1).clone()
 
     def initial_head(self, seed: int) -> dict[str, Tensor]:
         """The new head's weights, a function of the seed: values start near 0."""
