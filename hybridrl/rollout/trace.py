@@ -1,0 +1,184 @@
+"""What a model's `load_weights` does, learned by watching it load tensors that have no data.
+
+The loader gets meta tensors under the checkpoint's names. Every copy into a parameter is noted
+and not done, so that neither the parameters nor any memory are touched. What a loader slices,
+chunks and views keeps storage and offset, which is why no knowledge of layouts is needed here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridrl.distributed.regions import Refusal, Region, Trace, TracedCopy, TracedFill
+
+Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+def trace_loader(
+    model: nn.Module,
+    load: Loader,
+    sources: Sequence[tuple[str, tuple[int, ...]]],
+    dtype: torch.dtype,
+) -> Trace:
+    """Run `load` on data-free tensors and return what it would have written where.
+
+    Args:
+        model: whose parameters the loader writes. Their values are not read or written.
+        load: takes (name, tensor) pairs; vLLM's `model.load_weights`.
+        sources: names and shapes of the checkpoint's tensors.
+        dtype: of the moved data; a parameter of another dtype is refused, because a cast on the
+            way would lose what the loader keeps.
+
+    Returns:
+        Copies and fills as rectangles. A parameter that is written in any other way is refused:
+        it stands with a reason in `Trace.refused`, and none of its copies and fills are listed.
+    """
+    tracer = _Tracer(model, dtype)
+    storages = {name: (p.data_ptr(), tuple(p.shape)) for name, p in model.named_parameters()}
+    with torch.no_grad(), tracer:
+        load(tracer.feed(sources))
+    moved = [
+        name
+        for name, p in model.named_parameters()
+        if storages[name] != (p.data_ptr(), tuple(p.shape))
+    ]
+    assert not moved, f"the loader replaced the storage of {moved}"
+    return tracer.result()
+
+
+class _Tracer(TorchDispatchMode):
+    """Notes writes to parameters instead of doing them.
+
+    `_handed_out` holds the sources that the loader got since the last copy, and the one of that
+    copy: what it may have combined into a write that is refused.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._parameters = {name: p.data for name, p in model.named_parameters()}
+        self._name_by_storage: dict[int, str] = {}
+        self._sources: dict[int, tuple[str, Tensor]] = {}
+        self._copies: list[TracedCopy] = []
+        self._fills: list[TracedFill] = []
+        self._reasons: dict[str, str] = {}
+        self._in_hand: dict[str, list[str]] = {}
+        self._handed_out: list[str] = []
+        for name, parameter in self._parameters.items():
+            other = self._name_by_storage.setdefault(_storage(parameter), name)
+            if other != name:
+                self._refuse(name, f"it shares its storage with {other}")
+                self._refuse(other, f"it shares its storage with {name}")
+            if parameter.dtype != dtype:
+                self._refuse(name, f"its dtype is {parameter.dtype}, not {dtype}")
+
+    def feed(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+        """Meta tensors for the loader; remembers which one it has in hand."""
+        for name, shape in sources:
+            tensor = torch.empty(shape, dtype=self._dtype, device="meta")
+            self._sources[_storage(tensor)] = (name, tensor)
+            self._handed_out.append(name)
+            yield name, tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note a write to a parameter; let everything else happen."""
+        written = self._written(func, args, kwargs or {})
+        if written is None:
+            return func(*args, **(kwargs or {}))
+        name, target = written
+        if func is torch.ops.aten.copy_.default:
+            self._note_copy(name, target, args[1])
+        elif func in _FILLS:
+            self._note_fill(name, target, args[1] if len(args) > 1 else 0.0)
+        else:
+            self._refuse(name, f"the loader calls {func} on it")
+        return args[0] if func._schema.returns else None
+
+    def _written(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Tensor] | None:
+        """The parameter that `func` would write, and the view of it."""
+        if not func._schema.is_mutable:
+            return None
+        named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs
+        for argument in func._schema.arguments:
+            value = named.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor) and _storage(tensor) in self._name_by_storage:
+                    return self._name_by_storage[_storage(tensor)], tensor
+        return None
+
+    def _note_copy(self, name: str, target: Tensor, value: Tensor) -> None:
+        if _storage(value) not in self._sources:
+            return self._refuse(name, "the loader computes what it copies into it")
+        source, whole = self._sources[_storage(value)]
+        if value.shape != target.shape:
+            return self._refuse(name, f"{source} is broadcast into it")
+        region = rectangle(value, whole)
+        destination = rectangle(target, self._parameters[name])
+        if region is None or destination is None:
+            return self._refuse(name, f"what it takes of {source} is no rectangle")
+        self._copies.append(TracedCopy(source, region, name, destination.offset))
+        del self._handed_out[:-1]
+
+    def _note_fill(self, name: str, target: Tensor, value: float) -> None:
+        region = rectangle(target, self._parameters[name])
+        if region is None:
+            return self._refuse(name, "the region that is filled is no rectangle")
+        if target.numel():
+            self._fills.append(TracedFill(name, region, float(value)))
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._reasons.setdefault(name, reason)
+        self._in_hand.setdefault(name, []).extend(self._handed_out)
+
+    def result(self) -> Trace:
+        """The trace, once the loader is through."""
+        for copy in self._copies:
+            if copy.parameter in self._reasons:
+                self._in_hand[copy.parameter].append(copy.source)
+        refused = {
+            name: Refusal(reason, tuple(sorted(set(self._in_hand[name]))))
+            for name, reason in self._reasons.items()
+        }
+        return Trace(
+            copies=[copy for copy in self._copies if copy.parameter not in refused],
+            fills=[fill for fill in self._fills if fill.parameter not in refused],
+            refused=refused,
+            parameters={name: tuple(p.shape) for name, p in self._parameters.items()},
+        )
+
+
+def rectangle(view: Tensor, whole: Tensor) -> Region | None:
+    """The region of contiguous `whole` that `view` shows, or None if it is not a rectangle."""
+    steps = torch.empty(whole.shape, device="meta").stride()
+    same = view.dim() == whole.dim() and whole.stride() == steps
+    if not same or any(
+        size > 1 and stride != step
+        for size, stride, step in zip(view.shape, view.stride(), steps, strict=True)
+    ):
+        return None
+    rest = view.storage_offset() - whole.storage_offset()
+    offset = []
+    for step in steps:
+        offset.append(rest // step)
+        rest %= step
+    ends = (o + size for o, size in zip(offset, view.shape, strict=True))
+    if rest or any(end > size for end, size in zip(ends, whole.shape, strict=True)):
+        return None
+    return Region(tuple(offset), tuple(view.shape))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, meta tensors included."""
+    return tensor.untyped_storage()._cdata

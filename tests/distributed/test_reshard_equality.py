@@ -1,0 +1,147 @@
+"""After a reshard vLLM holds, bit for bit, what it loads from a checkpoint of the same weights.
+
+Real processes, real FSDP2 shards, a real vLLM; tests/reshard_cases.py says what each rank does.
+"""
+
+import pytest
+import torch
+
+from hybridrl.config.schema import DType
+from tests.distributed.launch import run_on_ranks
+from tests.reshard_cases import Case, run_cases, write_folders
+
+FLOAT, BFLOAT = DType.float32, DType.bfloat16
+
+CASES = {
+    1: [Case("qwen2", FLOAT, tp=1)],
+    2: [
+        Case("qwen2", FLOAT, tp=1),
+        Case("llama", BFLOAT, tp=2),
+        Case("qwen3_tied", FLOAT, tp=2),
+        Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
+    ],
+    4: [
+        Case("qwen2", BFLOAT, tp=2),
+        Case("llama", FLOAT, tp=4),  # 2 KV heads on 4 ranks
+        Case("qwen3", FLOAT, tp=2, dp_replicate=2),
+        Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
+    ],
+}
+SLOW_CASES = {
+    3: [Case("llama_tied", FLOAT, tp=1), Case("qwen2_untied", BFLOAT, tp=1)],
+    4: [
+        Case(model, dtype, tp=tp, dp_replicate=replicas)
+        for model in ("llama", "llama_tied", "qwen2", "qwen2_untied", "qwen3", "qwen3_tied")
+        for dtype in (FLOAT, BFLOAT)
+        for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
+    ],
+}
+ODDLY_WRITTEN = ["model.layers.0.self_attn.o_proj.weight", "model.norm.weight"]
+
+
+def each(cases):
+    return [(ranks, case) for ranks, listed in cases.items() for case in listed]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What every rank saw in a case. One start of the processes serves all cases of a size."""
+    results = {}
+
+    def of(cases, ranks, case):
+        key = (id(cases), ranks)
+        if key not in results:
+            root = tmp_path_factory.mktemp("models")
+            write_folders(root, sorted({c.model for c in cases[ranks]}))
+            results[key] = run_on_ranks(
+                run_cases, ranks, cases[ranks], root, "cpu", time_limit_s=900
+            )
+        return [by_case[str(case)] for by_case in results[key]]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "case"), each(CASES), ids=str)
+def test_reshard(ranks, case, seen):
+    check_case(case, seen(CASES, ranks, case))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("ranks", "case"), each(SLOW_CASES), ids=str)
+def test_reshard_slow(ranks, case, seen):
+    check_case(case, seen(SLOW_CASES, ranks, case))
+
+
+def check_case(case, by_rank):
+    for rank, one in enumerate(by_rank):
+        check_weights(case, one)
+        check_rollouts(case, one)
+        check_guards(case, one, rank, len(by_rank))
+    if case.tp > 1:
+        for which in "AB":
+            responses = [one[f"rollout_{which}"].responses.values for one in by_rank[: case.tp]]
+            assert all(torch.equal(responses[0], other) for other in responses)
+
+
+def check_weights(case, one):
+    assert one["differs_A"] == one["differs_B"] == []
+    assert one["refused"] == (ODDLY_WRITTEN if case.model == "qwen3_tied" else [])
+
+
+def check_rollouts(case, one):
+    """What is sampled comes from the weights that were moved last, and stale caches are gone."""
+    for which, version in (("A", 1), ("B", 2)):
+        rollout, again = one[f"rollout_{which}"], one[f"again_{which}"]
+        assert rollout.group_id.tolist() == [40, 40, 41, 41, 42, 42]
+        assert rollout.prompts.lengths.tolist() == [4, 4, 5, 5, 6, 6]
+        assert (rollout.weight_version == version).all()
+        assert rollout.response_mask.values.all()
+        ended = torch.stack([row[-1] == 1 for row in rollout.responses.rows()])
+        assert torch.equal(rollout.truncated, ~ended)
+        assert (rollout.responses.lengths[rollout.truncated] == 12).all()
+        if case.dtype is FLOAT:
+            assert one[f"errors_{which}"].max() < 2e-4
+            assert torch.equal(rollout.responses.values, again.responses.values)
+        assert one[f"errors_{which}"].mean() < 0.1
+    first, second, *_ = one["rollout_A"].responses.rows()
+    assert first.tolist() != second.tolist(), "two samples of a prompt have seeds of their own"
+    assert one["greedy"][0] == one["greedy"][1]
+    assert one["nobody"] == 0
+
+
+def check_guards(case, one, rank, ranks):
+    last = ranks - 1
+    for name, message in one["corrupted"].items():
+        assert message.startswith("ReshardError: after reshard 4")
+        assert f"\n  {name} on ranks [{last}]" in message
+        assert message.count("\n") == 1, "other parameters are right"
+    assert "before reshard" in one["early"]
+    assert "before reshard" in one["asleep"]
+    assert "prompt 40 has 17" in one["long"]
+    assert "this rank's shard has shape" in one["shape"]
+    assert one["shared_memory"] == []
+    if ranks > 1:
+        assert f"ranks {list(range(1, ranks))} would plan" in one["buckets"]
+    if case.tp > 1:
+        assert "sampled different tokens" in one["tokens"]
+
+
+def test_only_what_is_replicated_moves_where_layouts_agree(seen):
+    """One replica per rank and no tensor parallelism: every byte is already where it belongs."""
+    case = CASES[2][3]
+    assert [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)] == [0, 0]
+
+
+def test_no_more_is_received_than_lives_elsewhere(seen):
+    """Two ranks, tp 1, float32: a rank receives the rows of the other's shards, 4 bytes each.
+
+    Untied it would count the head, too; here embedding and head are one tensor of 501 rows.
+    """
+    received = [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, CASES[2][0])]
+    hidden, ffn, vocab, kv = 256, 352, 501, 128
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn
+    layer += hidden + 2 * kv + 2 * hidden  # biases of q, k and v; two norms
+    even = 4 * (2 * layer + hidden) // 2
+    embedding = [4 * hidden * (vocab // 2), 4 * hidden * -(-vocab // 2)]
+    assert received == [even + part for part in embedding]

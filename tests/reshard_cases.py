@@ -1,0 +1,303 @@
+"""What the reshard tests run on every rank: real FSDP2 shards, a real vLLM, and vLLM's own loader.
+
+A case names a model, a dtype and a mesh. Two sets of weights, A and B, are resharded one after
+the other, and each time compared with what vLLM loads from a checkpoint of the same weights.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.config.schema import DType, ModelConfig, RolloutConfig
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.reshard.engine import Resharder
+from hybridrl.rollout import compat
+from hybridrl.workers.rollout import RolloutWorker
+from tests.role_configs import fsdp_config
+
+SIZES = {
+    "vocab_size": 501,  # odd: uneven shards, and padding in vLLM
+    "hidden_size": 256,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
+    "llama_tied": LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False),
+    "qwen3_tied": Qwen3Config(
+        **SIZES, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True
+    ),
+}
+MAX_PROMPT, MAX_RESPONSE = 16, 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh; the number of ranks is that of the process group."""
+
+    model: str
+    dtype: DType
+    tp: int
+    dp_replicate: int = 1
+    enforce_eager: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}"
+
+
+class Actor:
+    """Stands where the actor's worker would: it has weights, and they can be set."""
+
+    def __init__(self, folder: Path, mesh: Any) -> None:
+        spec = fsdp_config(mesh["dp_shard"].size(), mesh["dp_replicate"].size())
+        self._load = lambda path: load_sharded_policy(ModelConfig(path=str(path)), spec, mesh, 64)
+        self._policy = self._load(folder)
+
+    def named_shards(self) -> list[Any]:
+        return named_shards(self._policy)
+
+    @torch.no_grad()
+    def take_weights(self, folder: Path) -> None:
+        for own, other in zip(self.named_shards(), named_shards(self._load(folder)), strict=True):
+            own.local().copy_(other.local())
+
+
+def write_folders(root: Path, models: list[str]) -> None:
+    """Checkpoints A and B of each model, float32, under root/<model>/<A or B>."""
+    for name in models:
+        for seed, which in enumerate("AB"):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(torch.randn_like(param) * 0.1)
+            model.save_pretrained(root / name / which)
+
+
+def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.rollout.RolloutWorker",
+        "model": ModelConfig(path=str(folder)),
+        "seed": 5,
+        "tensor_parallel_size": case.tp,
+        "responses_per_prompt": 2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_prompt_tokens": MAX_PROMPT,
+        "max_response_tokens": MAX_RESPONSE,
+        "dtype": case.dtype,
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_mb": 16,
+        "max_num_seqs": 16,
+        "enforce_eager": case.enforce_eager,
+        "reshard_bucket_mb": 1,
+        "verify_reshard": True,
+    }
+    return RolloutConfig(**(values | changes))
+
+
+def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
+    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(4 + i)] for i in range(count)]
+    return PromptBatch(
+        prompts=Ragged.from_rows(rows, torch.int64),
+        prompt_id=torch.arange(count) + 40,
+        step=3,
+        responses_per_prompt=2,
+        temperature=temperature,
+        top_p=1.0,
+    )
+
+
+def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict[str, Any]]:
+    """What each case showed on this rank, by the case's text."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    if device_type == "cuda":
+        os.environ.update(compat.NO_MULTICAST)
+    seen: dict[str, dict[str, Any]] = {}
+    workers: list[RolloutWorker] = []
+    for case in cases:
+        if workers:
+            forget_tensor_parallel_groups()
+        workers.append(build_worker(case, root / case.model, device_type))
+        seen[str(case)] = run_case(case, workers[-1], root / case.model)
+    return seen
+
+
+def forget_tensor_parallel_groups() -> None:
+    """Let another engine be built in this process, perhaps of another size."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
+
+
+def build_worker(case: Case, folder: Path, device_type: str) -> RolloutWorker:
+    dp_shard = dist.get_world_size() // case.dp_replicate
+    spec = fsdp_config(dp_shard=dp_shard, dp_replicate=case.dp_replicate)
+    return RolloutWorker(rollout_config(case, folder / "A"), build_mesh(spec, device_type))
+
+
+def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
+    if case.model == "qwen3_tied":
+        write_oddly(worker, ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"])
+    actor = Actor(folder / "A", worker.mesh)
+    worker.connect({"actor": actor})
+    seen: dict[str, Any] = {}
+    seen["shared_memory"] = shared_memory()
+    seen["refused"] = sorted(worker.resharder._destination.trace.refused)
+    seen["early"] = error_of(lambda: worker.generate(prompts()))
+
+    for version, which in ((1, "A"), (2, "B")):
+        actor.take_weights(folder / which)
+        seen[f"metrics_{which}"] = worker.reshard(version)
+        live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
+        seen[f"rollout_{which}"] = worker.generate(prompts())
+        seen[f"again_{which}"] = worker.generate(prompts())
+        seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
+        seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
+        worker.sleep()
+        seen["asleep"] = error_of(lambda: worker.generate(prompts()))
+    seen["greedy"] = greedy_pair(worker)
+    seen["nobody"] = len(worker.generate(prompts(count=0)))
+    seen["corrupted"] = corrupted(worker)
+    seen |= refusals(worker, actor)
+    return seen
+
+
+def shared_memory() -> list[str]:
+    """Names that vLLM's tensor parallelism on CPUs has left under /dev/shm."""
+    ident = os.environ.get("VLLM_DIST_IDENT")  # set by vLLM's CPU worker
+    return [] if ident is None else [str(f) for f in Path("/dev/shm").glob(f"*{ident}*")]
+
+
+def greedy_pair(worker: RolloutWorker) -> tuple[list[int], list[int]]:
+    """Tokens of two greedy samples of one prompt."""
+    worker.reshard(3)
+    first, second, *_ = worker.generate(prompts(temperature=0.0)).responses.rows()
+    return first.tolist(), second.tolist()
+
+
+def corrupted(worker: RolloutWorker) -> dict[str, str]:
+    """What verification says after one bit of one parameter flips on the last rank."""
+    found = {}
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        tensor = worker.engine.tensors()[name]
+        element = tensor[-1, -1:]  # on the embedding's last rank: padding, where tp > 1
+        if dist.get_rank() == dist.get_world_size() - 1:
+            element.view(torch.uint8)[0] ^= 1
+        found[name] = error_of(lambda: worker.resharder.verify(4))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            element.view(torch.uint8)[0] ^= 1
+    worker.resharder.verify(5)  # the bits are back
+    return found
+
+
+def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
+    """What is said where ranks disagree, and about a prompt that is too long."""
+    rank, destination = dist.get_rank(), worker.resharder._destination
+    shards = actor.named_shards()
+    tokens = Ragged.from_rows([[rank]], torch.int64)
+    long = replace(prompts(), prompts=Ragged.from_rows([[1] * 17, [1], [1]], torch.int64))
+    cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
+    wrong_shards = Resharder(cut, destination, worker.mesh, 1)
+    return {
+        "buckets": error_of(lambda: Resharder(shards, destination, worker.mesh, 1 + rank)),
+        "tokens": error_of(lambda: worker.engine._check_ranks_agree(tokens)),
+        "long": error_of(lambda: worker.generate(long)),
+        "shape": error_of(wrong_shards.move),
+    }
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def write_oddly(worker: RolloutWorker, names: list[str]) -> None:
+    """Have these parameters' loaders compute, so that they cannot be traced."""
+    parameters = dict(worker.engine._model.named_parameters())
+    for name in names:
+        parameter = parameters[name]
+
+        def load(param: Any, loaded: torch.Tensor, slot: Any = parameter) -> None:
+            columns = slot.shape[-1]
+            start = loaded.shape[-1] // columns > 1 and columns * tp_rank()
+            slot.data.copy_(loaded.narrow(-1, int(start), columns) * 1.0)
+
+        vars(parameter).pop("weight_loader", None)
+        parameter.weight_loader = load
+
+
+def tp_rank() -> int:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().rank_in_group
+
+
+def loaded_by_vllm(config: RolloutConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of this rank as vLLM itself loads them from a checkpoint."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    vllm_config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype=config.dtype.value,
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        max_model_len=MAX_PROMPT + MAX_RESPONSE,
+        enforce_eager=True,
+    ).create_engine_config()
+    with set_current_vllm_config(vllm_config):
+        model = get_model(vllm_config=vllm_config)
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def differences(live: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> list[str]:
+    """Parameters that are not bit for bit the same, or that only one side has."""
+    bits = {2: torch.int16, 4: torch.int32}
+    return sorted(live.keys() ^ loaded.keys()) + [
+        name
+        for name in live.keys() & loaded.keys()
+        if live[name].shape != loaded[name].shape
+        or live[name].dtype != loaded[name].dtype
+        or not torch.equal(
+            live[name].view(bits[live[name].itemsize]),
+            loaded[name].view(bits[live[name].itemsize]),
+        )
+    ]
+
+
+@torch.no_grad()
+def log_prob_errors(rollout: Any, folder: Path) -> torch.Tensor:
+    """|log-prob by transformers in float32 - log-prob by vLLM| of the sampled tokens, in nats."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    errors = []
+    for prompt, response, reported in zip(
+        rollout.prompts.rows(),
+        rollout.responses.rows(),
+        rollout.rollout_log_probs.rows(),
+        strict=True,
+    ):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        errors.append((exact - reported).abs())
+    return torch.cat(errors)
