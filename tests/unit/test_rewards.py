@@ -1,0 +1,228 @@
+"""GSM8K's reward: what counts as the final number; dotted paths: what is found, what is named."""
+
+import sys
+import time
+from decimal import Decimal
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.rewards import gsm8k
+from hybridrl.rewards.base import resolve_function
+from hybridrl.rewards.gsm8k import last_number, reference_answer, score, strict_answer
+
+EURO, MINUS = "\u20ac", "\u2212"
+GOLD = {"answer": "Tom has 3 + 4 = <<3+4=7>>7 apples.\n7 * 6 = 42\n#### 42"}
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible"),
+    [
+        ("7 * 6 = 42\n#### 42", 1.0, 1.0),
+        ("7 * 6 = 42\n#### 42.\n\n", 1.0, 1.0),
+        ("#### 42.00 apples", 1.0, 1.0),
+        ("the answer is 42", 0.0, 1.0),
+        ("the answer is 42.", 0.0, 1.0),
+        ("#### 42\nthat is 2 more than 40", 0.0, 0.0),
+        ("#### 42\nI am sure.", 0.0, 1.0),
+        ("#### 41\n#### 42", 1.0, 1.0),
+        ("#### 42\n#### 41", 0.0, 0.0),
+        ("#### 41", 0.0, 0.0),
+        ("#### -42", 0.0, 0.0),
+        ("#### 4.2", 0.0, 0.0),
+        ("#### 420", 0.0, 0.0),
+        ("#### forty-two", 0.0, 0.0),
+        ("42 ####", 0.0, 1.0),
+        ("####", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_score(response, strict, flexible):
+    assert score("6 * 7?", response, GOLD, mode="strict") == strict
+    assert score("6 * 7?", response, GOLD, mode="flexible") == flexible
+    assert score("6 * 7?", response, GOLD) == strict
+
+
+@pytest.mark.parametrize(
+    ("tail", "number"),
+    [
+        ("42", "42"),
+        (" 42", "42"),
+        ("\t042 \n", "42"),
+        (" -3", "-3"),
+        (f" {MINUS}3", "-3"),
+        (" +3", "3"),
+        (" 1,234,567.890", "1234567.89"),
+        (" 1234567", "1234567"),
+        (" .5", "0.5"),
+        (" -.5", "-0.5"),
+        (" $18", "18"),
+        (" -$18.50.", "-18.5"),
+        (" $-18.50", "-18.5"),
+        (f" 18 {EURO}", "18"),
+        (f" {EURO}18", "18"),
+        (" 50%", "50"),
+        (" 50 %.", "50"),
+        (" 5 km/h", "5"),
+        (" 5km/h.", "5"),
+        (" 12 m^2", "12"),
+        (" 12 square feet.", "12"),
+        (" 60 miles per hour", "60"),
+        ("# 42", "42"),  # five signs
+    ],
+)
+def test_strict_answer_reads(tail, number):
+    assert strict_answer(f"so it is 7\n####{tail}") == Decimal(number)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "",
+        " ",
+        "\n42",
+        " x",
+        " 42 or 43",
+        " 42 43",
+        " 42, 43",
+        " 1,23",
+        " 12,345678",
+        " 1.5.2",
+        " 42..",
+        " 42!",
+        " 42 = x",
+        " 42 (apples)",
+        " **42**",
+        " - 42",
+        " 42 apples that Tom ate",
+        " 42\nSo the answer is right.",
+        " 42 #",
+        " NaN",
+        " Infinity",
+        " \u0664\u0662",  # digits of another script
+    ],
+)
+def test_strict_answer_refuses(tail):
+    assert strict_answer(f"so it is 7\n####{tail}") is None
+
+
+def test_strict_answer_needs_the_marker():
+    assert strict_answer("42") is None
+    assert strict_answer("### 42") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 apples and 4 pears", "4"),
+        ("is 1,234.50 dollars", "1234.5"),
+        ("costs $18.", "18"),
+        ("owes -$5", "-5"),
+        ("x=-5", "-5"),
+        ("(-7)", "-7"),
+        ("10-3", "3"),
+        ("10 - 3", "3"),
+        ("rows 2) -3", "-3"),
+        ("5)-2", "2"),
+        ("1,2,3", "3"),
+        ("12,34", "34"),
+        ("3/4", "4"),
+        ("0.10", "0.1"),
+        ("#### 42 and 7", "7"),
+        ("1,000,000", "1000000"),
+        ("v1.2.3", "3"),
+        ("15kg", "15"),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "none at all", "-", "$", ".,", "\u0664\u0662"])
+def test_last_number_of_none(text):
+    assert last_number(text) is None
+
+
+def test_numbers_are_compared_exactly():
+    third = "0.3333333333333333333333333333333333333333333333333"
+    assert score("", f"#### {third}", {"answer": third}) == 1.0
+    assert score("", f"#### {third}1", {"answer": third}) == 0.0
+    assert score("", "#### -1" + "0" * 60 + "1", {"answer": "-1" + "0" * 61}) == 0.0
+    assert score("", "#### 1.50", {"answer": "1.5"}) == 1.0
+    assert score("", "#### 0.1", {"answer": "0.1000"}) == 1.0
+    assert score("", "#### -0", {"answer": "0"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["#### 42", "42", " 42 ", "42.0", "$42", "so\n#### 42", 42, 42.0]
+)
+def test_reference_answer_is_a_solution_or_a_number(answer):
+    assert reference_answer(answer) == 42
+    assert score("", "#### 42", {"answer": answer}) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", "unknown", "41 or 42", "####", "so it is 42 ####", None])
+def test_a_reference_without_number_raises(answer):
+    with pytest.raises(ValueError, match=r"data\.answer_key"):
+        score("", "#### 42", {"answer": answer})
+
+
+def test_bad_calls_raise():
+    with pytest.raises(KeyError, match="answer"):
+        score("", "#### 42", {"solution": "42"})
+    with pytest.raises(ValueError, match="lenient"):
+        score("", "#### 42", GOLD, mode="lenient")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "#### 1" + " " * 100_000 + "!",
+        "#### 1 " + "a" * 100_000 + "!",
+        "#### 1 a" + "/b" * 100_000 + "!",
+        "#### " * 100_000,
+        "1" * 200_000,
+        "1,111" + ",111" * 50_000 + "1",
+        "1," * 100_000,
+        ".1" * 100_000,
+    ],
+)
+def test_time_is_linear_in_the_response(hostile):
+    start = time.perf_counter()
+    strict_answer(hostile)
+    last_number(hostile)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_resolve_function_finds_ours():
+    assert resolve_function("hybridrl.rewards.gsm8k.score") is gsm8k.score
+
+
+def test_resolve_function_finds_a_module_of_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_reward_here.py").write_text("def score(p, r, e):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    # As a console script sees it: neither "" nor the current directory.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert resolve_function("my_reward_here.score")("", "", {}) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("dotted", "names"),
+    [
+        ("no_such_module_at_all.score", "no_such_module_at_all"),
+        ("hybridrl.rewards.no_such.score", r"hybridrl\.rewards\.no_such"),
+        ("hybridrl.rewards.gsm8k.scoer", "has no scoer.*score"),
+        ("hybridrl.rewards.gsm8k.MARKER", "MARKER is a str, expected a function"),
+        ("score", "dotted path"),
+    ],
+)
+def test_resolve_function_names_what_is_wrong(dotted, names):
+    with pytest.raises(ConfigError, match=names):
+        resolve_function(dotted)
+
+
+def test_resolve_function_tells_a_missing_import_of_the_users_module(tmp_path, monkeypatch):
+    (tmp_path / "my_broken_reward.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"my_broken_reward failed.*no_such_dependency"):
+        resolve_function("my_broken_reward.score")

@@ -1,0 +1,339 @@
+"""RewardScorer with real processes: failures of every kind, their blame, no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.process import KILL_AFTER_S, RewardProcessError
+from hybridrl.rewards.scorer import MAX_LOGGED_FAILURES, RewardScorer, ScoreResult
+
+TIMEOUT_S = 0.5
+FAILED = -7.0
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) - before == set()
+
+
+def scorer(function: str, *, processes: int = 2, timeout_s: float = 20.0, **args) -> RewardScorer:
+    return RewardScorer(
+        f"reward_cases.{function}",
+        args,
+        timeout_s=timeout_s,
+        num_processes=processes,
+        failed_score=FAILED,
+    )
+
+
+def score(function: str, responses: list[str], example: dict | None = None, **kwargs):
+    with scorer(function, **kwargs) as pool:
+        return pool.score([("prompt", response, example or {}) for response in responses])
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 200])
+def test_scores_stand_in_the_order_of_the_items(size):
+    result = score("length", ["x" * index for index in range(size)], scale=0.5)
+    assert result == ScoreResult([0.5 * index for index in range(size)], [])
+    assert result.failure_counts == {FailureKind.error: 0, FailureKind.timeout: 0}
+
+
+def test_all_processes_work_and_are_used_again():
+    items = [("", "", {})] * 30
+    with scorer("own_process_id", processes=3) as pool:
+        # The first calls may end before the last process has started.
+        assert wait_for(lambda: len(set(pool.score(items).scores)) == 3)
+        first, second = set(pool.score(items).scores), set(pool.score(items).scores)
+    assert len(first) == 3
+    assert second == first
+    assert os.getpid() not in first
+
+
+def test_processes_import_only_the_reward():
+    assert score("heavy_modules", ["x"]).scores == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raises", "ValueError: no such unit: furlong"),
+        ("exits", "SystemExit: 0"),
+        ("interrupts", "KeyboardInterrupt"),
+        ("recurses", "RecursionError"),
+        ("nan", "returned nan, expected a finite number"),
+        ("infinite", "returned inf, expected a finite number"),
+        ("none", "returned a NoneType, expected a number"),
+        ("text", "returned a str, expected a number"),
+        ("decimal", "returned a Decimal, expected a number"),
+        ("huge", "OverflowError"),
+        ("unknown", "KeyError: 'unknown'"),
+    ],
+)
+def test_what_raises_or_is_no_number_fails_alone(bad_manners, response, reason):
+    result = bad_manners.score([("", text, {}) for text in ("good", response, "half", "true")])
+    assert result.scores == [1.0, FAILED, 0.5, 1.0]
+    (failure,) = result.failures
+    assert (failure.index, failure.kind) == (1, FailureKind.error)
+    assert reason in failure.reason
+    assert "\n" not in failure.reason
+    assert reason in failure.traceback
+
+
+@pytest.fixture(scope="module")
+def bad_manners() -> Iterator[RewardScorer]:
+    with scorer("misbehave", processes=1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("response", ["sleeps", "spins"])
+def test_what_takes_too_long_is_interrupted_and_its_process_lives_on(response):
+    others = set(psutil.Process().children())
+    with scorer("misbehave", processes=1, timeout_s=TIMEOUT_S) as pool:
+        assert pool.score([("", "good", {})]).scores == [1.0]
+        alive = set(psutil.Process().children())
+        start = time.monotonic()
+        result = pool.score([("", text, {}) for text in ("good", response, "good")])
+        assert time.monotonic() - start >= TIMEOUT_S
+        assert set(psutil.Process().children()) == alive
+        assert len(alive - others) == 1
+    assert result.scores == [1.0, FAILED, 1.0]
+    assert result.failure_counts == {FailureKind.error: 0, FailureKind.timeout: 1}
+    assert result.failures[0].index == 1
+    assert "0.5 s" in result.failures[0].reason
+    assert "reward_cases.py" in result.failures[0].traceback
+
+
+@pytest.mark.parametrize("response", ["swallows", "blocks"])
+def test_what_cannot_be_interrupted_is_killed(response):
+    start = time.monotonic()
+    result = score("misbehave", ["good", response, "good"], processes=1, timeout_s=TIMEOUT_S)
+    assert TIMEOUT_S + KILL_AFTER_S <= time.monotonic() - start < 60  # it asked for 600
+    assert result.scores == [1.0, FAILED, 1.0]
+    assert result.failure_counts == {FailureKind.error: 0, FailureKind.timeout: 1}
+    assert "could not be interrupted" in result.failures[0].reason
+
+
+def test_a_reward_that_takes_the_alarm_leaves_the_next_one_its_limit():
+    result = score("misbehave", ["takes_alarm", "sleeps"], processes=1, timeout_s=TIMEOUT_S)
+    assert result.scores == [1.0, FAILED]
+    assert "could not be interrupted" not in result.failures[0].reason
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("dies", "its process ended, exit code 3"),
+        ("is_killed", "its process ended, killed by signal 9"),
+        ("closes", "its process ended"),
+    ],
+)
+def test_who_kills_the_process_fails_alone(response, reason):
+    responses = ["good", "good", response, "good", response, "good"]
+    result = score("misbehave", responses, processes=1)
+    assert result.scores == [1.0, 1.0, FAILED, 1.0, FAILED, 1.0]
+    assert [failure.index for failure in result.failures] == [2, 4]
+    assert result.failure_counts == {FailureKind.error: 2, FailureKind.timeout: 0}
+    assert result.failures[0].reason.startswith(reason)
+
+
+def test_no_item_is_computed_twice(tmp_path):
+    """In a long chunk with dying and hanging rewards, every other item is called just once."""
+    responses = [f"good {index}" for index in range(60)]
+    for index, kind in {3: "dies", 17: "blocks", 18: "dies", 40: "sleeps", 59: "dies"}.items():
+        responses[index] = f"{kind} {index}"
+    example = {"file": str(tmp_path / "calls")}
+    result = score("record", responses, example, processes=2, timeout_s=TIMEOUT_S)
+    assert [failure.index for failure in result.failures] == [3, 17, 18, 40, 59]
+    assert result.failure_counts == {FailureKind.error: 3, FailureKind.timeout: 2}
+    calls = Path(example["file"]).read_text().splitlines()
+    assert sorted(calls) == sorted(responses)
+
+
+def test_only_the_first_failures_are_logged(caplog):
+    with scorer("misbehave", processes=1) as pool:
+        for _ in range(MAX_LOGGED_FAILURES):
+            assert len(pool.score([("", "raises", {})] * 2).failures) == 2
+    assert len(caplog.records) == MAX_LOGGED_FAILURES
+    assert "no such unit: furlong" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_process_that_died_idle_is_replaced():
+    others = set(psutil.Process().children())
+    with scorer("length", processes=2) as pool:
+        assert pool.score([("", "abc", {})] * 4).scores == [3.0] * 4
+        ours = set(psutil.Process().children()) - others
+        assert len(ours) == 2
+        for child in ours:
+            child.kill()
+        assert wait_for(lambda: all(is_gone(child.pid) for child in ours))
+        assert pool.score([("", "abcd", {})] * 4) == ScoreResult([4.0] * 4, [])
+
+
+def test_processes_of_a_reward_end_with_it(tmp_path):
+    example = {"file": str(tmp_path / "pid")}
+    result = score("leave_child_and_hang", ["x"], example, processes=1, timeout_s=TIMEOUT_S)
+    assert result.scores == [FAILED]
+    grandchild = int(Path(example["file"]).read_text())
+    assert wait_for(lambda: is_gone(grandchild))
+
+
+def test_an_interrupted_call_leaves_the_scorer_usable():
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with scorer("misbehave", processes=1) as pool:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score([("", "sleeps", {}), ("", "sleeps", {})])
+            assert pool.score([("", "half", {})]).scores == [0.5]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_closing_is_quick_even_while_rewards_hang_and_may_be_repeated():
+    pool = scorer("misbehave", processes=2)
+    start = time.monotonic()
+    pool.close()  # while the processes still start
+    pool.close()
+    assert time.monotonic() - start < 1.0
+
+
+DRIVER = """
+import sys, time
+from hybridrl.rewards.scorer import RewardScorer
+print("driver", flush=True)  # again, if a reward process imported this file
+pool = RewardScorer("reward_cases.misbehave", {}, timeout_s=600, num_processes=2, failed_score=0)
+with pool:
+    pool.score([("", "good", {})] * 4)
+    print("warm", flush=True)
+    try:
+        pool.score([("", "blocks", {})] * 2)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path) -> Iterator[subprocess.Popen]:
+    """A program without a main guard whose reward processes hang, in a group of its own."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "driver\n"
+    assert process.stdout.readline() == "warm\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_ctrl_c_reaches_the_driver_only_and_close_ends_the_rest(driver):
+    children = psutil.Process(driver.pid).children()
+    assert len(children) == 2
+    time.sleep(0.1)  # into the second call
+    os.killpg(driver.pid, signal.SIGINT)
+    assert driver.stdout.readline() == "interrupted\n"
+    assert driver.wait(timeout=10) == 0
+    assert all(is_gone(child.pid) for child in children)
+
+
+def test_reward_processes_die_with_a_driver_that_is_killed(driver):
+    children = psutil.Process(driver.pid).children()
+    assert len(children) == 2
+    driver.kill()
+    assert wait_for(lambda: all(is_gone(child.pid) for child in children))
+
+
+def score_with_a_module_that(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score by a module that was there when this process looked, and is `source` afterwards."""
+    module = folder / "fleeting.py"
+    module.write_text("def score(prompt, response, example):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "fleeting", raising=False)
+    __import__("fleeting")
+    module.write_text(source)
+    with RewardScorer(
+        "fleeting.score", {}, timeout_s=1.0, num_processes=1, failed_score=0.0
+    ) as pool:
+        pool.score([("", "", {})])
+
+
+def test_a_reward_that_processes_cannot_import_raises(tmp_path, monkeypatch):
+    with pytest.raises(RewardProcessError, match="No module named 'no_such_dependency'"):
+        score_with_a_module_that("import no_such_dependency", tmp_path, monkeypatch)
+
+
+def test_processes_that_die_while_they_start_raise_instead_of_starting_for_ever(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(RewardProcessError, match=r"fleeting\.score, the last exit code 5"):
+        score_with_a_module_that("import os; os._exit(5)", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"function": "reward_cases.no_such"}, "no_such"),
+        ({"function": "reward_cases.NOT_A_FUNCTION"}, "NOT_A_FUNCTION"),
+        ({"args": {"scael": 2.0}}, "scael"),
+        ({"timeout_s": 0.0}, r"reward\.timeout_s = 0\.0"),
+        ({"num_processes": 0}, r"reward\.num_processes = 0"),
+    ],
+)
+def test_bad_settings_are_named_before_a_process_starts(change, names):
+    good = {"function": "reward_cases.length", "args": {}, "timeout_s": 1.0, "num_processes": 1}
+    with pytest.raises(ConfigError, match=names):
+        RewardScorer(**(good | change), failed_score=0.0)
+
+
+def test_a_thousand_answers_of_gsm8k_take_no_time():
+    solution = "Tom has 3 apples and buys 4 more. " * 10
+    items = [
+        ("prompt " * 40, f"{solution}\n#### {index}", {"answer": f"{solution}\n#### 1"})
+        for index in range(1000)
+    ]
+    with RewardScorer(
+        "hybridrl.rewards.gsm8k.score",
+        {"mode": "strict"},
+        timeout_s=5.0,
+        num_processes=2,
+        failed_score=0.0,
+    ) as pool:
+        pool.score(items[:10])
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            assert sum(pool.score(items).scores) == 1.0
+            seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3
