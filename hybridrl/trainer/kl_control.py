@@ -16,7 +16,10 @@ from hybridrl.data.schedule import ScheduledBatch
 class KLControl(Protocol):
     """The reference's part in a step."""
 
-    loss_coef: float
+    @property
+    def loss_coef(self) -> float:
+        """Weight of the penalty in the actor's loss."""
+        ...
 
     def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
         """The batch with ref_log_probs, if there is a reference."""
@@ -34,7 +37,10 @@ class KLControl(Protocol):
 class NoReference:
     """kl.coef = 0: no reference is loaded, rewards are the scores."""
 
-    loss_coef = 0.0
+    @property
+    def loss_coef(self) -> float:
+        """No penalty."""
+        return 0.0
 
     def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
         """The batch as it is."""

@@ -181,6 +181,7 @@ class PPOTrainer:
             rewards = self.kl.rewards(batch)
             self.metrics |= self.kl.adapt(batch)
             assert batch.values is not None
+            self.metrics["critic/value_mean"] = float(batch.values.values.mean())
             mask = batch.response_mask.pad(False)
             advantages, returns = gae(
                 rewards.pad(0.0),
@@ -197,8 +198,7 @@ class PPOTrainer:
                 advantages=Ragged.from_padded(advantages, lengths),
                 returns=Ragged.from_padded(returns, lengths),
             )
-        self.metrics["critic/value_mean"] = float(batch.values.values.mean())
-        self.metrics["critic/return_mean"] = float(batch.returns.values.mean())
+            self.metrics["critic/return_mean"] = float(returns[mask].mean())
         return scheduled.with_batch(batch)
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
@@ -234,6 +234,7 @@ class PPOTrainer:
 
     def _check_rollout_log_probs(self, batch: RolloutBatch) -> None:
         """Compare what vLLM reported with what the trainer computes for the same tokens."""
+        assert batch.old_log_probs is not None
         difference = (batch.rollout_log_probs.values - batch.old_log_probs.values).abs()
         mean = float(difference.mean())
         self.metrics["rollout/log_prob_diff_mean"] = mean

@@ -123,6 +123,7 @@ def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
 def _show_header(
     config: RunConfig, run_dir: Path, machine: Machine, prompts: PromptSets, console: RunConsole
 ) -> None:
+    assert config.fsdp.dp_shard is not None
     num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
     facts = RunFacts(
         run_dir=run_dir,
