@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_same_shape
+from hybridrl.config.check_kl import MAX_RELATIVE_ERROR
 from hybridrl.config.schema import KLEstimator
 
 # exp(20) = 5e8: beyond any policy worth training, and far from float32's overflow at exp(88).
 MAX_LOG_RATIO = 20.0
-# Ziegler et al. 2019, section 2.2.
-MAX_RELATIVE_ERROR = 0.2
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hybridrl.config import check_resources as resources
 from hybridrl.config import check_sizes as sizes
 from hybridrl.config.check_effects import effect_problems
+from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
@@ -41,6 +42,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
     (sizes.mini_batch_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
     (sizes.mini_batch_rank_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
+    (kl_problems, (*RESPONSES, "algorithm.kl")),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
     (
         sizes.step_problems,

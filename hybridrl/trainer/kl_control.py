@@ -5,8 +5,8 @@ Chosen once from config; the loop calls the same three methods whichever it is.
 
 from typing import Protocol
 
-from hybridrl.algorithms.kl import adapt_coef, estimate_kl
-from hybridrl.config.schema import KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
+from hybridrl.config.schema import KLConfig, KLPlacement, KLSchedule
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -84,25 +84,27 @@ class KLPenalty:
         assert batch.scores is not None
         if self._config.placement is KLPlacement.loss:
             return batch.scores
-        kl = self._kl(batch, self._config.estimator)
-        return batch.scores.like(batch.scores.values - self._coef * kl.values)
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        rewards = kl_penalty_rewards(
+            batch.scores.values,
+            batch.old_log_probs.values,
+            batch.ref_log_probs.values,
+            self._coef,
+            self._config.estimator,
+        )
+        return batch.scores.like(rewards)
 
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
         """actor/kl in nats per token (k3, whose mean is never negative), and the coefficient."""
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        per_token = k3(batch.old_log_probs.values, batch.ref_log_probs.values)
         used = self._coef
         if self._config.schedule is KLSchedule.adaptive:
-            per_response = float(self._kl(batch, KLEstimator.k3).values.sum()) / len(batch)
             self._coef = adapt_coef(
-                self._coef,
-                current=per_response,
+                used,
+                current=float(per_token.sum()) / len(batch),
                 target=self._config.target,
                 horizon=self._config.horizon,
                 num_responses=len(batch),
             )
-        per_token = float(self._kl(batch, KLEstimator.k3).values.mean())
-        return {"actor/kl": per_token, "actor/kl_coef": used}
-
-    def _kl(self, batch: RolloutBatch, estimator: KLEstimator) -> Ragged:
-        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-        kl = estimate_kl(batch.old_log_probs.values, batch.ref_log_probs.values, estimator)
-        return batch.old_log_probs.like(kl)
+        return {"actor/kl": float(per_token.mean()), "actor/kl_coef": used}

@@ -52,7 +52,7 @@ ONE_PROBLEM = [
     (["reward.failed_score=inf"], ["reward.failed_score = inf", "infinite"]),
     (["actor.optim.betas=[0.9]"], ["actor.optim.betas = [0.9]", "two numbers"]),
     (["actor.optim.betas=[0.9,1.0]"], ["actor.optim.betas = [0.9, 1.0]", "below 1"]),
-    (["actor.optim.warmup_steps=40"], ["actor.optim.warmup_steps = 40", "total_steps = 40"]),
+    (["actor.optim.warmup_steps=30"], ["actor.optim.warmup_steps = 30", "total_steps = 30"]),
     (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator = k9", "one of k1, k2, k3"]),
     (["fsdp.param_dtype=float16"], ["fsdp.param_dtype = float16", "float32, bfloat16"]),
     (["run.dry=maybe"], ["run.dry = maybe", "true or false"]),
@@ -63,6 +63,11 @@ ONE_PROBLEM = [
     (["+actor.lr=1"], ["actor.lr = 1: unknown key", "actor.optim.lr"]),
     (["+new.key=1"], ["new.key = 1: unknown key"]),
     (["+recipe.trainer.total_steps=3"], ["# @package _global_", "first line"]),
+    (["algorithm.kl.placement=loss"], ["algorithm.kl.estimator = k1", "gradient of 0", "k2"]),
+    (
+        ["algorithm.kl.schedule=adaptive", "algorithm.kl.horizon=100"],
+        ["algorithm.kl.horizon = 100", "512 responses", "at least 103"],
+    ),
     (["algorithm.kl.target=3"], ["algorithm.kl.target", "no effect", "schedule = fixed"]),
     (
         ["algorithm.kl.coef=0", "algorithm.kl.estimator=k3"],

@@ -1,0 +1,31 @@
+"""Whether the KL penalty, as configured, does what a penalty is for."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.schema import KLEstimator, KLPlacement, KLSchedule, RunConfig
+
+# The adaptive coefficient's controller clips its error to this share (Ziegler et al. 2019, section
+# 2.2): one step changes the coefficient by at most this share of responses over horizon.
+MAX_RELATIVE_ERROR = 0.2
+
+
+def kl_problems(config: RunConfig) -> Iterator[str]:
+    """An estimator without pull in the loss, and a horizon shorter than the controller allows."""
+    kl = config.algorithm.kl
+    if kl.coef == 0:
+        return
+    if kl.placement is KLPlacement.loss and kl.estimator is KLEstimator.k1:
+        yield (
+            "algorithm.kl.estimator = k1 with algorithm.kl.placement = loss has an expected "
+            "gradient of 0: it adds noise and holds the policy to nothing.\n"
+            "Set algorithm.kl.estimator=k2 (its gradient is that of the KL) or k3, or "
+            "algorithm.kl.placement=reward."
+        )
+    responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
+    shortest = int(MAX_RELATIVE_ERROR * responses) + 1
+    if kl.schedule is KLSchedule.adaptive and kl.horizon < shortest:
+        yield (
+            f"algorithm.kl.horizon = {kl.horizon}, but a step has {responses} responses: the "
+            "coefficient could fall to 0 in one step and would never rise again.\n"
+            f"Set algorithm.kl.horizon to at least {shortest}; {20 * responses} moves it gently."
+        )
