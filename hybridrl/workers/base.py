@@ -31,3 +31,6 @@ class Worker:
 
     def connect(self, roles: dict[str, "Worker"]) -> None:
         """See the process's other roles by name, once all are built; does nothing by default."""
+
+    def close(self) -> None:
+        """Free what would outlive the process, such as shared memory; nothing by default."""

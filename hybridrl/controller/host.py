@@ -1,0 +1,223 @@
+"""The process of one rank: it joins the process group, builds its roles and runs their methods.
+
+torch and everything heavy is imported in `preload`, after the number of threads is set; all ranks
+import at the same time.
+"""
+
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import ray
+
+from hybridrl.config.schema import Accelerator, FSDPConfig
+from hybridrl.controller.errors import errors_as_text
+from hybridrl.controller.placement import Slot, visible_index
+from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
+from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hybridrl.workers.base import Worker
+
+logger = logging.getLogger(__name__)
+
+# Seconds the process group's own timeouts come later than the controller's, whose error says more.
+GROUP_TIMEOUT_MARGIN_S = 30.0
+
+
+class HostInfo(NamedTuple):
+    """What a fresh process says of itself."""
+
+    slot: Slot
+    pid: int
+    node_name: str
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """What every process is told when it starts.
+
+    Attributes:
+        accelerator: the device its roles use.
+        slots_per_node: processes that share the node.
+        log_folder: where its log file goes.
+        import_path: the driver's sys.path, so that workers find the user's modules.
+        omp_threads: OMP_NUM_THREADS as the user set it; None: the node's cores over slots.
+        start_timeout_s: seconds the rendezvous may take.
+        call_timeout_s: seconds one call may take.
+    """
+
+    accelerator: Accelerator
+    slots_per_node: int
+    log_folder: str
+    import_path: tuple[str, ...]
+    omp_threads: str | None
+    start_timeout_s: float
+    call_timeout_s: float
+
+
+class WorkerHost:
+    """Hosts every role of one rank. The pool makes it a Ray actor and calls its methods in order.
+
+    Exceptions leave it as `RemoteError`.
+    """
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
+        self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
+        redirect_output(self._log_file)
+        sys.path.extend(path for path in config.import_path if path not in sys.path)
+        os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(self._threads())
+        self._rank = -1
+        self._store: TCPStore | None = None
+        self._mesh: DeviceMesh | None = None
+        self._roles: dict[str, Worker] = {}
+
+    @errors_as_text()
+    def info(self) -> HostInfo:
+        """Where this process is."""
+        return self._info
+
+    @errors_as_text()
+    def preload(self, modules: list[str]) -> None:
+        """Import torch and the roles' modules."""
+        start = time.perf_counter()
+        for module in ["torch.distributed", "hybridrl.distributed.mesh", *modules]:
+            importlib.import_module(module)
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+        logger.info("imports took %.1f s", time.perf_counter() - start)
+
+    @errors_as_text()
+    def open_rendezvous(self, address: str, port: int, world_size: int) -> Rendezvous:
+        """On rank 0: listen, and say where."""
+        self._store, where = open_store(address, port, world_size)
+        return where
+
+    @errors_as_text()
+    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Rendezvous:
+        """Become `rank`, connect to rank 0 and report the rendezvous that was received."""
+        self._rank = rank
+        self._info = self._info._replace(slot=slot)
+        log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
+        self._log_file = self._log_file.rename(log_file)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(where.world_size),
+            LOCAL_RANK=str(slot.local_rank),
+            LOCAL_WORLD_SIZE=str(self._config.slots_per_node),
+            MASTER_ADDR=where.address,
+            MASTER_PORT=str(where.port),
+        )
+        if slot.node_ip.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self._store is None:
+            self._store = join_store(where, self._config.start_timeout_s)
+        logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
+        return where
+
+    @errors_as_text()
+    def init_process_group(self, fsdp: FSDPConfig) -> None:
+        """Join the process group over all ranks and build the training mesh; a collective."""
+        import torch
+        from torch import distributed as dist
+
+        from hybridrl.distributed.mesh import build_mesh
+
+        on_gpu = self._config.accelerator is Accelerator.gpu
+        device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=self._config.call_timeout_s + GROUP_TIMEOUT_MARGIN_S),
+            device_id=device,
+        )
+        self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
+
+    @errors_as_text()
+    def build(self, role: str, worker: str, config: Any) -> None:
+        """Construct one role: `worker` is the dotted path of its class; a collective."""
+        start = time.perf_counter()
+        self._roles[role] = import_class(worker)(config, self._mesh)
+        logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
+
+    @errors_as_text()
+    def connect(self) -> list[str]:
+        """Show the roles to each other; return the shared memory files the process uses now."""
+        for role in self._roles.values():
+            role.connect(self._roles)
+        return shared_memory_of(psutil.Process())
+
+    @errors_as_text()
+    def call(self, role: str, method: str, arguments: tuple[tuple, dict], keep: bool) -> Any:
+        """The result of a role's method; None unless `keep`, which spares sending copies."""
+        args, kwargs = arguments
+        result = getattr(self._roles[role], method)(*args, **kwargs)
+        return result if keep else None
+
+    @errors_as_text()
+    def close(self) -> None:
+        """End the roles, last built first, and leave the process group."""
+        from torch import distributed as dist
+
+        for name in reversed(list(self._roles)):
+            self._roles.pop(name).close()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    def _slot(self) -> Slot:
+        context = ray.get_runtime_context()
+        local_rank = 0
+        if self._config.accelerator is Accelerator.gpu:
+            (gpu,) = context.get_accelerator_ids()["GPU"]
+            local_rank = visible_index(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return Slot(context.get_node_id(), ray.util.get_node_ip_address(), local_rank)
+
+    def _threads(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self._config.slots_per_node)
+
+
+def import_class(path: str) -> type[Any]:
+    """The class that a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    faulthandler.enable(2)
+    faulthandler.register(STACK_SIGNAL, 2)

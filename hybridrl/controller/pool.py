@@ -1,0 +1,303 @@
+"""A pool: the processes in which roles live, one a rank, started, called and ended together."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from hybridrl.config.schema import Accelerator, ClusterConfig, FSDPConfig
+from hybridrl.controller import processes
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
+from hybridrl.controller.placement import (
+    Slot,
+    check_engines,
+    number_cpu_slots,
+    rank_order,
+    reserve,
+)
+from hybridrl.controller.rendezvous import disagreement
+from hybridrl.controller.signals import shielded
+from hybridrl.controller.waiting import Host, give_up_after, timeout_error, wait_for_all
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds that idle hosts get to end their roles before they are killed.
+CLOSE_TIMEOUT_S = 5.0
+END_GRACE_S = 2.0
+CONTROL_TIMEOUT_S = 2.0
+START_SETTING = "cluster.start_timeout_s"
+CALL_SETTING = "cluster.call_timeout_s"
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """What a pool needs to know.
+
+    Attributes:
+        cluster: nodes, slots on each, and the deadlines.
+        accelerator: GPUs or CPU slots.
+        fsdp: the sharding spec, for the mesh.
+        ranks_per_engine: consecutive ranks that must share a node.
+        modules: imported by every process at its start.
+        log_folder: one file per process.
+    """
+
+    cluster: ClusterConfig
+    accelerator: Accelerator
+    fsdp: FSDPConfig
+    ranks_per_engine: int
+    modules: Sequence[str]
+    log_folder: Path
+
+
+class Pool:
+    """Worker processes in the order of their ranks, joined in one process group.
+
+    To be made inside `ray_runtime` and closed before it ends; a context manager closes itself.
+
+    Raises:
+        ConfigError: the cluster lacks the slots, or an engine would straddle nodes.
+        WorkerError: a process failed to start or to join.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._config = config
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._reservation: PlacementGroup | None = None
+        self._busy: dict[ObjectRef, Host] = {}
+        self._shared_memory: dict[str, list[str]] = {}
+        self.hosts: list[Host] = []
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._reservation = self._reserve()
+            self._start()
+            undo.pop_all()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
+        """Call a host method on every rank and wait.
+
+        Args:
+            method: of WorkerHost.
+            arguments: one tuple a rank.
+            phase: what it is, for messages: "actor.update".
+
+        Returns:
+            Results by rank.
+
+        Raises:
+            WorkerError: a rank failed, died or is late (cluster.call_timeout_s).
+        """
+        timeout_s = self._config.cluster.call_timeout_s
+        return self._call(self.hosts, method, arguments, phase, timeout_s, CALL_SETTING)
+
+    def connect(self) -> None:
+        """Show each process's roles to each other, once all are built."""
+        files = self.run("connect", [()] * self.size, "start: connect")
+        for host, paths in zip(self.hosts, files, strict=True):
+            self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
+
+    def close(self) -> None:
+        """End roles and processes, unlink their shared memory, give the reservation back.
+
+        Bounded to about ten seconds, also while a call is in flight or Ray is already gone.
+        """
+        with shielded():
+            with suppress(RayError):
+                self._close_idle()
+            left = {node_id: self._footprint(node_id) for node_id in self._nodes()}
+            released = ray.is_initialized() and give_up_after(CONTROL_TIMEOUT_S, self._release)
+            if not released:
+                logger.warning("Ray does not answer; killing the worker processes without it")
+            for node_id, footprint in left.items():
+                grace_s = END_GRACE_S if released else 0.0
+                remaining = self._on_node(node_id, processes.end, footprint, grace_s)
+                if remaining:
+                    logger.error("processes still there after SIGKILL: %s", remaining)
+            self.hosts = []
+            self._reservation = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _release(self) -> None:
+        """End processes and the reservation in a way Ray knows of; else it reports crashes."""
+        for host in self.hosts:
+            with suppress(RayError):
+                ray.kill(host.handle)
+        if self._reservation is not None:
+            with suppress(RayError):
+                remove_placement_group(self._reservation)
+
+    def _reserve(self) -> PlacementGroup:
+        cluster = self._config.cluster
+        assert cluster.gpus_per_node is not None
+        on_gpu = self._config.accelerator is Accelerator.gpu
+        return reserve(cluster.nodes, cluster.gpus_per_node, on_gpu, cluster.start_timeout_s)
+
+    def _start(self) -> None:
+        handles = self._spawn()
+        # Until they have a rank, hosts are known by the order in which they were made.
+        unknown = Slot("?", "0.0.0.0", 0)
+        anonymous = [
+            Host(k, handle, unknown, 0, "an unknown node", self._config.log_folder)
+            for k, handle in enumerate(handles)
+        ]
+        infos = self._starting(anonymous, "info", [()] * len(handles))
+        self.hosts = self._ranked(handles, infos)
+        check_engines([host.slot for host in self.hosts], self._config.ranks_per_engine)
+        self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
+        self._meet()
+        self._starting(self.hosts, "init_process_group", [(self._config.fsdp,)] * self.size)
+
+    def _spawn(self) -> list[ActorHandle]:
+        cluster, slots = self._config.cluster, self._config.cluster.gpus_per_node
+        assert slots is not None and self._reservation is not None
+        config = HostConfig(
+            accelerator=self._config.accelerator,
+            slots_per_node=slots,
+            log_folder=str(self._config.log_folder.resolve()),
+            import_path=tuple(sys.path),
+            omp_threads=os.environ.get("OMP_NUM_THREADS"),
+            start_timeout_s=cluster.start_timeout_s,
+            call_timeout_s=cluster.call_timeout_s,
+        )
+        bundles = self._reservation.bundle_specs
+        actor = ray.remote(WorkerHost)
+        return [
+            actor.options(
+                num_cpus=bundle["CPU"] / slots,
+                num_gpus=1 if "GPU" in bundle else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._reservation, index),
+            ).remote(config)
+            for index, bundle in enumerate(bundles)
+            for _ in range(slots)
+        ]
+
+    def _ranked(self, handles: Sequence[ActorHandle], infos: Sequence[HostInfo]) -> list[Host]:
+        slots = [info.slot for info in infos]
+        if self._config.accelerator is Accelerator.cpu:
+            slots = number_cpu_slots(slots)
+        folder = self._config.log_folder.resolve()
+        hosts = []
+        for rank, k in enumerate(rank_order(slots)):
+            name = infos[k].node_name
+            log_file = folder / f"{name}_rank{rank}.log"
+            hosts.append(Host(rank, handles[k], slots[k], infos[k].pid, name, log_file))
+        return hosts
+
+    def _meet(self) -> None:
+        """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win."""
+        first = self.hosts[0]
+        address = os.environ.get("MASTER_ADDR", first.slot.node_ip)
+        port = int(os.environ.get("MASTER_PORT", "0"))
+        (where,) = self._starting([first], "open_rendezvous", [(address, port, self.size)])
+        reports = self._starting(
+            self.hosts,
+            "join_rendezvous",
+            [(where, host.rank, host.slot) for host in self.hosts],
+        )
+        difference = disagreement(where, reports)
+        if difference is not None:
+            raise WorkerError([0], "start: rendezvous", difference)
+
+    def _starting(
+        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
+    ) -> list[Any]:
+        timeout_s = self._config.cluster.start_timeout_s
+        phase = f"start: {method}"
+        return self._call(hosts, method, arguments, phase, timeout_s, START_SETTING)
+
+    def _call(
+        self,
+        hosts: Sequence[Host],
+        method: str,
+        arguments: Sequence[tuple],
+        phase: str,
+        timeout_s: float,
+        setting: str,
+    ) -> list[Any]:
+        refs = [
+            getattr(host.handle, method).remote(*own)
+            for host, own in zip(hosts, arguments, strict=True)
+        ]
+        self._busy = dict(zip(refs, hosts, strict=True))
+        try:
+            results = wait_for_all(hosts, refs, phase, timeout_s)
+        except TimeoutError as error:
+            (late,) = error.args
+            for host in late:
+                self._on_node(host.slot.node_id, processes.dump_stacks, [host.pid])
+            raise timeout_error(late, phase, timeout_s, setting) from None
+        self._busy = {}
+        return results
+
+    def _close_idle(self) -> None:
+        """Let roles end in order, unless a call is in flight: then some ranks wait for others."""
+        if not self.hosts or not ray.is_initialized():
+            return
+        refs = list(self._busy)
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        if len(done) < len(refs):
+            return
+        closing = [host.handle.close.remote() for host in self.hosts]
+        _, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        if late:
+            logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
+
+    def _nodes(self) -> list[str]:
+        return list(dict.fromkeys(host.slot.node_id for host in self.hosts))
+
+    def _footprint(self, node_id: str) -> processes.Footprint:
+        """Processes of a node with their children, and the shared memory they made."""
+        pids = [host.pid for host in self.hosts if host.slot.node_id == node_id]
+        now = self._on_node(node_id, processes.footprint, pids) or processes.Footprint([], [])
+        # Known since the start, for ranks that have died since.
+        early = self._shared_memory.get(node_id, [])
+        return now._replace(shared_memory=sorted({*now.shared_memory, *early}))
+
+    def _on_node(self, node_id: str, function: Callable[..., T], *arguments: Any) -> T | None:
+        """Run a function of `processes` where the processes are; None if the node is gone."""
+        if node_id == self._driver_node:
+            return function(*arguments)
+        if not ray.is_initialized():
+            return None
+        task = ray.remote(function).options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        with suppress(RayError):
+            return ray.get(task.remote(*arguments), timeout=CLOSE_TIMEOUT_S + 2 * END_GRACE_S)
+        return None

@@ -1,0 +1,173 @@
+"""Waiting for all ranks to answer, with a deadline, and saying whose failure was the first."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.errors import RemoteError, WorkerError
+from hybridrl.controller.placement import Slot
+
+logger = logging.getLogger(__name__)
+
+# When the first failure seen is another rank's echo, seconds to wait for the failure behind it.
+ROOT_CAUSE_GRACE_S = 5.0
+# Longest uninterrupted wait, so that signals and deadlines are seen.
+POLL_S = 1.0
+LOG_TAIL_LINES = 25
+# How a rank that lost a partner in the middle of a collective says so (gloo, NCCL, TCPStore).
+ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "pair closure",
+    "connection refused",
+    "remote process exited",
+    "ncclremoteerror",
+)
+
+
+class Host(NamedTuple):
+    """The driver's knowledge of one rank's process."""
+
+    rank: int
+    handle: ActorHandle
+    slot: Slot
+    pid: int
+    node_name: str
+    log_file: Path
+
+    def describe(self) -> str:
+        """Rank, node and process, for messages."""
+        where = (
+            f"{self.node_name} ({self.slot.node_ip}, slot {self.slot.local_rank}, pid {self.pid})"
+        )
+        return f"rank {self.rank} on {where}"
+
+
+class Failure(NamedTuple):
+    """How one rank failed.
+
+    Attributes:
+        host: the rank.
+        died: its process is gone; else it raised.
+        summary: the exception on one line.
+        details: traceback, or what Ray says of the death.
+        problems: those of a ConfigError.
+    """
+
+    host: Host
+    died: bool
+    summary: str
+    details: str
+    problems: list[str]
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether the rank merely noticed that another one is gone."""
+        text = self.summary.lower()
+        return not self.died and any(echo in text for echo in ECHOES)
+
+
+def wait_for_all(
+    hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, timeout_s: float
+) -> list[Any]:
+    """Every host's result, in order.
+
+    Args:
+        hosts: who was called.
+        refs: the call on each.
+        phase: for messages, "actor.update".
+        timeout_s: seconds until all must have answered.
+
+    Raises:
+        ConfigError: a worker found something the user can fix.
+        WorkerError: a worker raised or died, as soon as it is known; of several failures the one
+            that is not an echo of another's.
+        TimeoutError: the deadline passed; its only argument is the list of hosts still busy.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(zip(refs, hosts, strict=True))
+    results: dict[ObjectRef, Any] = {}
+    failures: list[Failure] = []
+    while waiting:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
+        for ref in ready:
+            host = waiting.pop(ref)
+            try:
+                results[ref] = ray.get(ref)
+            except RayError as error:
+                failures.append(_failure(host, error))
+                if not failures[-1].is_echo:
+                    _raise(failures[-1], phase)
+                deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
+    if failures:
+        _raise(failures[0], phase)
+    if waiting:
+        raise TimeoutError(list(waiting.values()))
+    return [results[ref] for ref in refs]
+
+
+def _failure(host: Host, error: RayError) -> Failure:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
+        cause = error.cause
+        return Failure(host, False, cause.summary, cause.trace, cause.problems)
+    died = isinstance(error, ActorDiedError)
+    summary = "its process died (killed, out of memory, or a crash in native code)"
+    return Failure(host, died, summary if died else type(error).__name__, str(error), [])
+
+
+def _raise(failure: Failure, phase: str) -> None:
+    if failure.problems:
+        raise ConfigError(*failure.problems)
+    host = failure.host
+    raise WorkerError(
+        [host.rank],
+        phase,
+        f"{host.describe()} failed in {phase}: {failure.summary}\n"
+        f"{failure.details.rstrip()}\n{log_tail(host) if failure.died else ''}"
+        f"Log: {host.log_file}",
+    )
+
+
+def give_up_after(timeout_s: float, function: Callable[[], None]) -> bool:
+    """Run a function that may block for ever; False if it has not returned in time.
+
+    Ray's control calls wait a minute for a dead head node and then end the process.
+    """
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def timeout_error(late: Sequence[Host], phase: str, timeout_s: float, setting: str) -> WorkerError:
+    """What to tell when ranks have not answered; their stacks should be in their logs by now."""
+    first = late[0]
+    names = "\n".join(f"  {host.describe()}: {host.log_file}" for host in late)
+    return WorkerError(
+        [host.rank for host in late],
+        phase,
+        f"{len(late)} rank(s) did not finish {phase} within {setting}={timeout_s:g} s:\n{names}\n"
+        f"The stacks of their threads are at the end of their logs.\n{log_tail(first)}"
+        f"If they were merely slow, raise {setting}.",
+    )
+
+
+def log_tail(host: Host) -> str:
+    """The last lines of a rank's log, if this node sees the file; ends with a newline or empty."""
+    if not host.log_file.is_file():
+        return ""
+    lines = host.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return f"Last lines of rank {host.rank}'s log:\n" + "".join(f"  | {line}\n" for line in lines)

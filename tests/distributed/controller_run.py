@@ -1,0 +1,60 @@
+"""A run of its own process for test_controller_lifecycle.py: python controller_run.py FOLDER MODE.
+
+Says when it starts, prints Ray's folder once a call is about to be made, then is interrupted,
+fails or succeeds.
+"""
+
+import sys
+from pathlib import Path
+
+import ray
+from controller_roles import AdderConfig, Numbers
+
+from hybridrl.config.schema import Accelerator, ClusterConfig, DType, FSDPConfig
+from hybridrl.controller.pool import Pool, PoolConfig
+from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.signals import Interrupted
+from hybridrl.controller.worker_group import build_roles
+
+
+def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine: int = 1):
+    """Two slots on each node."""
+    return PoolConfig(
+        cluster=ClusterConfig(
+            nodes=nodes, gpus_per_node=2, start_timeout_s=120.0, call_timeout_s=timeout_s
+        ),
+        accelerator=Accelerator.cpu,
+        fsdp=FSDPConfig(
+            dp_shard=2,
+            dp_replicate=nodes,
+            reshard_after_forward=True,
+            param_dtype=DType.float32,
+            reduce_dtype=DType.float32,
+            activation_checkpointing=False,
+        ),
+        ranks_per_engine=engine,
+        modules=["controller_roles"],
+        log_folder=folder / "logs",
+    )
+
+
+def run(folder: Path, mode: str) -> None:
+    """One pool with one role, whose rank 1 sleeps, raises, or does neither."""
+    config = pool_config(folder)
+    print("starting", flush=True)
+    with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
+        memory = f"/dev/shm/hybridrl_test_{folder.name}"
+        group = build_roles(pool, {"adder": AdderConfig(shared_memory=memory)})["adder"]
+        node = ray._private.worker._global_node
+        print(Path(node.temp_dir).parent, flush=True)
+        if mode == "succeed":
+            assert group.call("add", Numbers([1]), 1) == Numbers([2])
+        else:
+            group.call("fail_in_collective", 1, mode)
+
+
+if __name__ == "__main__":
+    try:
+        run(Path(sys.argv[1]), sys.argv[2])
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.signum)

@@ -1,0 +1,155 @@
+"""Worker groups on real Ray: dispatch, logs, and whose fault a failure is."""
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from controller_roles import AdderConfig, Numbers
+from controller_run import pool_config
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.pool import Pool
+from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.worker_group import build_roles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """What the user sets reaches the workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("HYBRIDRL_FROM_USER", "42")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runtime(one_thread, tmp_path_factory):
+    config = pool_config(tmp_path_factory.mktemp("runtime"))
+    room_for_two_pools = replace(config.cluster, gpus_per_node=4)
+    with ray_runtime(room_for_two_pools, config.accelerator):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def groups(runtime, folder):
+    """Role `single` with one rank per shard, role `engine` with both ranks in one."""
+    with Pool(pool_config(folder, engine=2)) as pool:
+        yield build_roles(pool, {"single": AdderConfig(), "engine": AdderConfig(engine=2)})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_sharded_results_come_back_in_order(groups, count):
+    numbers = Numbers(list(range(count)))
+    # Odd positions were computed by rank 1, which says so in the thousands.
+    expected = [v + 30 + 1000 * (v % 2) for v in range(count)]
+    assert groups["single"].call("add", numbers, 10, times=3) == Numbers(expected)
+
+
+def test_an_engine_answers_through_its_first_rank(groups):
+    group = groups["engine"]
+    assert (group.num_ranks, group.num_shards) == (2, 1)
+    assert group.call("add", Numbers([1, 2, 3]), 1) == Numbers([2, 3, 4])
+
+
+def test_reduced_results_are_rank_zeros(groups):
+    result = groups["single"].call("total", Numbers([1, 2, 3, 4]))
+    assert result == {"total": 10, "rank": 0}
+
+
+def test_broadcast_lists_ranks_and_rank_zero_answers_alone(groups):
+    about = groups["single"].call("about")
+    assert [(entry["RANK"], entry["LOCAL_RANK"]) for entry in about] == [("0", "0"), ("1", "1")]
+    assert groups["single"].call("who") == 0
+
+
+def test_process_environment(groups):
+    first, second = groups["single"].call("about")
+    assert first["pid"] != second["pid"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"] != "0"
+    for entry in (first, second):
+        assert entry["WORLD_SIZE"] == "2"
+        assert entry["HYBRIDRL_FROM_USER"] == "42"
+        assert (entry["OMP_NUM_THREADS"], entry["threads"]) == ("1", 1)
+        assert entry["mesh"] == (1, 2)
+        assert entry["others"] == ["engine", "single"]
+        assert entry["main_thread"]
+
+
+def test_unmarked_method_is_refused_before_anything_is_sent(groups):
+    with pytest.raises(AttributeError, match=r"Adder\.unmarked is not marked"):
+        groups["single"].call("unmarked")
+
+
+def test_output_goes_to_one_log_file_per_rank(groups, folder):
+    logs = sorted((folder / "logs").iterdir())
+    assert [re.sub(".*_", "", log.name) for log in logs] == ["rank0.log", "rank1.log"]
+    for rank, log in enumerate(logs):
+        text = log.read_text()
+        assert f"printed by rank {rank}" in text
+        assert "written below Python" in text
+        assert "built single (controller_roles.Adder)" in text
+
+
+def test_unpicklable_exception_arrives_with_its_root(groups, folder):
+    with pytest.raises(WorkerError) as caught:
+        groups["engine"].call("complain", 1)
+    message = str(caught.value)
+    assert (caught.value.ranks, caught.value.phase) == ([1], "engine.complain")
+    assert message.startswith("rank 1 on ")
+    assert "UnpicklableError: no way back" in message
+    assert "KeyError: 'the root'" in message
+    assert str(folder / "logs") in message
+
+
+def test_config_error_of_a_worker_stays_one(groups):
+    with pytest.raises(ConfigError, match="float8: not on this device"):
+        groups["single"].call("refuse")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", "ValueError: the first domino"),
+        ("die", "its process died"),
+        ("exit", "SystemExit: 3"),
+        ("hang", "did not finish adder.fail_in_collective within cluster.call_timeout_s=8 s"),
+    ],
+)
+def test_the_rank_at_fault_is_named(runtime, tmp_path, how, says):
+    """The others wait for it in a barrier; their complaints are not the story."""
+    memory = f"/dev/shm/hybridrl_test_{os.getpid()}_{how}"
+    with Pool(pool_config(tmp_path, timeout_s=8.0)) as pool:
+        group = build_roles(pool, {"adder": AdderConfig(shared_memory=memory)})["adder"]
+        pids = [host.pid for host in pool.hosts]
+        assert Path(f"{memory}_1").exists()
+        start = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            group.call("fail_in_collective", 1, how)
+        failing = time.monotonic() - start
+        start = time.monotonic()
+    closing = time.monotonic() - start
+    message = str(caught.value)
+    assert says in message
+    assert caught.value.phase == "adder.fail_in_collective"
+    log = next((tmp_path / "logs").glob("*_rank1.log"))
+    assert str(log) in message
+    if how == "hang":
+        assert caught.value.ranks == [0, 1]
+        assert "sleep_at_this_place" in log.read_text()
+    else:
+        assert caught.value.ranks == [1]
+        assert failing < 8.0
+    assert closing < 10.0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not list(Path("/dev/shm").glob(f"{Path(memory).name}*"))

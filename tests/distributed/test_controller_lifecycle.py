@@ -1,0 +1,169 @@
+"""From start to end of a run on Ray: nothing stays behind, clusters are joined, signals heeded."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from controller_roles import AdderConfig, Numbers
+from controller_run import pool_config
+from ray.cluster_utils import Cluster
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller import processes
+from hybridrl.controller.pool import Pool
+from hybridrl.controller.ray_runtime import MARK, cluster_machine, ray_runtime
+from hybridrl.controller.signals import Interrupted, SignalGuard, shielded
+from hybridrl.controller.worker_group import build_roles
+
+SCRIPT = Path(__file__).with_name("controller_run.py")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def run_script(folder, mode, **environment):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | environment,
+    )
+
+
+def test_sigterm_while_ray_starts(tmp_path):
+    """Ray loses exceptions there, and goes on."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, for sockets
+        process = run_script(tmp_path, "hang", TMPDIR=folder)
+        assert process.stdout.readline() == "starting\n"
+        while not (ray_folders := list(Path(folder).iterdir())):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output) == (143, ""), errors
+        assert not list(Path(folder).iterdir())
+        assert not processes.with_environment(MARK, str(ray_folders[0]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "whom", "exit_code"),
+    [("succeed", None, 0), ("raise", None, 1), ("hang", os.kill, 143), ("hang", os.killpg, 143)],
+    ids=["success", "failure", "SIGTERM to the driver", "SIGTERM to all of its group"],
+)
+def test_nothing_stays_behind(tmp_path, mode, whom, exit_code):
+    process = run_script(tmp_path, mode)
+    assert process.stdout.readline() == "starting\n"
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    ray_folder = Path(line.strip())
+    assert ray_folder.is_dir()
+    if whom is not None:
+        time.sleep(1.0)  # the call is in flight now
+        whom(process.pid, signal.SIGTERM)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == exit_code, errors
+    assert time.monotonic() - start < 15.0
+    assert not processes.with_environment(MARK, str(ray_folder))
+    assert not ray_folder.exists()
+    assert not list(Path("/dev/shm").glob(f"hybridrl_test_{tmp_path.name}*"))
+    assert ("the first domino" in errors) == (mode == "raise")
+
+
+def test_two_runs_in_a_row_in_one_process(tmp_path):
+    """As in a sweep: the second starts as the first did, and each ends what it started."""
+    token = Path.home() / ".ray" / "auth_token"
+    before = signal.getsignal(signal.SIGTERM), token.exists()
+    folders = []
+    for run in ("first", "second"):
+        config = pool_config(tmp_path / run)
+        with ray_runtime(config.cluster, config.accelerator):
+            node = ray._private.worker._global_node
+            assert node.node_ip_address == "127.0.0.1"
+            folders.append(Path(node.temp_dir).parent)
+            with Pool(config) as pool:
+                group = build_roles(pool, {"adder": AdderConfig()})["adder"]
+                assert group.call("total", Numbers([1, 2]))["total"] == 3
+                left_open = [host.pid for host in pool.hosts]
+        assert not any(psutil.pid_exists(pid) for pid in left_open)
+        assert not processes.with_environment(MARK, str(folders[-1]))
+    assert folders[0] != folders[1]
+    assert not any(folder.exists() for folder in folders)
+    assert {"RAY_AUTH_TOKEN", MARK}.isdisjoint(os.environ)
+    assert (signal.getsignal(signal.SIGTERM), token.exists()) == before
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch):
+    """Two Ray nodes on this machine, to be joined by address."""
+    root = Path(tempfile.mkdtemp(prefix="hybridrl-test-", dir="/tmp"))  # short, for sockets
+    (root / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(root))
+    monkeypatch.setenv("HYBRIDRL_FROM_USER", "42")
+    node = {"num_cpus": 2, "include_dashboard": False, "temp_dir": str(root)}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    cluster.shutdown()
+    shutil.rmtree(root)
+
+
+def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path):
+    """Joined by address: engines stay on their nodes, processes end on both, the nodes stay up."""
+    assert [node.cores for node in cluster_machine().nodes] == [2, 2]
+    config = pool_config(tmp_path, nodes=2, engine=2)
+    with ray_runtime(config.cluster, config.accelerator):
+        with pytest.raises(ConfigError, match=r"rank 1 on node .*, rank 2 on node"):
+            Pool(pool_config(tmp_path, nodes=2, engine=4))
+        with Pool(config) as pool:
+            nodes = [host.slot.node_id for host in pool.hosts]
+            pids = [host.pid for host in pool.hosts]
+            group = build_roles(pool, {"adder": AdderConfig(engine=2)})["adder"]
+            assert group.call("total", Numbers([1, 2, 3, 4]))["total"] == 20  # both ranks count
+            about = group.call("about")
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    assert [entry["LOCAL_RANK"] for entry in about] == ["0", "1", "0", "1"]
+    assert {entry["HYBRIDRL_FROM_USER"] for entry in about} == {"42"}
+    assert two_nodes.remaining_processes_alive()
+    assert not ray.is_initialized()
+
+
+def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    config = pool_config(tmp_path)
+    with (
+        pytest.raises(ConfigError, match="RAY_ADDRESS"),
+        ray_runtime(config.cluster, config.accelerator),
+    ):
+        pass
+
+
+def test_signals_are_raised_once_and_handlers_return():
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard():
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGINT"), SignalGuard():
+        raise KeyboardInterrupt  # as Ray's blocking calls raise it
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_shutting_down_is_not_interrupted():
+    done = False
+    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard(), shielded():
+        signal.raise_signal(signal.SIGTERM)
+        done = True
+    assert done

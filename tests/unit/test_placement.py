@@ -1,0 +1,60 @@
+"""Placement: ranks are stable, engines stay on their node, straddling is refused by name."""
+
+import random
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.placement import (
+    Slot,
+    check_engines,
+    number_cpu_slots,
+    rank_order,
+    visible_index,
+)
+
+# Two nodes behind one address, one whose address sorts differently as text and as a number.
+NODES = [("ffff", "10.0.0.9"), ("aaaa", "10.0.0.10"), ("cccc", "10.0.0.9"), ("bbbb", "10.0.0.11")]
+SLOTS = [Slot(node, ip, gpu) for node, ip in NODES for gpu in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(51))
+def test_no_engine_straddles_however_processes_come_up(seed):
+    shuffled = random.Random(seed).sample(SLOTS, len(SLOTS))
+    ranks = [shuffled[position] for position in rank_order(shuffled)]
+    for engine in (1, 2, 4, 8):
+        check_engines(ranks, engine)
+    assert [(slot.node_id, slot.local_rank) for slot in ranks] == [
+        (node, gpu) for node in ("cccc", "ffff", "aaaa", "bbbb") for gpu in range(8)
+    ]
+
+
+def test_straddling_engine_is_refused_by_ranks_and_nodes():
+    slots = [Slot("aaaa", "10.0.0.1", gpu) for gpu in range(3)] + [
+        Slot("bbbb", "10.0.0.1", gpu) for gpu in range(3)
+    ]
+    with pytest.raises(ConfigError) as caught:
+        check_engines(slots, 2)
+    (problem,) = caught.value.problems  # engines 0 and 2 are whole
+    assert "rollout.tensor_parallel_size=2" in problem
+    assert "engine 1" in problem
+    assert "rank 2 on node aaaa (10.0.0.1), rank 3 on node bbbb (10.0.0.1)" in problem
+
+
+def test_every_straddling_engine_is_reported():
+    slots = [Slot(node, "10.0.0.1", 0) for node in ("a", "b", "c", "d")]
+    with pytest.raises(ConfigError) as caught:
+        check_engines(slots, 2)
+    assert len(caught.value.problems) == 2
+
+
+def test_cpu_slots_are_numbered_on_each_node():
+    slots = [Slot(node, "10.0.0.1", 0) for node in ("a", "b", "a", "b", "b")]
+    assert [slot.local_rank for slot in number_cpu_slots(slots)] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "expected"), [("3", None, 3), ("3", "", 3), ("5", "2,5,7", 1)]
+)
+def test_local_rank_is_the_index_among_visible_gpus(gpu, visible, expected):
+    assert visible_index(gpu, visible) == expected
