@@ -190,7 +190,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
             configure_logging=False,
             _temp_dir=str(folder / "r"),
         )
-    logger.info("Ray started in %.1f s", time.perf_counter() - start)
+    logger.debug("Ray started in %.1f s", time.perf_counter() - start)
 
 
 def _stop(folder: Path) -> None:
@@ -205,7 +205,7 @@ def _stop(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if left:
             logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
-        logger.info("Ray stopped in %.1f s", time.perf_counter() - start)
+        logger.debug("Ray stopped in %.1f s", time.perf_counter() - start)
 
 
 @contextmanager
