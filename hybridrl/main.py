@@ -41,6 +41,7 @@ from hybridrl.config.machine import Machine, local_machine
 from hybridrl.config.plan_text import plan
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
+from hybridrl.models.cache import cache_folder
 from hybridrl.trainer.sweep import JobResult, finite
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,9 @@ def run(cfg: DictConfig) -> float:
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))
         return math.nan
+    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
+    # would be left behind. Workers inherit the variable.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.trainer.session import train

@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 352,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "eos_token_id": 1,
 }
 CONFIGS = {
@@ -42,7 +42,8 @@ CONFIGS = {
         **SIZES, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True
     ),
 }
-MAX_PROMPT, MAX_RESPONSE = 16, 12
+# A prompt longer than a block of the KV cache (128 on CPUs) meets the prefix cache.
+LENGTHS, MAX_PROMPT, MAX_RESPONSE = (4, 5, 140), 144, 12
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
 
 
 def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
-    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(4 + i)] for i in range(count)]
+    rows = [[(7 * i + 3 * j) % 90 + 5 for j in range(LENGTHS[i])] for i in range(count)]
     return PromptBatch(
         prompts=Ragged.from_rows(rows, torch.int64),
         prompt_id=torch.arange(count) + 40,
@@ -211,7 +212,9 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     rank, destination = dist.get_rank(), worker.resharder._destination
     shards = actor.named_shards()
     tokens = Ragged.from_rows([[rank]], torch.int64)
-    long = replace(prompts(), prompts=Ragged.from_rows([[1] * 17, [1], [1]], torch.int64))
+    long = replace(
+        prompts(), prompts=Ragged.from_rows([[1] * (MAX_PROMPT + 1), [1], [1]], torch.int64)
+    )
     cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
     wrong_shards = Resharder(cut, destination, worker.mesh, 1)
     return {

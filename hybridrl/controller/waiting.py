@@ -46,10 +46,9 @@ class Host(NamedTuple):
     log_file: Path
 
     def describe(self) -> str:
-        """Rank, node and process, for messages."""
-        where = (
-            f"{self.node_name} ({self.slot.node_ip}, slot {self.slot.local_rank}, pid {self.pid})"
-        )
+        """Rank, node and process, for messages; Ray's id tells nodes of one host name apart."""
+        node = f"{self.node_name} ({self.slot.node_ip}, node {self.slot.node_id[:8]})"
+        where = f"{node}, slot {self.slot.local_rank}, pid {self.pid}"
         return f"rank {self.rank} on {where}"
 
 

@@ -8,7 +8,6 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.models.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,6 @@ def converted_folder() -> Path:
         if not folder.is_dir():
             _make(gguf, folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """Where converted models lie: $HYBRIDRL_CACHE, else ~/.cache/hybridrl."""
-    chosen = os.environ.get("HYBRIDRL_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "hybridrl"
 
 
 def _gguf_file() -> Path:

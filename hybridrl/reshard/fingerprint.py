@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hybridrl.distributed.regions import Region
 
-# Elements that are widened to int64 at a time; bounds the memory.
-CHUNK_ELEMENTS = 1 << 22
+# Elements that are widened to int64 at a time: on a CPU they fit its cache, on a GPU they fill it.
+CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -53,7 +53,7 @@ class Fingerprinter:
             columns = columns[..., None] * table
         width = max(1, math.prod(region.shape[1:]))
         total = rows.new_zeros(())
-        height = max(1, CHUNK_ELEMENTS // width)
+        height = max(1, CHUNK_ELEMENTS[values.device.type] // width)
         for start in range(0, region.shape[0], height):
             chunk = values[start : start + height].to(dtype).contiguous()
             bits = chunk.view(_BITS[dtype.itemsize]).to(torch.int64)

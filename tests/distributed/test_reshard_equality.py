@@ -94,7 +94,7 @@ def check_rollouts(case, one):
     for which, version in (("A", 1), ("B", 2)):
         rollout, again = one[f"rollout_{which}"], one[f"again_{which}"]
         assert rollout.group_id.tolist() == [40, 40, 41, 41, 42, 42]
-        assert rollout.prompts.lengths.tolist() == [4, 4, 5, 5, 6, 6]
+        assert rollout.prompts.lengths.tolist() == [4, 4, 5, 5, 140, 140]
         assert (rollout.weight_version == version).all()
         assert rollout.response_mask.values.all()
         ended = torch.stack([row[-1] == 1 for row in rollout.responses.rows()])
@@ -118,7 +118,7 @@ def check_guards(case, one, rank, ranks):
         assert message.count("\n") == 1, "other parameters are right"
     assert "before reshard" in one["early"]
     assert "before reshard" in one["asleep"]
-    assert "prompt 40 has 17" in one["long"]
+    assert "prompt 40 has 145" in one["long"]
     assert "this rank's shard has shape" in one["shape"]
     assert one["shared_memory"] == []
     if ranks > 1:

@@ -1,0 +1,45 @@
+"""Two Ray nodes, simulated on this machine: the recipe trains, each engine on one node."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import SMALL, started
+
+LAYOUT = ["cluster.nodes=2", "cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"]
+
+
+@pytest.fixture
+def address(tmp_path):
+    """RAY_ADDRESS of a cluster of two nodes."""
+    cluster = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("two_nodes.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+    )
+    assert cluster.stdin is not None and cluster.stdout is not None
+    try:
+        yield cluster.stdout.readline().strip()
+    finally:
+        cluster.stdin.close()
+        cluster.wait(timeout=60)
+
+
+def test_trains_with_each_engine_on_one_node(tmp_path, address):
+    assert re.fullmatch(r"[\d.]+:\d+", address)
+    env = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+    with started(tmp_path / "run", *SMALL, *LAYOUT, env=env) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        for row in run.metrics()[1:]:
+            assert row["actor/first_log_ratio_max"] == 0.0
+            assert row["rollout/log_prob_diff_mean"] < 1e-4
+        nodes = [re.search(r"rank (\d) on .*node (\w+)\)", line) for line in output.splitlines()]
+        node_of = {int(m[1]): m[2] for m in nodes if m}
+        assert node_of[0] == node_of[1] != node_of[2] == node_of[3]
