@@ -42,6 +42,7 @@ from hybridrl.config.plan_text import plan
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
+from hybridrl.models.resolve import absolute_path
 from hybridrl.trainer.sweep import JobResult, finite
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ def run(cfg: DictConfig) -> float:
         for text in effect_problems(config, given):
             log.warning("%s", text)
     assert shape is not None
+    config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
     if config.run.dry:
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))

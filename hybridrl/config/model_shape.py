@@ -72,11 +72,6 @@ class ModelShape:
         """Elements without lm_head: what a critic shares with the policy."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
 
-    def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel_size: int) -> int:
-        """Bytes of keys and values of one token on one rank."""
-        kv_heads = max(1, self.kv_heads // tensor_parallel_size)
-        return 2 * self.layers * kv_heads * self.head_dim * dtype_bytes
-
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape a config.json describes.

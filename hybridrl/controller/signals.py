@@ -73,7 +73,8 @@ def shielded() -> Iterator[None]:
         logger.warning("%s: will be heeded in a moment", signal.Signals(signum).name)
         received.append(signum)
 
-    previous = {signum: signal.signal(signum, note) for signum in SIGNALS}
+    heeded = [s for s in SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    previous = {signum: signal.signal(signum, note) for signum in heeded}
     try:
         yield
     finally:

@@ -21,6 +21,9 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A tokenizer has its vocabulary in one of these.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
+# Token ids of many responses -> their texts.
+Decode = Callable[[Sequence[list[int]]], list[str]]
+
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model.
@@ -106,9 +109,7 @@ class Renderer:
         return encoded["input_ids"]
 
 
-def decoder(
-    tokenizer: "PreTrainedTokenizerBase",
-) -> Callable[[Sequence[list[int]]], list[str]]:
+def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
     """A function from token ids of many responses to their texts, special tokens left out."""
 
     def decode(rows: Sequence[list[int]]) -> list[str]:

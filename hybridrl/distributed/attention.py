@@ -7,7 +7,9 @@ twins from the model's arguments down to the attention function, which alone nee
 sequences begin.
 """
 
+import functools
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridrl.data.ragged import mask_of
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hybridrl_packed"
 
@@ -63,6 +67,8 @@ def packed_attention(
     if attention_mask is not None or kwargs.get("dropout") or changed:
         raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
     attend = _varlen if _has_kernel(query) else _padded
+    if query.is_cuda and attend is _padded:
+        _warn_of_padding(query.dtype, query.shape[-1])
     output = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -73,6 +79,18 @@ def packed_attention(
         kwargs.get("sliding_window"),
     )
     return output[None], None
+
+
+@functools.cache
+def _warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
+    """Say once that the fast kernel does not take these tensors, and what that costs."""
+    logger.warning(
+        "attention pads: FlashAttention takes bfloat16 and head sizes that are multiples of 8 up "
+        "to 256, not %s with head size %d. Every layer computes pad tokens and waits for the "
+        "device; set fsdp.param_dtype=bfloat16 if the model allows",
+        dtype,
+        head_size,
+    )
 
 
 def _has_kernel(query: Tensor) -> bool:

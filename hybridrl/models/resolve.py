@@ -50,6 +50,13 @@ def resolve_model(path: str) -> Path:
     return _hub_folder(path, _HUB_FILES)
 
 
+def absolute_path(path: str) -> str:
+    """`path` as it means the same in every working directory: local folders in full."""
+    if path in (EMBEDDED, smollm2.NAME) or not _is_local(path):
+        return path
+    return str(Path(path).expanduser().resolve())
+
+
 def read_model_config(path: str) -> dict[str, Any]:
     """The model's config.json. Of a model on the hub only this file is fetched.
 

@@ -122,8 +122,10 @@ def cpu_start() -> Iterator[None]:
     _replace(utils, "dispatch_cpu_unquantized_gemm", _keep_weight)
     _replace(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)
     set_num_threads = torch.set_num_threads
-    yield
-    torch.set_num_threads = set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
         file.unlink(missing_ok=True)

@@ -9,12 +9,12 @@ import torch
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.tokenizer import Decode
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
 
 Generate = Callable[[PromptBatch], RolloutBatch]
-Decode = Callable[[Sequence[list[int]]], list[str]]
 Item = tuple[str, str, dict[str, Any]]
 
 
@@ -24,6 +24,11 @@ class Scored(Protocol):
     @property
     def scores(self) -> Sequence[float]:
         """One score per item."""
+        ...
+
+    @property
+    def failures(self) -> Sequence[object]:
+        """The items that could not be judged."""
         ...
 
 
@@ -65,6 +70,7 @@ class Evaluator:
         self._top_p = top_p
         self._greedy = greedy
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
+        self._failed = 0
         self.last_accuracy = math.nan
 
     def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
@@ -74,9 +80,11 @@ class Evaluator:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
-            eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses.
+            eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
+            eval/failed: judgements that raised or hung, over all rules.
         """
         batch = generate(self._request(step, self._temperature, self._top_p))
+        self._failed = 0
         scores = self._judge(batch)
         metrics = {f"eval/accuracy{rule}": _mean(values) for rule, values in scores.items()}
         for group, members in self._groups.items():
@@ -88,6 +96,7 @@ class Evaluator:
         if self._greedy:
             greedy = self._judge(generate(self._request(step, 0.0, 1.0)))
             metrics |= {f"eval/accuracy_greedy{rule}": _mean(v) for rule, v in greedy.items()}
+        metrics["eval/failed"] = float(self._failed)
         self.last_accuracy = metrics["eval/accuracy"]
         return dict(metrics)
 
@@ -108,7 +117,9 @@ class Evaluator:
             (prompt.text, text, prompt.example)
             for prompt, text in zip(self._prompts, texts, strict=True)
         ]
-        return {suffix: rule.score(items).scores for suffix, rule in self._rules.items()}
+        results = {suffix: rule.score(items) for suffix, rule in self._rules.items()}
+        self._failed += sum(len(result.failures) for result in results.values())
+        return {suffix: result.scores for suffix, result in results.items()}
 
 
 def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int]]:

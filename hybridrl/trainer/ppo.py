@@ -11,35 +11,21 @@
 The trainer runs in the driver process: it holds no weights and calls the roles by name.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from hybridrl.algorithms.advantages import gae, whiten
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.controller.worker_group import Workers
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt, PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
+from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.rewarding import Rewarder
-
-
-class RolloutMismatch(RuntimeError):
-    """vLLM and the trainer disagree on the log-probs of the sampled tokens: weights are stale."""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The driver's views of the roles."""
-
-    actor: WorkerGroup
-    critic: WorkerGroup
-    rollout: WorkerGroup
 
 
 class PPOTrainer:
@@ -47,7 +33,7 @@ class PPOTrainer:
 
     Args:
         config: the run.
-        roles: worker groups of actor, critic and rollout.
+        workers: groups of actor, critic and rollout.
         kl: the reference's part, or its null object.
         prompts: training prompts of each step.
         rewarder: scores responses.
@@ -58,7 +44,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: RunConfig,
-        roles: Roles,
+        workers: Workers,
         kl: KLControl,
         prompts: PromptSource,
         rewarder: Rewarder,
@@ -66,7 +52,7 @@ class PPOTrainer:
         reporter: Reporter,
     ) -> None:
         self.config = config
-        self.roles = roles
+        self.workers = workers
         self.kl = kl
         self.prompts = prompts
         self.rewarder = rewarder
@@ -105,7 +91,7 @@ class PPOTrainer:
         if self.rollout_version == self.weight_version:
             return
         with self.phases.section("reshard"):
-            per_rank = self.roles.rollout.call("reshard", self.weight_version)
+            per_rank = self.workers.rollout.call("reshard", self.weight_version)
             self.rollout_version = self.weight_version
         for name in per_rank[0]:
             self.metrics[f"reshard/{name}"] = max(metrics[name] for metrics in per_rank)
@@ -122,8 +108,9 @@ class PPOTrainer:
             top_p=self.config.rollout.top_p,
         )
         with self.phases.section("rollout"):
-            batch = self.roles.rollout.call("generate", request)
+            batch = self.workers.rollout.call("generate", request)
             self._sleep()
+        assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
         lengths = batch.responses.lengths.float()
         self.metrics |= {
             "rollout/tokens_per_second": float(lengths.sum()) / self.phases.seconds("rollout"),
@@ -157,7 +144,7 @@ class PPOTrainer:
         actor = self.config.actor
         scheduled = schedule(
             batch,
-            num_ranks=self.roles.actor.num_shards,
+            num_ranks=self.workers.actor.num_shards,
             mini_batch_size=actor.mini_batch_size,
             epochs=actor.epochs,
             max_tokens=actor.max_tokens_per_gpu,
@@ -165,13 +152,17 @@ class PPOTrainer:
             step=step,
         )
         with self.phases.section("old_log_probs"):
-            old_log_probs = self.roles.actor.call("compute_log_probs", scheduled)
+            old_log_probs = self.workers.actor.call("compute_log_probs", scheduled)
         with self.phases.section("ref_log_probs"):
             scheduled = self.kl.score(scheduled)
         with self.phases.section("values"):
-            values = self.roles.critic.call("compute_values", scheduled)
+            values = self.workers.critic.call("compute_values", scheduled)
         batch = scheduled.batch.adding(old_log_probs=old_log_probs, values=values)
-        self._check_rollout_log_probs(batch)
+        self.metrics |= check_rollout_log_probs(
+            batch,
+            top_p=self.config.rollout.top_p,
+            limit=self.config.trainer.max_log_prob_diff,
+        )
         return scheduled.with_batch(batch)
 
     def advantage(self, scheduled: ScheduledBatch) -> ScheduledBatch:
@@ -179,7 +170,6 @@ class PPOTrainer:
         batch, algorithm = scheduled.batch, self.config.algorithm
         with self.phases.section("advantage"):
             rewards = self.kl.rewards(batch)
-            self.metrics |= self.kl.adapt(batch)
             assert batch.values is not None
             self.metrics["critic/value_mean"] = float(batch.values.values.mean())
             mask = batch.response_mask.pad(False)
@@ -202,19 +192,23 @@ class PPOTrainer:
         return scheduled.with_batch(batch)
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
-        """Optimizer steps of the critic and, after its warm-up, of the actor."""
+        """Optimizer steps of the critic and, after its warm-up, of the actor.
+
+        An adaptive KL coefficient moves last: the whole step uses one value.
+        """
         with self.phases.section("update_critic"):
-            self.metrics |= self.roles.critic.call("update", scheduled, step)
-        if step <= self.config.trainer.critic_warmup_steps:
-            return
-        with self.phases.section("update_actor"):
-            self.metrics |= self.roles.actor.call("update", scheduled, step, self.kl.loss_coef)
-            self.weight_version += 1
+            self.metrics |= self.workers.critic.call("update", scheduled, step)
+        if step > self.config.trainer.critic_warmup_steps:
+            with self.phases.section("update_actor"):
+                kl_coef = self.kl.loss_coef
+                self.metrics |= self.workers.actor.call("update", scheduled, step, kl_coef)
+                self.weight_version += 1
+        self.metrics |= self.kl.adapt(scheduled.batch)
 
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
-            generate = lambda prompts: self.roles.rollout.call("generate", prompts)  # noqa: E731
+            generate = lambda prompts: self.workers.rollout.call("generate", prompts)  # noqa: E731
             self.metrics |= self.evaluator.evaluate(step, generate)
 
     def log(self, step: int) -> None:
@@ -225,31 +219,19 @@ class PPOTrainer:
     def save(self) -> None:
         """Write the trained model as an ordinary HF folder."""
         if self.config.trainer.save_final_model:
-            self.roles.actor.call("save", str(self.reporter.run_dir / "final"))
+            folder = self.reporter.run_dir / "final"
+            self.workers.actor.call("save", str(folder))
+            self.reporter.saved(folder, self.workers.pool.hosts[0].node_name)
 
     def _sleep(self) -> None:
         """Give vLLM's memory to training; its weights are gone until the next reshard."""
-        self.roles.rollout.call("sleep")
+        self.workers.rollout.call("sleep")
         self.rollout_version = None
-
-    def _check_rollout_log_probs(self, batch: RolloutBatch) -> None:
-        """Compare what vLLM reported with what the trainer computes for the same tokens."""
-        assert batch.old_log_probs is not None
-        difference = (batch.rollout_log_probs.values - batch.old_log_probs.values).abs()
-        mean = float(difference.mean())
-        self.metrics["rollout/log_prob_diff_mean"] = mean
-        self.metrics["rollout/log_prob_diff_max"] = float(difference.max())
-        limit = self.config.trainer.max_log_prob_diff
-        if self.config.rollout.top_p == 1.0 and mean > limit:
-            raise RolloutMismatch(
-                f"mean |rollout_log_probs - old_log_probs| = {mean:.3g} nats per token, above "
-                f"trainer.max_log_prob_diff={limit}. vLLM does not sample from the actor's weights "
-                f"(version {self.rollout_version}); training on would learn from noise."
-            )
 
 
 def outcome_on_last_token(outcomes: list[float], responses: Ragged) -> Ragged:
     """Token scores that are 0 but for the last token of each response, which has its outcome."""
+    assert (responses.lengths > 0).all(), "a response has at least its end token"
     scores = torch.zeros(len(responses.values), dtype=torch.float32)
     scores[responses.lengths.cumsum(0) - 1] = torch.tensor(outcomes, dtype=torch.float32)
     return responses.like(scores)

@@ -12,6 +12,13 @@ from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.summary import summarize
 from hybridrl.trainer.tracking import Row, Tracker
 
+# Counts that stop no run but should not pass unseen.
+WORTH_A_WARNING = {
+    "actor/skipped_steps": "updates of the actor skipped: the gradient was not finite",
+    "critic/skipped_steps": "updates of the critic skipped: the gradient was not finite",
+    "eval/failed": "judgements of held-out responses failed: the accuracies count them as wrong",
+}
+
 
 class Reporter:
     """Shows steps and samples, keeps metrics and rollouts, sums the run up.
@@ -36,8 +43,11 @@ class Reporter:
         self._console.phase(name)
 
     def log(self, step: int, metrics: Row) -> None:
-        """Keep and show one step's metrics."""
+        """Keep and show one step's metrics, and say what went wrong in it."""
         self._console.step(self._tracker.log(step, metrics))
+        for name, what in WORTH_A_WARNING.items():
+            if count := metrics.get(name):
+                self._console.warn(f"step {step}: {count:.0f} {what}")
 
     def saw_responses(
         self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
@@ -59,6 +69,14 @@ class Reporter:
             write_rollouts(self.run_dir, step, records)
         if shows:
             self._console.samples(step, pick_samples(records))
+
+    def saved(self, folder: Path, node: str) -> None:
+        """The trained model was written by the first rank, on `node`."""
+        if not (folder / "config.json").is_file():
+            self._console.warn(
+                f"{folder} is not to be seen here: it lies on {node}. Let the run directory be on "
+                "storage that all nodes share."
+            )
 
     def finish(self) -> None:
         """Draw the curves and sum the run up."""

@@ -1,13 +1,11 @@
 """From sampled tokens to scores: decode, then ask the reward processes."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.tokenizer import Decode
 from hybridrl.rewards.scorer import Failure, RewardScorer
-
-Decode = Callable[[Sequence[list[int]]], list[str]]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompts import PromptSets, PromptSource, load_prompts
-from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.console import RunConsole
@@ -24,9 +24,9 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.header import RunFacts, header_lines
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
-from hybridrl.trainer.ppo import PPOTrainer, Roles
+from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter
-from hybridrl.trainer.rewarding import Decode, Rewarder
+from hybridrl.trainer.rewarding import Rewarder
 from hybridrl.trainer.tracking import Tracker
 
 # Seconds that trackers get to send what is left: after success, and after anything else.
@@ -63,7 +63,7 @@ def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
         reporter = Reporter(config, run_dir, console, tracker)
         trainer = PPOTrainer(
             config,
-            Roles(workers.actor, workers.critic, workers.rollout),
+            workers,
             _kl_control(config, workers),
             PromptSource(prompts.train, config.data.prompts_per_step, config.seed),
             Rewarder(decode, scorer),

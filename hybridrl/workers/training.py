@@ -90,8 +90,8 @@ class Training:
 
         Returns:
             loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
-            grad_norm: mean before clipping, of the steps taken. skipped_steps: those that were
-            not, because their gradient was not finite.
+            grad_norm: mean before clipping, of the steps taken; NaN if none was. skipped_steps:
+            those not taken, because their gradient was not finite.
         """
         total = torch.stack(self.losses).sum()
         sums = sum_over_ranks({"loss": total, **self.sums}, self.device)
@@ -101,7 +101,7 @@ class Training:
             "loss": loss,
             **{name: value / max(self.num_tokens, 1.0) for name, value in sums.items()},
             **(max_over_ranks(self.maxima, self.device) if self.maxima else {}),
-            "grad_norm": sum(finite) / max(len(finite), 1),
+            "grad_norm": sum(finite) / len(finite) if finite else math.nan,
             "skipped_steps": float(len(self.grad_norms) - len(finite)),
         }
 

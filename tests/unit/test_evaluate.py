@@ -1,6 +1,6 @@
 """Evaluator: every rule, greedy decoding and tagged groups on hand-made responses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.batches import batch_of
 @dataclass
 class Scores:
     scores: list[float]
+    failures: list[str] = field(default_factory=list)
 
 
 class Contains:
@@ -26,7 +27,8 @@ class Contains:
 
     def score(self, items):
         self.items = list(items)
-        return Scores([float(self.word in response) for _, response, _ in items])
+        scores = [float(self.word in response) for _, response, _ in items]
+        return Scores(scores, ["no word"] if not self.word else [])
 
 
 def prompt(index: int, **tags: str) -> Prompt:
@@ -62,12 +64,12 @@ class Engine:
         return replace(batch, responses=responses, truncated=torch.tensor([False] * 3 + [True]))
 
 
-def evaluator(greedy: bool = True) -> Evaluator:
+def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:
     return Evaluator(
         PROMPTS,
         decode,
         Contains("#### right"),
-        {"flexible": Contains("right")},
+        {"flexible": Contains(flexible)},
         temperature=0.7,
         top_p=0.9,
         greedy=greedy,
@@ -92,7 +94,13 @@ def test_accuracies_by_rule_group_and_decoding():
         "eval/accuracy_greedy_flexible": 0.75,
         "eval/length_mean": pytest.approx(9 / 4),
         "eval/truncated_fraction": 0.25,
+        "eval/failed": 0.0,
     }
+
+
+def test_failed_judgements_are_counted():
+    failing = evaluator(flexible="")  # this rule fails once each time it is asked
+    assert failing.evaluate(10, Engine())["eval/failed"] == 2.0  # sampled and greedy
 
 
 def test_requests_are_sampled_as_in_training_then_greedy():

@@ -1,0 +1,58 @@
+"""KL control: where the penalty acts, and that an adaptive coefficient moves after the step."""
+
+import pytest
+import torch
+
+from hybridrl.config.schema import KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.trainer.kl_control import KLPenalty, NoReference
+from tests.batches import batch_of
+
+
+def control(placement: str, schedule: str) -> KLPenalty:
+    config = KLConfig(
+        placement=KLPlacement(placement),
+        estimator=KLEstimator.k1,
+        coef=0.1,
+        schedule=KLSchedule(schedule),
+        target=0.01,
+        horizon=20,
+    )
+    return KLPenalty(config, reference=None)  # the group is only called by score()
+
+
+def scored():
+    """Two responses of two tokens; log(pi/ref) is 0.5 on the last token of each."""
+    batch = batch_of([2, 2])
+    like = batch.responses.like
+    return batch.adding(
+        scores=like(torch.tensor([0.0, 1.0, 0.0, 0.0])),
+        old_log_probs=like(torch.tensor([-1.0, -1.0, -1.0, -1.0])),
+        ref_log_probs=like(torch.tensor([-1.0, -1.5, -1.0, -1.5])),
+    )
+
+
+def test_penalty_in_the_reward_hand_worked():
+    rewards = control("reward", "fixed").rewards(scored())
+    torch.testing.assert_close(rewards.values, torch.tensor([0.0, 0.95, 0.0, -0.05]))
+
+
+def test_penalty_in_the_loss_leaves_rewards_alone():
+    kl = control("loss", "fixed")
+    assert kl.rewards(scored()).values.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert kl.loss_coef == 0.1
+    assert control("reward", "fixed").loss_coef == 0.0
+
+
+def test_adaptive_coefficient_reports_what_the_step_used_and_then_moves():
+    kl = control("loss", "adaptive")
+    metrics = kl.adapt(scored())
+    assert metrics["actor/kl_coef"] == 0.1
+    # k3 of d = 0.5: exp(-0.5) - 1 + 0.5 = 0.10653 on half of the tokens
+    assert metrics["actor/kl"] == pytest.approx(0.10653 / 2, abs=1e-5)
+    # KL per response 0.107 is far above 0.01: the error is clipped at 0.2, times 2 / 20
+    assert kl.loss_coef == pytest.approx(0.1 * 1.02)
+
+
+def test_without_reference_nothing_is_taken_off():
+    assert NoReference().rewards(scored()).values.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert NoReference().loss_coef == 0.0
