@@ -62,6 +62,9 @@ def conf_dir() -> Path:
 def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
     signal.signal(signal.SIGTERM, _on_sigterm)
+    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
+    # would be left behind. Workers inherit the variable.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.insert(0, os.getcwd())
     line = parse_argv(sys.argv[1:])
@@ -128,9 +131,6 @@ def run(cfg: DictConfig) -> float:
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))
         return math.nan
-    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
-    # would be left behind. Workers inherit the variable.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.trainer.session import train

@@ -1,6 +1,6 @@
-"""Runs the tests that are too long for `make test`, one at a time, and keeps what passed.
+"""Runs the tests that are too long for `make test`, one function at a time; keeps what passed.
 
-Each test's outcome is written to tests/.slow/ as soon as it is known, so an interrupted run goes
+Each outcome is written to tests/.slow/ as soon as it is known, so an interrupted run goes
 on where it was: what has passed on this commit is not run again. At the end, tests/SLOW.md gets
 the table of the last results. Arguments are passed on to pytest (e.g. `-k tiny`).
 """
@@ -24,11 +24,12 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def slow_tests(extra: list[str]) -> list[str]:
-    """Ids of the tests marked slow."""
+    """Test functions with cases marked slow, each with all its cases."""
     listed = run(
         sys.executable, "-m", "pytest", "tests", "-m", "slow", "--collect-only", "-q", *extra
     )
-    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    cases = [line for line in listed.stdout.splitlines() if "::" in line]
+    names = list(dict.fromkeys(case.partition("[")[0] for case in cases))
     if not names:
         sys.exit(listed.stdout + listed.stderr)
     return names
@@ -47,7 +48,8 @@ def main() -> int:
             continue
         start = time.monotonic()
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-rs", "--timeout", "3600", name], cwd=ROOT
+            [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "slow", "--timeout", "3600", name],
+            cwd=ROOT,
         )
         outcome = "passed" if result.returncode == 0 else "failed"
         seconds = round(time.monotonic() - start)

@@ -72,9 +72,12 @@ class Run:
 
     def assert_nothing_left(self) -> None:
         """No process, temporary file or shared memory of this run remains."""
-        assert not self.processes()
-        assert not list(self.temporary.iterdir())
-        assert not shared_memory() - self.shared_memory
+        left = {
+            "processes": self.processes(),
+            "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
+            "shared memory": sorted(shared_memory() - self.shared_memory),
+        }
+        assert not any(left.values()), left
 
 
 def shared_memory() -> set[str]:

@@ -67,9 +67,9 @@ def test_header_says_what_runs_where_on_what_and_how_much():
     assert lines["model"] == "embedded, 674 k parameters, float32"
     assert lines["data"] == "embedded: 8,192 training, 320 held out"
     assert lines["workers"] == "2 ranks = dp_replicate 1 x dp_shard 2; 1 vLLM engine of tp 2"
-    # 64 prompts x 8 responses in mini-batches of 256, on two ranks; 40 * 64 / 8192 passes.
+    # 64 prompts x 8 responses in mini-batches of 256, on two ranks; 30 * 64 / 8192 passes.
     assert lines["batch"].startswith("64 prompts x 8 responses = 512 a step; 2 updates of 256 (128")
-    assert lines["steps"] == "40 (0.31 passes over the data); evaluated at 0, 10, 20, 30, 40"
+    assert lines["steps"] == "30 (0.23 passes over the data); evaluated at 0, 10, 20, 30"
     assert lines["note"] == "be warned"
 
 
