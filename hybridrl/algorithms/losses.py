@@ -233,6 +233,28 @@ def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tenso
     return largest.max() if largest.numel() else largest.sum()
 
 
+def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Largest policy ratio exp(log_probs - old_log_probs), and at least 1.
+
+    A maximum, not a sum: reduce it over micro-batches and ranks by max.
+
+    Args:
+        log_probs: the current weights', nats.
+        old_log_probs: those before this step's updates, the same shape, nats.
+        response_mask: bool, the same shape.
+
+    Returns:
+        Detached scalar; the exponent is clamped as in `policy_loss`.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool.
+    """
+    check_same_shape("ratio_max", log_probs=log_probs, old_log_probs=old_log_probs)
+    check_same_shape("ratio_max", log_probs=log_probs, response_mask=response_mask)
+    log_ratio = _log_ratio("ratio_max", log_probs.detach(), old_log_probs.detach(), response_mask)
+    return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max().exp()
+
+
 def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
     """Sum of `values` over the mask, divided by a count that is not the mask's own.
 

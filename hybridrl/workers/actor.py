@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.algorithms.losses import entropy_loss, kl_loss, log_ratio_max, policy_loss
+from hybridrl.algorithms.losses import entropy_loss, kl_loss, log_ratio_max, policy_loss, ratio_max
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -153,9 +153,3 @@ class ActorWorker(TrainingWorker):
         weights = full_state_dict(self.model)
         if dist.get_rank() == 0:
             write_hf_folder(weights, resolve_model(self.config.model.path), Path(folder))
-
-
-@torch.no_grad()
-def ratio_max(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Largest policy ratio of the masked tokens; 1 or more, since the others count as 1."""
-    return (log_probs - old_log_probs).masked_fill(~mask, 0.0).max().exp()

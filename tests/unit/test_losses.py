@@ -15,6 +15,7 @@ from hybridrl.algorithms.losses import (
     log_ratio_max,
     mean_over,
     policy_loss,
+    ratio_max,
     value_loss,
 )
 from hybridrl.config.schema import KLEstimator
@@ -330,3 +331,12 @@ def test_log_ratio_max_ignores_what_is_off_the_mask():
     assert log_ratio_max(log_probs, log_probs, mask).item() == 0.0
     assert log_ratio_max(log_probs, log_probs, ~all_true(3)).item() == 0.0
     assert log_ratio_max(torch.empty(0), torch.empty(0), all_true(0)).item() == 0.0
+
+
+def test_ratio_max_is_that_of_the_masked_tokens_and_at_least_one():
+    old = torch.tensor([-1.0, -2.0, -3.0])
+    log_probs = old + torch.tensor([math.log(2.0), math.nan, -1.0])
+    mask = torch.tensor([True, False, True])
+    assert ratio_max(log_probs, old, mask).item() == pytest.approx(2.0)
+    assert ratio_max(old - 1.0, old, all_true(3)).item() == 1.0
+    assert ratio_max(torch.empty(0), torch.empty(0), all_true(0)).item() == 1.0
