@@ -36,9 +36,11 @@ from hybridrl.config.command_line import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given, given_keys, recipe_files
+from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.config.plan_text import plan
+from hybridrl.config.schema import Accelerator
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
@@ -116,6 +118,9 @@ def run(cfg: DictConfig) -> float:
         state.overrides.task, recipe_files(state.runtime.choices, state.runtime.config_sources)
     )
     in_sweep = state.mode == RunMode.MULTIRUN
+    if not cfg.run.dry:  # first of all: what does not fit breaks the imports of the other checks
+        on_cpu = cfg.hardware.accelerator == Accelerator.cpu
+        check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
     examined = _examine(cfg, machine, Given() if in_sweep else given)

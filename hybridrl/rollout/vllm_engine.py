@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.installation import check_installation
+from hybridrl.config.schema import Accelerator, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
@@ -51,7 +52,7 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._awake: set[EnginePart] = set()
-        compat.check_installation(device_type)
+        check_installation(Accelerator.gpu if self._on_gpu else Accelerator.cpu)
         compat.set_environment(
             device_type,
             tensor_parallel=config.tensor_parallel_size > 1,

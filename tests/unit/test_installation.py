@@ -1,0 +1,57 @@
+"""What is installed decides whether vLLM can run; distributions here are folders of metadata."""
+
+import logging
+
+import pytest
+import torch
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.installation import check_installation
+from hybridrl.config.schema import Accelerator
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Put a distribution's metadata before all others on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(name, version):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+
+    return install
+
+
+def test_this_installation_is_fine():
+    accelerator = Accelerator.gpu if torch.cuda.is_available() else Accelerator.cpu
+    assert check_installation(accelerator)[0].isdigit()
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.34.1", "1.2.0"])
+def test_another_generation_is_refused(installed, version):
+    installed("vllm", version)
+    with pytest.raises(ConfigError, match=rf"vllm {version}(.|\n)*pinned in requirements/"):
+        check_installation(Accelerator.cpu)
+
+
+def test_a_neighbouring_version_is_called_untested(installed, caplog):
+    installed("vllm", "0.28.1")
+    with caplog.at_level(logging.WARNING):
+        assert check_installation(Accelerator.cpu) == "0.28.1"
+    assert "vllm 0.28.1 is untested on cpu" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+def test_a_cuda_companion_of_a_cpu_torch_is_refused(installed, name):
+    installed(name, "0.28.0")
+    with pytest.raises(ConfigError, match=f"pip uninstall {name}"):
+        check_installation(Accelerator.cpu)
+
+
+def test_a_cpu_companion_is_fine(installed):
+    installed("torchvision", "0.28.0+cpu")
+    check_installation(Accelerator.cpu)
