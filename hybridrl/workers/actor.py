@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,17 +12,18 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.export import write_hf_folder
-from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards, reshard
+from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.packing import pack
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import resolve_model
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.training import LossStats, Training, TrainingWorker
+from hybridrl.workers.training import LossStats, Training
 
 
-class ActorWorker(TrainingWorker):
+class ActorWorker(ModelWorker):
     """Trains the policy. One instance per rank, each holding one FSDP shard.
 
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
@@ -46,20 +46,15 @@ class ActorWorker(TrainingWorker):
         self.kl_coef = 0.0
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    @torch.no_grad()
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
         """Log-probs of the response tokens under the current weights: ragged float32, nats, CPU.
 
         Runs over the same micro-batches as the first epoch of `update`, so that the policy ratio
         there is exactly 1; rows stand in their order.
         """
-
-        def compute(micro: RolloutBatch) -> Ragged:
-            return micro.responses.like(self.forward(micro, Entropy.omit).log_probs.cpu())
-
-        log_probs = batch.map_first_epoch(compute)
-        reshard(self.model)
-        return log_probs
+        return self.over_first_epoch(
+            batch, lambda micro: self.forward(micro, Entropy.omit).log_probs
+        )
 
     @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
     def update(self, batch: RankBatch, step: int, kl_coef: float) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """The value function: estimates of each token's return, and clipped updates towards returns."""
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,14 +8,15 @@ from hybridrl.config.schema import CriticConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
-from hybridrl.distributed.fsdp import load_sharded_critic, reshard
+from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.packing import pack
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.training import LossStats, Training, TrainingWorker
+from hybridrl.workers.training import LossStats, Training
 
 
-class CriticWorker(TrainingWorker):
+class CriticWorker(ModelWorker):
     """Trains the value function. One instance per rank, each holding one FSDP shard.
 
     To change the objective, subclass, override `value_loss`, and set
@@ -32,17 +32,12 @@ class CriticWorker(TrainingWorker):
         self.optimizer = Optimizer(self.model, config.optim, config.total_steps)
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    @torch.no_grad()
     def compute_values(self, batch: RankBatch) -> Ragged:
         """V(s_t) before each response token: ragged float32 on CPU, in the reward's unit.
 
         Rows stand in the order of the first epoch's micro-batches.
         """
-        values = batch.map_first_epoch(
-            lambda micro: micro.responses.like(self.forward(micro).cpu())
-        )
-        reshard(self.model)
-        return values
+        return self.over_first_epoch(batch, self.forward)
 
     @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
     def update(self, batch: RankBatch, step: int) -> dict[str, float]:

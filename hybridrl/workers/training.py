@@ -3,18 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
 from hybridrl.distributed.fsdp import defer_all_reduce
-from hybridrl.distributed.mesh import device_of
-from hybridrl.workers.base import Worker
 from hybridrl.workers.optimizer import Optimizer
 
 
@@ -112,21 +107,3 @@ class Training:
         for name, value in stats.maxima.items():
             known = self.maxima.setdefault(name, value)
             self.maxima[name] = torch.maximum(known, value)
-
-
-class TrainingWorker(Worker):
-    """A worker with a model on the rank's device.
-
-    Args:
-        config: an instance of `config_class`.
-        mesh: the training mesh.
-    """
-
-    def __init__(self, config: Any, mesh: DeviceMesh) -> None:
-        super().__init__(config, mesh)
-        self.device = device_of(mesh)
-
-    def on_device(self, values: Ragged | None) -> Tensor:
-        """The flat values of a field of the batch, which must be there, on the rank's device."""
-        assert values is not None, "the phase that fills this field has not run"
-        return values.values.to(self.device, non_blocking=True)

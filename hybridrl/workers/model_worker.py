@@ -1,0 +1,48 @@
+"""What actor, critic and reference share: a sharded model on the rank's device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.fsdp import reshard
+from hybridrl.distributed.mesh import device_of
+from hybridrl.workers.base import Worker
+
+
+class ModelWorker(Worker):
+    """A worker with a model, an FSDP2 root, on the rank's device.
+
+    Args:
+        config: an instance of `config_class`.
+        mesh: the training mesh.
+    """
+
+    model: nn.Module
+
+    def __init__(self, config: Any, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        self.device = device_of(mesh)
+
+    def on_device(self, values: Ragged | None) -> Tensor:
+        """The flat values of a field of the batch, which must be there, on the rank's device."""
+        assert values is not None, "the phase that fills this field has not run"
+        return values.values.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def over_first_epoch(
+        self, batch: RankBatch, compute: Callable[[RolloutBatch], Tensor]
+    ) -> Ragged:
+        """`compute` on each micro-batch of the first epoch: one number per response token, on CPU.
+
+        Rows stand in the order of the micro-batches. A forward without backward leaves the
+        root's weights gathered, hence they are sharded again at the end.
+        """
+        result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro).cpu()))
+        reshard(self.model)
+        return result
