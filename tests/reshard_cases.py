@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.schema import DType, ModelConfig, RolloutConfig
+from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
@@ -65,7 +65,9 @@ class Actor:
 
     def __init__(self, folder: Path, mesh: Any) -> None:
         spec = fsdp_config(mesh["dp_shard"].size(), mesh["dp_replicate"].size())
-        self._load = lambda path: load_sharded_policy(ModelConfig(path=str(path)), spec, mesh, 64)
+        self._load = lambda path: load_sharded_policy(
+            ModelConfig(path=str(path), init=Init.pretrained), spec, mesh, 64
+        )
         self._policy = self._load(folder)
 
     def named_shards(self) -> list[Any]:
@@ -92,7 +94,7 @@ def write_folders(root: Path, models: list[str]) -> None:
 def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.rollout.RolloutWorker",
-        "model": ModelConfig(path=str(folder)),
+        "model": ModelConfig(path=str(folder), init=Init.pretrained),
         "seed": 5,
         "tensor_parallel_size": case.tp,
         "responses_per_prompt": 2,
@@ -105,6 +107,8 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "kv_cache_mb": 16,
         "max_num_seqs": 16,
         "enforce_eager": case.enforce_eager,
+        "sleep": SleepMode.all,
+        "straggler_ratio": 0.7,
         "reshard_bucket_mb": 1,
         "verify_reshard": True,
     }

@@ -8,12 +8,15 @@ from hybridrl.config.schema import (
     CriticConfig,
     DType,
     FSDPConfig,
+    Init,
     KLConfig,
     KLEstimator,
     KLPlacement,
     KLSchedule,
+    Layout,
     LRSchedule,
     ModelConfig,
+    Offload,
     OptimConfig,
     ReferenceConfig,
 )
@@ -25,6 +28,11 @@ def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPCon
         "param_dtype": DType.float32,
         "reduce_dtype": DType.float32,
         "activation_checkpointing": False,
+        "layout": Layout.aligned,
+        "tensor_parallel_size": 1,
+        "ulysses_size": 1,
+        "offload": Offload.none,
+        "compile": False,
     }
     return FSDPConfig(dp_shard=dp_shard, dp_replicate=dp_replicate, **(values | changes))
 
@@ -45,7 +53,7 @@ def optim_config(lr: float = 1e-3) -> OptimConfig:
 def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.actor.ActorWorker",
-        "model": ModelConfig(path=str(folder)),
+        "model": ModelConfig(path=str(folder), init=Init.pretrained),
         "fsdp": fsdp,
         "kl": KLConfig(
             placement=KLPlacement.loss,
@@ -71,7 +79,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
 def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.critic.CriticWorker",
-        "model": ModelConfig(path=str(folder)),
+        "model": ModelConfig(path=str(folder), init=Init.pretrained),
         "fsdp": fsdp,
         "total_steps": 10,
         "seed": 3,
@@ -84,7 +92,7 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
 def reference_config(folder: Path, fsdp: FSDPConfig) -> ReferenceConfig:
     return ReferenceConfig(
         worker="hybridrl.workers.reference.ReferenceWorker",
-        model=ModelConfig(path=str(folder)),
+        model=ModelConfig(path=str(folder), init=Init.pretrained),
         fsdp=fsdp,
         temperature=0.8,
         log_prob_chunk_tokens=7,

@@ -63,6 +63,7 @@ RANGES: dict[str, Range] = {
     "data.prompts_per_step": _count("a step needs prompts"),
     "fsdp.dp_shard": _count("it counts ranks"),
     "fsdp.dp_replicate": _count("it counts copies; 1 means no replication"),
+    "fsdp.ulysses_size": _count("1 means that no sequence is split"),
     "cluster.nodes": _count("a run needs a machine"),
     "cluster.gpus_per_node": _count("a node needs a process; null takes what is there"),
     "cluster.start_timeout_s": _seconds("workers need time to start"),
@@ -99,6 +100,7 @@ RANGES: dict[str, Range] = {
     ),
     "rollout.kv_cache_mb": _count("vLLM needs a KV cache"),
     "rollout.max_num_seqs": _count("vLLM decodes at least one sequence"),
+    "rollout.straggler_ratio": Range(0, high=1, why="it is a share of the fastest engine's speed"),
     "rollout.reshard_bucket_mb": _count("weights are moved in buckets"),
     "reward.timeout_s": _seconds("a reward needs time"),
     "reward.num_processes": _count("rewards are computed in processes of their own"),
@@ -108,6 +110,7 @@ RANGES: dict[str, Range] = {
     "trainer.max_log_prob_diff": Range(0, low_open=True, why="it is a limit on a mean of |x|"),
     "trainer.samples_every_steps": _steps("0 means never"),
     "trainer.save_rollouts_every_steps": _steps("0 means never"),
+    "trainer.profile_steps": _count("steps are counted from 1; [] profiles none"),
     "eval.every_steps": _steps("0 means only before and after training"),
     **{
         f"{role}.optim.{key}": range_

@@ -60,6 +60,36 @@ class DType(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Layout(StrEnum):
+    """How FSDP shards lie (distributed/layout.py)."""
+
+    aligned = "aligned"
+    plain = "plain"
+
+
+class Offload(StrEnum):
+    """What lies in pinned host memory while the current phase does not use it."""
+
+    none = "none"
+    idle_optimizer = "idle_optimizer"
+    idle_all = "idle_all"
+
+
+class Init(StrEnum):
+    """Where a model's first weights come from."""
+
+    pretrained = "pretrained"
+    random = "random"
+
+
+class SleepMode(StrEnum):
+    """What vLLM gives back between rollouts."""
+
+    none = "none"
+    kv_cache = "kv_cache"
+    all = "all"
+
+
 @dataclass(kw_only=True)
 class RunSection:
     """conf/config.yaml: run."""
@@ -81,6 +111,7 @@ class ModelConfig:
     """conf/model."""
 
     path: str
+    init: Init
 
 
 @dataclass(kw_only=True)
@@ -108,6 +139,11 @@ class FSDPConfig:
     param_dtype: DType
     reduce_dtype: DType
     activation_checkpointing: bool
+    layout: Layout
+    tensor_parallel_size: int
+    ulysses_size: int
+    offload: Offload
+    compile: bool
 
 
 @dataclass(kw_only=True)
@@ -217,6 +253,8 @@ class RolloutConfig(RoleConfig):
     kv_cache_mb: int | None
     max_num_seqs: int
     enforce_eager: bool
+    sleep: SleepMode
+    straggler_ratio: float
     reshard_bucket_mb: int
     verify_reshard: bool
 
@@ -242,6 +280,7 @@ class TrainerConfig:
     samples_every_steps: int
     save_rollouts_every_steps: int
     save_final_model: bool
+    profile_steps: list[int]
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,14 @@ from pathlib import Path
 import ray
 from controller_roles import AdderConfig, Numbers
 
-from hybridrl.config.schema import Accelerator, ClusterConfig, DType, FSDPConfig
+from hybridrl.config.schema import (
+    Accelerator,
+    ClusterConfig,
+    DType,
+    FSDPConfig,
+    Layout,
+    Offload,
+)
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray_runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted
@@ -31,6 +38,11 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
             param_dtype=DType.float32,
             reduce_dtype=DType.float32,
             activation_checkpointing=False,
+            layout=Layout.aligned,
+            tensor_parallel_size=engine,
+            ulysses_size=1,
+            offload=Offload.none,
+            compile=False,
         ),
         ranks_per_engine=engine,
         modules=["controller_roles"],
