@@ -11,18 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NamedShard:
-    """One tensor of a checkpoint, cut along dim 0 over the dp_shard axis.
+    """One tensor of a checkpoint, cut along one dim over the dp_shard axis.
 
-    The cut is `torch.chunk`'s (FSDP2's Shard(0)): shard s of n holds rows
-    [s * ceil(rows / n), (s + 1) * ceil(rows / n)), clipped to the tensor, perhaps none.
+    Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
+    (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
+    clipped to the tensor, perhaps none. Dim 1 is cut only where n divides it.
 
     Attributes:
         name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
         shape: the whole tensor's.
-        local: this rank's rows as they are when called: contiguous, float32, without FSDP2's
+        local: this rank's shard as it is when called: contiguous, float32, without FSDP2's
             padding; for a DTensor, its `to_local()`. A view of live storage, not a copy.
+        dim: which dim is cut, 0 or 1.
     """
 
     name: str
     shape: tuple[int, ...]
     local: Callable[[], Tensor]
+    dim: int = 0

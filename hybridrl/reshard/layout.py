@@ -8,41 +8,52 @@ from hybridrl.distributed.shards import NamedShard
 
 
 class SourceLayout(NamedTuple):
-    """One checkpoint tensor, cut along dim 0 over the ranks of a shard group.
+    """One checkpoint tensor, cut along one dim over the ranks of a shard group.
 
-    FSDP2 cuts like torch.chunk: every shard but the last ones has ceil(rows / num_shards) rows,
-    and the last ones have fewer, or none.
+    FSDP2 cuts like torch.chunk: every shard but the last ones is ceil(size / num_shards) long,
+    and the last ones are shorter, or empty. Dim 1 is cut only where num_shards divides it.
     """
 
     name: str
     shape: tuple[int, ...]
     num_shards: int
+    dim: int = 0
+
+    @property
+    def size_per_shard(self) -> int:
+        """Length along `dim` of the first shard, which is never shorter than another."""
+        return -(-self.shape[self.dim] // self.num_shards)
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of the first shard, which is never shorter than another."""
-        return -(-self.shape[0] // self.num_shards)
+        """Rows of the first shard: all there are where dim 1 is cut."""
+        return self.region(0).shape[0]
 
     def region(self, shard: int) -> Region:
         """What shard number `shard` holds."""
-        start = min(shard * self.rows_per_shard, self.shape[0])
-        stop = min(start + self.rows_per_shard, self.shape[0])
-        rest = self.shape[1:]
-        return Region((start, *(0 for _ in rest)), (stop - start, *rest))
+        size = self.shape[self.dim]
+        start = min(shard * self.size_per_shard, size)
+        stop = min(start + self.size_per_shard, size)
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], shape[self.dim] = start, stop - start
+        return Region(tuple(offset), tuple(shape))
 
 
 def layouts_of(shards: Sequence[NamedShard], num_shards: int) -> list[SourceLayout]:
     """The layout of every tensor of a provider, in the provider's order.
 
     Raises:
-        ValueError: a tensor has no dim to cut, or two have one name.
+        ValueError: a tensor has no dim to cut, two have one name, or dim 1 does not divide.
     """
     scalars = [shard.name for shard in shards if not shard.shape]
     names = [shard.name for shard in shards]
     twice = sorted({name for name in names if names.count(name) > 1})
     if scalars or twice:
         raise ValueError(f"cannot reshard 0-dim tensors {scalars} or tensors named twice {twice}")
-    return [SourceLayout(shard.name, tuple(shard.shape), num_shards) for shard in shards]
+    uneven = [shard.name for shard in shards if shard.dim and shard.shape[shard.dim] % num_shards]
+    if uneven:
+        raise ValueError(f"dim 1 of {uneven} does not divide into {num_shards} shards")
+    return [SourceLayout(shard.name, tuple(shard.shape), num_shards, shard.dim) for shard in shards]
 
 
 def shard_group(rank: int, dp_shard: int) -> list[int]:

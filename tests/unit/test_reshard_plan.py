@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
-from hybridrl.reshard.layout import SourceLayout, intersect, shard_group
+from hybridrl.distributed.shards import NamedShard
+from hybridrl.reshard.layout import SourceLayout, intersect, layouts_of, shard_group
 from hybridrl.reshard.plan import build_plan, digest
 from hybridrl.rollout.trace import trace_loader
 from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates
@@ -137,6 +138,20 @@ def test_shards_are_cut_as_torch_chunk_does():
         assert [layout.region(shard).shape[0] for shard in range(num_shards)] == expected
         starts = [layout.region(shard).offset[0] for shard in range(num_shards)]
         assert starts == [min(sum(expected[:s]), rows) for s in range(num_shards)]
+
+
+def test_dim_1_is_cut_into_equal_columns():
+    layout = SourceLayout("x", (3, 8), 4, dim=1)
+    assert [layout.region(shard) for shard in range(4)] == [
+        Region((0, start), (3, 2)) for start in (0, 2, 4, 6)
+    ]
+
+
+def test_uneven_columns_are_refused():
+    shard = NamedShard("x", (3, 6), lambda: torch.zeros(3, 1), dim=1)
+    with pytest.raises(ValueError, match=r"dim 1 of \['x'\] does not divide into 4"):
+        layouts_of([shard], 4)
+    assert layouts_of([shard], 3) == [SourceLayout("x", (3, 6), 3, 1)]
 
 
 def test_intersections():
