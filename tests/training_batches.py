@@ -4,6 +4,7 @@ import torch
 
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 
 PROMPTS = [3, 5, 2, 7, 4, 1, 6, 3]
 RESPONSES = [4, 9, 1, 6, 12, 5, 2, 8]
@@ -38,3 +39,17 @@ def training_batch() -> RolloutBatch:
         advantages=normal(),
         returns=normal(),
     )
+
+
+def scheduled(
+    batch: RolloutBatch,
+    *,
+    num_ranks: int,
+    mini_batch_size: int,
+    max_tokens: int,
+    epochs: int = 1,
+    step: int = 1,
+) -> ScheduledBatch:
+    """The batch dealt to ranks by its tokens."""
+    sizes = UpdateSizes(num_ranks, mini_batch_size, epochs, max_tokens, cost=float)
+    return schedule(batch, sizes, seed=1, step=step)

@@ -1,22 +1,41 @@
 """Who computes what in an update: mini-batches, the rank of each response, micro-batches.
 
 The controller draws mini-batches from the global batch by a function of (seed, step, epoch) and
-deals each to the ranks. Every rank gets equally many responses and equally many micro-batches of
-each mini-batch (FSDP's collectives would hang otherwise); within that, tokens are balanced.
+deals each to micro-batches and these to the ranks. Every rank gets equally many micro-batches of
+each mini-batch (FSDP's collectives would hang otherwise), as few as the token budget allows, and
+those that the ranks compute at the same time cost nearly the same.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from hybridrl.data.balance import balance
+from hybridrl.config.flops import sequence_flops
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.schema import ActorConfig
+from hybridrl.data.balance import pack_evenly
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
+
+
+class MiniBatch(NamedTuple):
+    """One rank's part of an optimizer step.
+
+    Attributes:
+        micros: its packed micro-batches; every rank has equally many.
+        num_tokens: response tokens that the policy sampled, over all ranks.
+    """
+
+    micros: list[RolloutBatch]
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -26,10 +45,12 @@ class RankBatch:
     Attributes:
         batch: every response this rank touches in some epoch.
         epochs: indices into `batch`, by epoch, mini-batch and micro-batch.
+        num_tokens: by epoch and mini-batch, as in `MiniBatch`.
     """
 
     batch: RolloutBatch
     epochs: Epochs
+    num_tokens: list[list[int]]
 
     def micro_batches(self, epoch: int) -> Iterator[RolloutBatch]:
         """The packed forwards of one epoch, in the order in which `update` runs them."""
@@ -37,11 +58,11 @@ class RankBatch:
             for micro in mini:
                 yield self.batch.select(micro)
 
-    def mini_batches(self) -> Iterator[list[RolloutBatch]]:
-        """For each optimizer step of each epoch, its micro-batches."""
-        for epoch in self.epochs:
-            for mini in epoch:
-                yield [self.batch.select(micro) for micro in mini]
+    def mini_batches(self) -> Iterator[MiniBatch]:
+        """What this rank computes for each optimizer step of each epoch."""
+        for epoch, counts in zip(self.epochs, self.num_tokens, strict=True):
+            for mini, num_tokens in zip(epoch, counts, strict=True):
+                yield MiniBatch([self.batch.select(micro) for micro in mini], num_tokens)
 
     def map_first_epoch(self, compute: Callable[[RolloutBatch], Ragged]) -> Ragged:
         """`compute` on each micro-batch of the first epoch, rows in that order."""
@@ -55,14 +76,16 @@ class ScheduledBatch:
     Attributes:
         batch: the responses of the step.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
+        num_tokens: by epoch and mini-batch, as in `MiniBatch`.
     """
 
     batch: RolloutBatch
     ranks: list[Epochs]
+    num_tokens: list[list[int]]
 
     def with_batch(self, batch: RolloutBatch) -> "ScheduledBatch":
         """The same schedule for the same responses with more fields."""
-        return ScheduledBatch(batch, self.ranks)
+        return replace(self, batch=batch)
 
     def shard(self, num_shards: int) -> list[RankBatch]:
         """What each rank receives; `num_shards` must be the number of ranks scheduled."""
@@ -73,7 +96,7 @@ class ScheduledBatch:
         used = sorted({i for epoch in epochs for mini in epoch for micro in mini for i in micro})
         local = {index: k for k, index in enumerate(used)}
         renamed = [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
-        return RankBatch(self.batch.select(used), renamed)
+        return RankBatch(self.batch.select(used), renamed, self.num_tokens)
 
     def join(self, results: Sequence[Ragged]) -> Ragged:
         """Per-rank results of `map_first_epoch` in the order of `batch`."""
@@ -82,47 +105,73 @@ class ScheduledBatch:
         return concat(results).select([position[i] for i in range(len(self.batch))])
 
 
-def schedule(
-    batch: RolloutBatch,
-    *,
-    num_ranks: int,
-    mini_batch_size: int,
-    epochs: int,
-    max_tokens: int,
-    seed: int,
-    step: int,
-) -> ScheduledBatch:
+@dataclass(frozen=True)
+class UpdateSizes:
+    """How the responses of a step are cut.
+
+    Attributes:
+        num_shards: ranks, or groups of ranks that share sequences; must divide mini_batch_size.
+        mini_batch_size: responses per optimizer step, over all ranks.
+        epochs: passes over the batch, each in an order of its own.
+        max_tokens: budget of one micro-batch on one shard, prompt and response tokens. A single
+            longer response is a micro-batch of its own.
+        cost: what a sequence of so many tokens costs, in any unit.
+    """
+
+    num_shards: int
+    mini_batch_size: int
+    epochs: int
+    max_tokens: int
+    cost: Callable[[int], float]
+
+
+def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
+    """How a run cuts its responses; a sequence's cost is its operations in forward and backward.
+
+    Args:
+        config: sizes, shared with the critic.
+        num_shards: ranks that train, or groups of fsdp.ulysses_size of them.
+        shape: the model's.
+    """
+    return UpdateSizes(
+        num_shards=num_shards,
+        mini_batch_size=config.mini_batch_size,
+        epochs=config.epochs,
+        max_tokens=config.max_tokens_per_gpu * config.fsdp.ulysses_size,
+        cost=partial(sequence_flops, shape),
+    )
+
+
+def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
     """Draw mini-batches from `batch` and deal them to ranks and micro-batches.
 
     Args:
-        batch: B responses; B must be a multiple of mini_batch_size.
-        num_ranks: ranks that train; must divide mini_batch_size.
-        mini_batch_size: responses per optimizer step, over all ranks.
-        epochs: passes over the batch, each in an order of its own.
-        max_tokens: budget of one micro-batch on one rank, prompt and response tokens. A single
-            longer response is a micro-batch of its own.
+        batch: B responses; B must be a multiple of sizes.mini_batch_size.
+        sizes: how it is cut.
         seed, step: with the epoch they determine the order.
 
     Raises:
         ValueError: the sizes do not divide.
     """
-    if len(batch) % mini_batch_size or mini_batch_size % num_ranks:
+    per_step = sizes.mini_batch_size
+    if len(batch) % per_step or per_step % sizes.num_shards:
         raise ValueError(
-            f"{len(batch)} responses cannot be cut into mini-batches of {mini_batch_size} "
-            f"for {num_ranks} ranks"
+            f"{len(batch)} responses cannot be cut into mini-batches of {per_step} "
+            f"for {sizes.num_shards} ranks"
         )
     tokens = batch.num_tokens.tolist()
-    ranks: list[Epochs] = [[] for _ in range(num_ranks)]
-    for epoch in range(epochs):
+    cost = [sizes.cost(count) for count in tokens]
+    sampled = [int(row.sum()) for row in batch.response_mask.rows()]
+    ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
+    num_tokens: list[list[int]] = []
+    for epoch in range(sizes.epochs):
         order = _shuffled(len(batch), seed, step, epoch)
-        for rank in ranks:
-            rank.append([])
-        for start in range(0, len(order), mini_batch_size):
-            mini = order[start : start + mini_batch_size]
-            shares = balance(mini, tokens, num_ranks)
-            for rank, micros in zip(ranks, _micro_batches(shares, tokens, max_tokens), strict=True):
-                rank[-1].append(micros)
-    return ScheduledBatch(batch, ranks)
+        minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
+        num_tokens.append([sum(sampled[i] for i in mini) for mini in minis])
+        dealt = [_deal(mini, cost, tokens, sizes) for mini in minis]
+        for rank, epochs in enumerate(ranks):
+            epochs.append([per_rank[rank] for per_rank in dealt])
+    return ScheduledBatch(batch, ranks, num_tokens)
 
 
 def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
@@ -130,18 +179,26 @@ def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=generator).tolist()
 
 
-def _micro_batches(
-    shares: list[list[int]], tokens: Sequence[int], max_tokens: int
+def _deal(
+    mini: list[int], cost: Sequence[float], tokens: Sequence[int], sizes: UpdateSizes
 ) -> list[list[list[int]]]:
-    """Cut each rank's share into equally many micro-batches, each within the budget."""
-    count = 1
-    while True:
-        cut = [balance(share, tokens, count) for share in shares]
-        fits = all(
-            len(micro) == 1 or sum(tokens[i] for i in micro) <= max_tokens
-            for micros in cut
-            for micro in micros
-        )
-        if fits or count == max(len(share) for share in shares):
-            return cut
+    """A mini-batch's micro-batches by rank: as few as possible, most expensive first.
+
+    Ranks wait for each other in every layer, so what counts is that their k-th micro-batches cost
+    the same: these are neighbours in the order of cost. The direction in which the ranks are
+    served alternates.
+    """
+    num_ranks = sizes.num_shards
+    # What no packing can undercut; with one response each, everything fits.
+    least = sum(min(tokens[i], sizes.max_tokens) for i in mini) / (num_ranks * sizes.max_tokens)
+    count = min(math.ceil(least), len(mini) // num_ranks)
+    micros = None
+    while micros is None:
+        micros = pack_evenly(mini, cost, tokens, num_ranks * count, sizes.max_tokens)
         count += 1
+    micros.sort(key=lambda micro: -sum(cost[i] for i in micro))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for k, micro in enumerate(micros):
+        turn, place = divmod(k, num_ranks)
+        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(micro)
+    return ranks

@@ -14,12 +14,14 @@ The trainer runs in the driver process: it holds no weights and calls the roles 
 import torch
 
 from hybridrl.algorithms.advantages import gae, whiten
+from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt, PromptSource
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch, schedule
+from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
+from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.mismatch import check_rollout_log_probs
@@ -58,6 +60,8 @@ class PPOTrainer:
         self.rewarder = rewarder
         self.evaluator = evaluator
         self.reporter = reporter
+        shape = model_shape(read_model_config(config.model.path))
+        self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
         self.phases = Phases(reporter.phase)
         self.metrics: dict[str, float | None] = {}
         self.weight_version = 0
@@ -141,16 +145,7 @@ class PPOTrainer:
         Each is computed over exactly the micro-batches of the first epoch of the update, so that
         the policy ratio there is 1.
         """
-        actor = self.config.actor
-        scheduled = schedule(
-            batch,
-            num_ranks=self.workers.actor.num_shards,
-            mini_batch_size=actor.mini_batch_size,
-            epochs=actor.epochs,
-            max_tokens=actor.max_tokens_per_gpu,
-            seed=self.config.seed,
-            step=step,
-        )
+        scheduled = schedule(batch, self.sizes, seed=self.config.seed, step=step)
         with self.phases.section("old_log_probs"):
             old_log_probs = self.workers.actor.call("compute_log_probs", scheduled)
         with self.phases.section("ref_log_probs"):

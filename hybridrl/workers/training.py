@@ -1,13 +1,14 @@
 """What actor and critic share: optimizer steps over packed micro-batches, and their metrics."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.schedule import MiniBatch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
 from hybridrl.distributed.fsdp import defer_all_reduce
 from hybridrl.workers.optimizer import Optimizer
@@ -49,34 +50,28 @@ class Training:
         self.optimizer = optimizer
         self.loss = loss
         self.device = device
-        self.num_tokens = 0.0
+        self.num_tokens = 0
         self.losses: list[Tensor] = []
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
         self.grad_norms: list[float] = []
 
-    def take_step(self, micros: Sequence[RolloutBatch]) -> None:
-        """One optimizer step on a mini-batch; a collective over all ranks.
-
-        Args:
-            micros: this rank's packed micro-batches; every rank has equally many.
-        """
-        self.accumulate_gradients(micros)
+    def take_step(self, mini: MiniBatch) -> None:
+        """One optimizer step on a mini-batch; a collective over all ranks."""
+        self.accumulate_gradients(mini)
         self.grad_norms.append(self.optimizer.apply_gradients())
 
-    def accumulate_gradients(self, micros: Sequence[RolloutBatch]) -> None:
+    def accumulate_gradients(self, mini: MiniBatch) -> None:
         """The gradient of a mini-batch, the same however it is spread over ranks and micros.
 
         Each micro-batch's loss is a sum over its tokens, divided by the response tokens of the
         whole mini-batch on all ranks; FSDP2 sums over ranks.
         """
-        mine = torch.stack([micro.response_mask.values.sum() for micro in micros]).sum()
-        num_tokens = sum_over_ranks({"tokens": mine}, self.device)["tokens"]
-        self.num_tokens += num_tokens
-        for index, micro in enumerate(micros):
-            defer_all_reduce(self.model, index < len(micros) - 1)
+        self.num_tokens += mini.num_tokens
+        for index, micro in enumerate(mini.micros):
+            defer_all_reduce(self.model, index < len(mini.micros) - 1)
             # A mini-batch without a single token has gradient 0, not NaN.
-            loss, stats = self.loss(micro, max(num_tokens, 1.0))
+            loss, stats = self.loss(micro, float(max(mini.num_tokens, 1)))
             loss.backward()
             self._remember(loss.detach(), stats)
 
@@ -94,7 +89,7 @@ class Training:
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return {
             "loss": loss,
-            **{name: value / max(self.num_tokens, 1.0) for name, value in sums.items()},
+            **{name: value / max(self.num_tokens, 1) for name, value in sums.items()},
             **(max_over_ranks(self.maxima, self.device) if self.maxima else {}),
             "grad_norm": sum(finite) / len(finite) if finite else math.nan,
             "skipped_steps": float(len(self.grad_norms) - len(finite)),

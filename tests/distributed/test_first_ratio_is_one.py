@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.data.schedule import schedule
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -12,16 +11,16 @@ from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import RESPONSES, training_batch
+from tests.training_batches import RESPONSES, scheduled, training_batch
 
 
-def scored(scheduled, worker_method):
+def scored(dealt, worker_method):
     """A worker's per-token results of the whole batch, put together over the ranks."""
     ranks = dist.get_world_size()
-    mine = worker_method(scheduled.shard(ranks)[dist.get_rank()])
+    mine = worker_method(dealt.shard(ranks)[dist.get_rank()])
     parts = [None] * ranks
     dist.all_gather_object(parts, mine)
-    return scheduled.join(parts)
+    return dealt.join(parts)
 
 
 def two_steps(folder, replicas, target):
@@ -35,22 +34,22 @@ def two_steps(folder, replicas, target):
     history = []
     for step in (1, 2):
         batch = training_batch()
-        scheduled = schedule(
-            batch, num_ranks=ranks, mini_batch_size=4, epochs=2, max_tokens=30, seed=1, step=step
+        dealt = scheduled(
+            batch, num_ranks=ranks, mini_batch_size=4, epochs=2, max_tokens=30, step=step
         )
-        old_log_probs = scored(scheduled, actor.compute_log_probs)
-        ref_log_probs = scored(scheduled, reference.compute_log_probs)
-        values = scored(scheduled, critic.compute_values)
-        scheduled = scheduled.with_batch(
+        old_log_probs = scored(dealt, actor.compute_log_probs)
+        ref_log_probs = scored(dealt, reference.compute_log_probs)
+        values = scored(dealt, critic.compute_values)
+        dealt = dealt.with_batch(
             batch.adding(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values)
         )
-        mine = scheduled.shard(ranks)[dist.get_rank()]
+        mine = dealt.shard(ranks)[dist.get_rank()]
         metrics = critic.update(mine, step) | actor.update(mine, step, kl_coef=0.1)
         history.append((metrics, old_log_probs, ref_log_probs))
     actor.save(str(target))
     dist.barrier()  # rank 0 writes
     again = ActorWorker(actor_config(target, spec), mesh)
-    now, saved = (scored(scheduled, worker.compute_log_probs) for worker in (actor, again))
+    now, saved = (scored(dealt, worker.compute_log_probs) for worker in (actor, again))
     return history, now, saved
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.data.schedule import schedule
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -17,7 +16,7 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import PROMPTS, RESPONSES, training_batch
+from tests.training_batches import PROMPTS, RESPONSES, scheduled, training_batch
 
 KL_COEF, CLIP, ENTROPY_COEF, TEMPERATURE, VALUE_CLIP = 0.1, 0.2, 0.01, 0.8, 0.2
 LONGEST = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
@@ -26,22 +25,14 @@ ALL = sum(PROMPTS) + sum(RESPONSES)
 
 def gradients(worker, loss, max_tokens):
     """Full gradients by name, of the whole batch as one mini-batch."""
-    scheduled = schedule(
-        training_batch(),
-        num_ranks=dist.get_world_size(),
-        mini_batch_size=8,
-        epochs=1,
-        max_tokens=max_tokens,
-        seed=1,
-        step=1,
-    )
-    mine = scheduled.shard(dist.get_world_size())[dist.get_rank()]
+    ranks = dist.get_world_size()
+    dealt = scheduled(training_batch(), num_ranks=ranks, mini_batch_size=8, max_tokens=max_tokens)
+    (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
     training = Training(worker.model, worker.optimizer, loss, worker.device)
-    (micros,) = mine.mini_batches()
-    training.accumulate_gradients(micros)
+    training.accumulate_gradients(mini)
     full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
     worker.optimizer.adamw.zero_grad()
-    return len(micros), full
+    return len(mini.micros), full
 
 
 def actor_and_critic_gradients(folder, replicas, spec_changes):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.data.schedule import schedule
 from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
@@ -14,15 +13,13 @@ from hybridrl.workers.critic import CriticWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import training_batch
+from tests.training_batches import scheduled, training_batch
 
 
 def my_part(batch):
     ranks = dist.get_world_size()
-    scheduled = schedule(
-        batch, num_ranks=ranks, mini_batch_size=4, epochs=1, max_tokens=30, seed=1, step=1
-    )
-    return scheduled.shard(ranks)[dist.get_rank()]
+    dealt = scheduled(batch, num_ranks=ranks, mini_batch_size=4, max_tokens=30)
+    return dealt.shard(ranks)[dist.get_rank()]
 
 
 def changed(before, after):

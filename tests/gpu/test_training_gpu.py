@@ -6,7 +6,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import DType
-from hybridrl.data.schedule import schedule
 from hybridrl.distributed import attention
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
@@ -15,7 +14,7 @@ from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import training_batch
+from tests.training_batches import scheduled, training_batch
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -112,29 +111,23 @@ def train_step(folder, dtype, replicas, activation_checkpointing):
     actor.kl_coef = 0.1
 
     def mine(batch, mini_batch_size, max_tokens):
-        scheduled = schedule(
-            batch,
-            num_ranks=ranks,
-            mini_batch_size=mini_batch_size,
-            epochs=1,
-            max_tokens=max_tokens,
-            seed=1,
-            step=1,
+        dealt = scheduled(
+            batch, num_ranks=ranks, mini_batch_size=mini_batch_size, max_tokens=max_tokens
         )
-        return scheduled, scheduled.shard(ranks)[dist.get_rank()]
+        return dealt, dealt.shard(ranks)[dist.get_rank()]
 
     grads = []
     for max_tokens in (18, 30, 1000):
         training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device)
-        (micros,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
-        training.accumulate_gradients(micros)
+        (mini,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
+        training.accumulate_gradients(mini)
         named = actor.model.named_parameters()
         grads.append({name: p.grad.full_tensor().cpu() for name, p in named})
         actor.optimizer.adamw.zero_grad()
-    scheduled, part = mine(training_batch(), 4, 30)
+    dealt, part = mine(training_batch(), 4, 30)
     parts = [None] * ranks
     dist.all_gather_object(parts, actor.compute_log_probs(part))
-    batch = scheduled.batch.adding(old_log_probs=scheduled.join(parts))
+    batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
     part = mine(batch, 4, 30)[1]
     return grads, actor.update(part, 1, 0.1) | critic.update(part, 1)
 

@@ -1,19 +1,26 @@
-"""schedule: each response once an epoch, equal counts on ranks, budgets kept, order restored."""
+"""schedule: each response once an epoch, equal counts on ranks, budgets kept, cost balanced."""
+
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.balance import balance
+from hybridrl.data.balance import balance, pack_evenly
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch, schedule
+from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from tests.batches import batch_of
 
 
+def quadratic(tokens: int) -> float:
+    return tokens + 0.01 * tokens**2
+
+
 def scheduled(lengths: list[int], **changes) -> ScheduledBatch:
-    sizes = {"num_ranks": 2, "mini_batch_size": 4, "epochs": 2, "max_tokens": 40}
-    return schedule(batch_of(lengths), seed=1, step=3, **(sizes | changes))
+    sizes = {"num_shards": 2, "mini_batch_size": 4, "epochs": 2, "max_tokens": 40}
+    sizes = UpdateSizes(**(sizes | {"cost": quadratic} | changes))
+    return schedule(batch_of(lengths), sizes, seed=1, step=3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -27,7 +34,7 @@ def scheduled(lengths: list[int], **changes) -> ScheduledBatch:
 def test_what_every_schedule_must_hold(ranks, minis, epochs, budget, data):
     size = 8 * minis
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=size, max_size=size))
-    plan = scheduled(lengths, num_ranks=ranks, mini_batch_size=8, epochs=epochs, max_tokens=budget)
+    plan = scheduled(lengths, num_shards=ranks, mini_batch_size=8, epochs=epochs, max_tokens=budget)
     tokens = plan.batch.num_tokens
     for epoch in range(epochs):
         seen = [i for rank in plan.ranks for mini in rank[epoch] for micro in mini for i in micro]
@@ -35,7 +42,9 @@ def test_what_every_schedule_must_hold(ranks, minis, epochs, budget, data):
         for mini in range(minis):
             per_rank = [rank[epoch][mini] for rank in plan.ranks]
             assert len({len(micros) for micros in per_rank}) == 1
-            assert {sum(map(len, micros)) for micros in per_rank} == {8 // ranks}
+            dealt = [i for micros in per_rank for micro in micros for i in micro]
+            assert len(dealt) == 8
+            assert plan.num_tokens[epoch][mini] == sum(lengths[i] for i in dealt)
             for micro in (micro for micros in per_rank for micro in micros):
                 assert len(micro) == 1 or tokens[micro].sum() <= budget
                 assert micro
@@ -57,7 +66,7 @@ def test_mini_batches_of_a_rank_are_its_micro_batches():
     rank = scheduled([5, 1, 7, 3, 2, 9, 4, 8]).shard(2)[0]
     minis = list(rank.mini_batches())
     assert len(minis) == 2 * 2
-    first = [micro.group_id.tolist() for mini in minis[:2] for micro in mini]
+    first = [micro.group_id.tolist() for mini in minis[:2] for micro in mini.micros]
     assert first == [micro.group_id.tolist() for micro in rank.micro_batches(epoch=0)]
 
 
@@ -83,3 +92,62 @@ def test_balance_hand_worked():
 def test_balance_of_equal_costs_is_even():
     parts = balance(list(range(10)), [1.0] * 10, 3)
     assert sorted(map(len, parts)) == [3, 3, 4]
+
+
+def test_pack_evenly_hand_worked():
+    # 6 to A, 5 to B, 4 to B (5 < 6), 3 to A (6 < 9), 2: both have cost 9, A comes first
+    assert pack_evenly([0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1] * 5, 2, 5) == [[0, 3, 4], [1, 2]]
+
+
+def test_best_fit_where_the_cheapest_bin_runs_out_of_room():
+    # Cheapest first: 4 to A, 3 to B, 3 to B, 2 to A and no room for the last 2. Best fit
+    # decreasing: 4 to A, 3 beside it (full), 3 to B, 2 and 2 beside it (full).
+    sizes = [4, 3, 3, 2, 2]
+    bins = pack_evenly([0, 1, 2, 3, 4], sizes, sizes, 2, 7)
+    assert bins == [[0, 1], [2, 3, 4]]
+
+
+def test_what_cannot_fit_is_told():
+    assert pack_evenly([0, 1, 2], [2, 2, 2], [2, 2, 2], 1, 5) is None
+
+
+def long_tailed(num: int, seed: int) -> list[int]:
+    """Log-normal lengths around 1,000 tokens, at most 8,000: a few long responses, many short."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randn(num, generator=generator).mul(0.8).exp().mul(1000).long()
+    return lengths.clamp(16, 8000).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(ranks, seed):
+    """Ranks meet in every micro-batch: the sum of its largest costs is what an update takes.
+
+    Within 3 % of perfect balance, in as few micro-batches as the budget allows.
+    """
+    lengths = long_tailed(32 * ranks, seed)
+    plan = scheduled(
+        lengths,
+        num_shards=ranks,
+        mini_batch_size=32 * ranks,
+        epochs=1,
+        max_tokens=16384,
+        cost=lambda tokens: tokens + 2.8e-5 * tokens**2,
+    )
+    tokens = plan.batch.num_tokens.tolist()
+
+    def cost(micro):
+        return sum(tokens[i] + 2.8e-5 * tokens[i] ** 2 for i in micro)
+
+    per_rank = [rank[0][0] for rank in plan.ranks]
+    assert len(per_rank[0]) == math.ceil(sum(tokens) / (ranks * 16384))
+    waited_for = sum(max(map(cost, turn)) for turn in zip(*per_rank, strict=True))
+    mean = sum(cost(micro) for micros in per_rank for micro in micros) / ranks
+    assert waited_for / mean < 1.03
+
+
+def test_as_few_micro_batches_as_the_budget_allows():
+    """Twelve responses of 4 tokens, two of them to a budget of 8: three turns of two ranks."""
+    plan = scheduled([2] * 12, mini_batch_size=12, epochs=1, max_tokens=8)
+    assert [len(rank[0][0]) for rank in plan.ranks] == [3, 3]
+    assert all(len(micro) == 2 for rank in plan.ranks for micro in rank[0][0])

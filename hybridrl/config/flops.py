@@ -1,0 +1,39 @@
+"""Floating-point operations of a decoder, as model FLOPs utilisation (MFU) counts them.
+
+A token costs 6 N operations in the weights and 6 L h S in causal attention, forward and backward;
+forward alone is a third. Recomputation does not count.
+
+Symbols: N = parameters   L = layers   h = hidden size   S = mean sequence length
+
+Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, with attention halved,
+because half of a causal score matrix is never computed
+"""
+
+from hybridrl.config.model_shape import ModelShape
+
+# Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
+HOPPER_BF16_PEAK = 989e12
+
+
+def training_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
+    """(6 N + 6 L h S) operations per token: forward and backward of packed sequences.
+
+    Args:
+        shape: the model's.
+        num_tokens: of all sequences, prompts included.
+        num_sequences: S = num_tokens / num_sequences.
+    """
+    if not num_tokens:
+        return 0.0
+    mean_length = num_tokens / num_sequences
+    return num_tokens * (6 * shape.parameters + 6 * shape.layers * shape.hidden * mean_length)
+
+
+def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
+    """(2 N + 2 L h S) operations per token: forward alone."""
+    return training_flops(shape, num_tokens, num_sequences) / 3
+
+
+def sequence_flops(shape: ModelShape, num_tokens: int) -> float:
+    """Forward and backward of one sequence: what its length makes it cost beside others."""
+    return training_flops(shape, num_tokens, num_sequences=1)

@@ -1,0 +1,37 @@
+"""FLOPs of Qwen2.5-1.5B, worked by hand."""
+
+import pytest
+
+from hybridrl.config.flops import forward_flops, sequence_flops, training_flops
+from hybridrl.config.model_shape import ModelShape
+
+SHAPE = ModelShape(
+    kind="qwen2",
+    hidden=1536,
+    intermediate=8960,
+    layers=28,
+    heads=12,
+    kv_heads=2,
+    head_dim=128,
+    vocab=151936,
+    tied=True,
+    attention_bias=True,
+    mlp_bias=False,
+    max_positions=None,
+)
+
+
+def test_qwen2_5_1_5b_at_4096_tokens():
+    # N = 1,543,714,304 (the model card's 1.54 B); 6 * 28 * 1536 * 4096 = 1,056,964,608
+    per_token = 6 * 1_543_714_304 + 1_056_964_608
+    assert training_flops(SHAPE, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token)
+    assert forward_flops(SHAPE, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token / 3)
+
+
+def test_a_long_sequence_costs_more_than_its_parts():
+    whole, halves = sequence_flops(SHAPE, 8192), 2 * sequence_flops(SHAPE, 4096)
+    assert whole - halves == pytest.approx(6 * 28 * 1536 * (8192**2 - 2 * 4096**2))
+
+
+def test_nothing_costs_nothing():
+    assert training_flops(SHAPE, 0, 0) == 0.0
