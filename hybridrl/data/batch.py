@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.balance import balance
-from hybridrl.data.ragged import Ragged, concat
+from hybridrl.data.ragged import Ragged, RowPicker, concat
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,14 @@ class RolloutBatch:
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """The responses `indices`, in that order, with every field they have."""
-        picked = {}
+        picker = RowPicker.of(self.responses.lengths, indices)
+        picked = {"prompts": self.prompts.select(picker.rows)}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Ragged):
-                picked[field.name] = value.select(indices)
-            elif value is not None:
-                picked[field.name] = value[torch.as_tensor(indices, dtype=torch.int64)]
+            if value is None or field.name == "prompts":
+                continue
+            ragged = isinstance(value, Ragged)
+            picked[field.name] = picker.pick(value) if ragged else value[picker.rows]
         return RolloutBatch(**picked)
 
     def adding(self, **new: Ragged) -> "RolloutBatch":
