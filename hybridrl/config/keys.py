@@ -21,7 +21,7 @@ def similar_keys(key: str, known: Collection[str]) -> list[str]:
     """Up to three of the known keys that `key` may have been meant to be, likeliest first."""
     parent, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
+    near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=2, cutoff=0.65)]
     near += difflib.get_close_matches(key, known, n=2, cutoff=0.8)
     near += sorted(k for k in known if k.rpartition(".")[2] == name)
     return list(dict.fromkeys(near))[:3]
