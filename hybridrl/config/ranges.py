@@ -59,10 +59,13 @@ _OPTIM = {
 
 RANGES: dict[str, Range] = {
     "seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
+    "model.seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
     "data.num_eval_problems": _count("null scores all of them"),
     "data.prompts_per_step": _count("a step needs prompts"),
     "fsdp.dp_shard": _count("it counts ranks"),
     "fsdp.dp_replicate": _count("it counts copies; 1 means no replication"),
+    "fsdp.tensor_parallel_size": _count("1 means no tensor parallelism"),
+    "fsdp.tensor_parallel_size": _count("1 means no tensor parallelism"),
     "fsdp.ulysses_size": _count("1 means that no sequence is split"),
     "cluster.nodes": _count("a run needs a machine"),
     "cluster.gpus_per_node": _count("a node needs a process; null takes what is there"),
