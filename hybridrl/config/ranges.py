@@ -65,7 +65,6 @@ RANGES: dict[str, Range] = {
     "fsdp.dp_shard": _count("it counts ranks"),
     "fsdp.dp_replicate": _count("it counts copies; 1 means no replication"),
     "fsdp.tensor_parallel_size": _count("1 means no tensor parallelism"),
-    "fsdp.tensor_parallel_size": _count("1 means no tensor parallelism"),
     "fsdp.ulysses_size": _count("1 means that no sequence is split"),
     "cluster.nodes": _count("a run needs a machine"),
     "cluster.gpus_per_node": _count("a node needs a process; null takes what is there"),
