@@ -73,6 +73,12 @@ class Actor:
     def named_shards(self) -> list[Any]:
         return named_shards(self._policy)
 
+    def begin(self) -> None:
+        """Its weights never leave the device."""
+
+    def rest(self) -> None:
+        """So there is nothing to let go."""
+
     @torch.no_grad()
     def take_weights(self, folder: Path) -> None:
         for own, other in zip(self.named_shards(), named_shards(self._load(folder)), strict=True):

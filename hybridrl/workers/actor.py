@@ -14,6 +14,7 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.export import write_hf_folder
 from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
+from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import pack
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import resolve_model
@@ -42,7 +43,10 @@ class ActorWorker(ModelWorker):
         self.model = load_sharded_policy(
             config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
         )
-        self.optimizer = Optimizer(self.model, config.optim, config.total_steps)
+        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+        self.optimizer = Optimizer(
+            self.model, config.optim, config.total_steps, config.fsdp.offload
+        )
         self.kl_coef = 0.0
 
     @on_all_ranks(Dispatch.SHARD_DP)
@@ -66,14 +70,16 @@ class ActorWorker(ModelWorker):
             step: training step, counted from 1; it sets the learning rate.
             kl_coef: weight of the KL penalty in the loss; 0 if it acts elsewhere or not at all.
         """
+        self.begin()
         self.kl_coef = kl_coef
         lr = self.optimizer.set_step(step)
         training = Training(self.model, self.optimizer, self.policy_loss, self.device)
-        for index, mini in enumerate(batch.mini_batches()):
-            training.take_step(mini)
-            # A loss of a subclass may not report it.
-            if index == 0 and "log_ratio_max" in training.maxima:
-                training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
+        with self.optimizer.on_device():
+            for index, mini in enumerate(batch.mini_batches()):
+                training.take_step(mini)
+                # A loss of a subclass may not report it.
+                if index == 0 and "log_ratio_max" in training.maxima:
+                    training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
         return {f"actor/{name}": value for name, value in training.report().items()} | {
             "actor/lr": lr
         }
@@ -145,6 +151,7 @@ class ActorWorker(ModelWorker):
 
         float32, as trained. The folder appears under its name when it is complete.
         """
+        self.begin()
         weights = full_state_dict(self.model)
         if dist.get_rank() == 0:
             write_hf_folder(weights, resolve_model(self.config.model.path), Path(folder))

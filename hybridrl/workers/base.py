@@ -32,5 +32,8 @@ class Worker:
     def connect(self, roles: dict[str, "Worker"]) -> None:
         """See the process's other roles by name, once all are built; does nothing by default."""
 
+    def rest(self) -> None:
+        """Leave the device to another role, as far as fsdp.offload says; nothing by default."""
+
     def close(self) -> None:
         """Free what would outlive the process, such as shared memory; nothing by default."""

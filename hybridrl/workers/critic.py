@@ -9,6 +9,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
+from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import pack
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
@@ -29,7 +30,10 @@ class CriticWorker(ModelWorker):
     def __init__(self, config: CriticConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.seed)
-        self.optimizer = Optimizer(self.model, config.optim, config.total_steps)
+        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+        self.optimizer = Optimizer(
+            self.model, config.optim, config.total_steps, config.fsdp.offload
+        )
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_values(self, batch: RankBatch) -> Ragged:
@@ -47,10 +51,12 @@ class CriticWorker(ModelWorker):
             batch: this rank's responses, with values and returns.
             step: training step, counted from 1; it sets the learning rate.
         """
+        self.begin()
         lr = self.optimizer.set_step(step)
         training = Training(self.model, self.optimizer, self.value_loss, self.device)
-        for mini in batch.mini_batches():
-            training.take_step(mini)
+        with self.optimizer.on_device():
+            for mini in batch.mini_batches():
+                training.take_step(mini)
         report = training.report()
         report["explained_variance"] = explained_variance(
             *(report.pop(moment) for moment in ("returns", "returns_2", "errors", "errors_2"))

@@ -1,6 +1,6 @@
 """What actor, critic and reference share: a sharded model on the rank's device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import reshard
 from hybridrl.distributed.mesh import device_of
+from hybridrl.distributed.offload import Offloadable
 from hybridrl.workers.base import Worker
 
 
@@ -24,10 +25,29 @@ class ModelWorker(Worker):
     """
 
     model: nn.Module
+    weights: Offloadable
 
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.device = device_of(mesh)
+        self.others: Iterable[Worker] = ()
+
+    def connect(self, roles: dict[str, Worker]) -> None:
+        """Know the roles to which this one takes turns on the device."""
+        self.others = [role for role in roles.values() if role is not self]
+
+    def begin(self) -> None:
+        """Have this role's weights on the device, and the other roles' off it under idle_all.
+
+        Weights stay until another role begins: between phases of one role nothing moves.
+        """
+        for other in self.others:
+            other.rest()
+        self.weights.wait()
+
+    def rest(self) -> None:
+        """Let the weights idle in host memory under idle_all."""
+        self.weights.offload()
 
     def on_device(self, values: Ragged | None) -> Tensor:
         """The flat values of a field of the batch, which must be there, on the rank's device."""
@@ -43,6 +63,7 @@ class ModelWorker(Worker):
         Rows stand in the order of the micro-batches. A forward without backward leaves the
         root's weights gathered, hence they are sharded again at the end.
         """
+        self.begin()
         result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro).cpu()))
         reshard(self.model)
         return result

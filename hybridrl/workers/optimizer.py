@@ -1,13 +1,16 @@
 """AdamW, its learning rate as a function of the step, and the clipped step itself."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from hybridrl.config.schema import LRSchedule, OptimConfig
+from hybridrl.config.schema import LRSchedule, Offload, OptimConfig
+from hybridrl.distributed.offload import offloadable_moments
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -42,9 +45,12 @@ class Optimizer:
         model: its parameters are trained.
         config: AdamW's settings, clipping and schedule.
         total_steps: length of the run.
+        offload: where the moments lie outside `on_device`.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, total_steps: int, offload: Offload
+    ) -> None:
         self.config = config
         self.total_steps = total_steps
         self.parameters = list(model.parameters())
@@ -56,6 +62,14 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.moments = offloadable_moments(self.adamw, offload, self.parameters[0].device)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the moments come while the first gradient is computed, and go at the end."""
+        self.moments.onload()
+        yield
+        self.moments.offload()
 
     def set_step(self, step: int) -> float:
         """Use the learning rate of training step `step`, counted from 1; return it."""
@@ -75,6 +89,7 @@ class Optimizer:
         norm = clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(grad_norm):
+            self.moments.wait()
             self.adamw.step()
         self.adamw.zero_grad()
         return grad_norm

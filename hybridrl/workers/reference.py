@@ -9,6 +9,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.log_probs import Entropy
+from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import pack
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
@@ -25,6 +26,7 @@ class ReferenceWorker(ModelWorker):
         self.model = load_sharded_policy(
             config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
         )
+        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:

@@ -45,7 +45,9 @@ class RolloutWorker(Worker):
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan how the actor's shards reach this engine."""
-        shards = roles["actor"].named_shards()
+        self.actor = roles["actor"]
+        self.others = [role for role in roles.values() if role is not self]
+        shards = self.actor.named_shards()
         trace = self.engine.trace([(shard.name, shard.shape) for shard in shards])
         dtype = getattr(torch, self.config.dtype.value)
         destination = Destination(trace, self.engine.tensors(), self.engine.load, dtype)
@@ -66,11 +68,14 @@ class RolloutWorker(Worker):
         """
         start = time.perf_counter()
         self.weight_version = None
+        self.actor.begin()
         self.engine.wake(EnginePart.WEIGHTS)
         self.engine.check()
         metrics = self.resharder.move()
         if self.config.verify_reshard:
             metrics |= self.resharder.verify(version)
+        for role in self.others:
+            role.rest()
         self.engine.wake(EnginePart.KV_CACHE)
         self.weight_version = version
         return metrics | {"total_s": time.perf_counter() - start}

@@ -1,0 +1,196 @@
+"""Tensors that lie on the device while they are used, and in pinned host memory while they are not.
+
+`fsdp.offload` is one schedule for every role: AdamW's moments are on the device during that role's
+update only (idle_optimizer), and so are the weights of whichever role is not at work (idle_all).
+
+A tensor keeps its storage object all the time; while its content lies on the host, that storage
+has size 0. Whoever holds the tensor or a view of it (FSDP2, AdamW, a reshard) therefore finds it
+again after `onload`, at an address that may be another one.
+
+    onload    allocate; copy host -> device on a side stream       wait   the compute stream waits
+    offload   copy device -> host on the side stream; release: the allocator gives the memory to
+              others once that copy is done, so it runs behind what the device computes next
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.config.schema import Offload
+
+# The pinned allocator rounds every request up to a power of two: pieces that are powers of two
+# lose nothing, and the largest size bounds what a growing buffer must find at once.
+LARGEST_PIECE, SMALLEST_PIECE = 1 << 28, 1 << 20
+# Where a storage begins in the buffer: copies from unaligned addresses are slow.
+ALIGNMENT = 512
+
+
+class Offloadable:
+    """Tensors that move to host memory and back together.
+
+    The host memory is allocated at the first `offload`, page-locked where the device is a GPU, and
+    kept; it has the tensors' bytes, rounded up to a MiB. Without a GPU the same moves are made
+    between ordinary memory. Calls must come from the stream that uses the tensors.
+
+    Args:
+        tensors: the tensors as they are when asked, always in the same order; DTensors stand for
+            their local parts. Several may share a storage.
+        device: where they are used.
+        moves: whether the schedule moves them at all; if not, every method does nothing.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, *, moves: bool
+    ) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._moves = moves
+        self._stream = torch.cuda.Stream(device) if moves and device.type == "cuda" else None
+        self._arrival: torch.cuda.Event | None = None
+        self._host = HostBuffer(pinned=device.type == "cuda")
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensors lie on the host now, so that nothing may read them."""
+        return bool(self._away)
+
+    def onload(self) -> None:
+        """Begin to bring the tensors back; before they are used, call `wait`."""
+        if not self._away:
+            return
+        for storage, size in self._away:
+            storage.resize_(size)
+        with self._after_compute():
+            for on_device, on_host in self._pairs(self._away):
+                on_device.copy_(on_host, non_blocking=True)
+        if self._stream is not None:
+            self._arrival = self._stream.record_event()
+        self._away = []
+
+    def wait(self) -> None:
+        """Let the current stream wait for what `onload` began; bring the tensors if it did not."""
+        self.onload()
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
+            self._arrival = None
+
+    def offload(self) -> None:
+        """Copy the tensors to the host and release their device memory; does not wait for it."""
+        if not self._moves or self._away:
+            return
+        self.wait()
+        storages = list(_storages(self._tensors()))
+        self._host.grow(sum(_aligned(size) for _, size in storages))
+        with self._after_compute():
+            for on_device, on_host in self._pairs(storages):
+                on_host.copy_(on_device, non_blocking=True)
+                if self._stream is not None:
+                    on_device.record_stream(self._stream)
+        for storage, _ in storages:
+            storage.resize_(0)
+        self._away = storages
+
+    def _after_compute(self) -> AbstractContextManager[object]:
+        """Work in here follows, on the side stream, what the current stream has been given."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _pairs(
+        self, storages: Iterable[tuple[torch.UntypedStorage, int]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes on the device and their place on the host, piece by piece."""
+        start = 0
+        for storage, size in storages:
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            on_device.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]
+            done = 0
+            for on_host in self._host.slices(start, size):
+                yield on_device[done : done + len(on_host)], on_host
+                done += len(on_host)
+            start += _aligned(size)
+
+
+class HostBuffer:
+    """Host memory that grows, in pieces whose sizes are powers of two.
+
+    Args:
+        pinned: page-lock it, which asynchronous copies from and to a GPU need.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._pieces: list[Tensor] = []
+
+    def grow(self, size: int) -> None:
+        """Have at least `size` bytes; what is in them stays."""
+        missing = size - sum(map(len, self._pieces))
+        piece = LARGEST_PIECE
+        while missing > 0:
+            while piece > SMALLEST_PIECE and piece > missing:
+                piece //= 2
+            self._pieces.append(torch.empty(piece, dtype=torch.uint8, pin_memory=self._pinned))
+            missing -= piece
+
+    def slices(self, start: int, size: int) -> Iterator[Tensor]:
+        """Bytes [start, start + size) as views of one piece after the other."""
+        for piece in self._pieces:
+            if size > 0 and start < len(piece):
+                view = piece[start : start + size]
+                yield view
+                size -= len(view)
+            start = max(start - len(piece), 0)
+        assert size == 0, "the host buffer is too small"
+
+
+def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device) -> Offloadable:
+    """A role's sharded weights, which idle on the host under idle_all.
+
+    A forward of the root brings them by itself, before FSDP2 gathers them.
+
+    Args:
+        root: an FSDP2 root, sharded.
+        schedule: fsdp.offload.
+        device: of the root.
+    """
+    parameters = list(root.parameters())
+    weights = Offloadable(lambda: parameters, device, moves=schedule is Offload.idle_all)
+    if schedule is Offload.idle_all:
+        root.register_forward_pre_hook(lambda module, args: weights.wait(), prepend=True)
+    return weights
+
+
+def offloadable_moments(
+    adamw: torch.optim.Optimizer, schedule: Offload, device: torch.device
+) -> Offloadable:
+    """AdamW's two moments, which idle on the host unless `schedule` is none.
+
+    AdamW makes them at its first step, on the device. Step counts stay there.
+    """
+
+    def moments() -> Iterator[Tensor]:
+        for state in adamw.state.values():
+            yield from (state["exp_avg"], state["exp_avg_sq"])
+
+    return Offloadable(moments, device, moves=schedule is not Offload.none)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
+    """Each storage under the tensors once, and its bytes; those of a shard without rows too."""
+    seen = set()
+    for tensor in tensors:
+        plain = tensor.detach()
+        local = plain.to_local() if isinstance(plain, DTensor) else plain
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage, storage.nbytes()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,179 @@
+"""fsdp.offload: the same bits under every schedule, and storage that is really given back.
+
+Without a GPU the moves are made between ordinary memory; storages are released and refilled all
+the same.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl.config.schema import Offload
+from hybridrl.distributed.fsdp import full_state_dict
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.offload import HostBuffer, Offloadable
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.reference import ReferenceWorker
+from tests.distributed.launch import run_on_ranks
+from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
+from tests.tiny_hf import tiny_folder
+from tests.training_batches import scheduled, training_batch
+
+# Phases of a step in the trainer's order; "reshard" stands for reading the actor's shards.
+PHASES = ("reshard", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
+
+
+def shard_bytes(worker):
+    """Bytes of the storages under a worker's weights, FSDP2's padding included."""
+    locals_ = (p.detach().to_local() for p in worker.weights._tensors())
+    return sum(local.untyped_storage().nbytes() for local in locals_)
+
+
+def moment_bytes(worker):
+    return sum(
+        state[name].to_local().untyped_storage().nbytes()
+        for state in worker.optimizer.adamw.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def part_of(step):
+    ranks = dist.get_world_size()
+    dealt = scheduled(
+        training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30, step=step
+    )
+    return dealt.shard(ranks)[dist.get_rank()]
+
+
+def run_phase(phase, roles, step):
+    """Do what the controller would ask for; return what came of it."""
+    if phase == "reshard":
+        roles["actor"].begin()
+        shards = {shard.name: shard.local().clone() for shard in roles["actor"].named_shards()}
+        for role in roles.values():
+            role.rest()
+        return shards
+    if phase == "old_log_probs":
+        return roles["actor"].compute_log_probs(part_of(step)).values
+    if phase == "ref_log_probs":
+        return roles["ref"].compute_log_probs(part_of(step)).values
+    if phase == "values":
+        return roles["critic"].compute_values(part_of(step)).values
+    if phase == "update_critic":
+        return roles["critic"].update(part_of(step), step)
+    return roles["actor"].update(part_of(step), step, kl_coef=0.1)
+
+
+def two_steps(folder, offload):
+    """Everything two steps produce, and after each phase the bytes left on the device by role."""
+    spec = fsdp_config(dp_shard=dist.get_world_size(), offload=offload)
+    mesh = build_mesh(spec, "cpu")
+    roles = {
+        "actor": ActorWorker(actor_config(folder, spec), mesh),
+        "critic": CriticWorker(critic_config(folder, spec), mesh),
+        "ref": ReferenceWorker(reference_config(folder, spec), mesh),
+    }
+    for role in roles.values():
+        role.connect(roles)
+    results, weights, moments = [], [], []
+    for step in (1, 2):
+        for phase in PHASES:
+            results.append(run_phase(phase, roles, step))
+            weights.append({name: shard_bytes(role) for name, role in roles.items()})
+            moments.append({name: moment_bytes(roles[name]) for name in ("actor", "critic")})
+    roles["actor"].begin()
+    results.append(full_state_dict(roles["actor"].model))
+    return results, weights, moments
+
+
+def every_schedule(folder):
+    return {offload: two_steps(folder, offload) for offload in Offload}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Llama's vocabulary of 67 leaves rank 1 with fewer rows than rank 0: padded storages."""
+    folder = tiny_folder("llama", tmp_path_factory.mktemp("offload") / "llama")
+    by_rank = run_on_ranks(every_schedule, 2, folder)
+    return {offload: [of_rank[offload] for of_rank in by_rank] for offload in Offload}
+
+
+@pytest.mark.parametrize("offload", [Offload.idle_optimizer, Offload.idle_all])
+def test_results_are_those_without_offload_bit_for_bit(runs, offload):
+    for (found, _, _), (wanted, _, _) in zip(runs[offload], runs[Offload.none], strict=True):
+        assert len(found) == len(wanted) == 13
+        for one, other in zip(found, wanted, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other)
+            else:
+                assert one.keys() == other.keys()
+                assert all(
+                    torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one
+                )
+
+
+def test_weights_idle_unless_their_role_was_last(runs):
+    """After `reshard` nobody's are left for the rollout; later those of the phase's own role."""
+    owners = ["", "actor", "ref", "critic", "critic", "actor"] * 2
+    for _, weights, _ in runs[Offload.idle_all]:
+        present = ["".join(n for n, size in left.items() if size) for left in weights]
+        assert present == owners
+    for offload in (Offload.none, Offload.idle_optimizer):
+        for _, weights, _ in runs[offload]:
+            assert all(all(left.values()) and left == weights[0] for left in weights)
+
+
+def test_moments_are_left_on_the_device_under_none_alone(runs):
+    for _, weights, moments in runs[Offload.none]:
+        # two moments of the shard's own bytes; FSDP2 pads weights, AdamW's moments are not padded
+        assert 0 < moments[-1]["actor"] <= 2 * weights[-1]["actor"]
+    for offload in (Offload.idle_optimizer, Offload.idle_all):
+        for _, _, moments in runs[offload]:
+            assert all(left == {"actor": 0, "critic": 0} for left in moments)
+
+
+def test_a_forward_brings_weights_that_are_away(tmp_path):
+    """A method of a user's subclass that forgets to say so gets the right weights all the same."""
+    folder = tiny_folder("qwen2", tmp_path / "qwen2")
+    ((before, away, after),) = run_on_ranks(forward_while_away, 1, folder)
+    assert away == 0
+    assert torch.equal(before, after)
+
+
+def forward_while_away(folder):
+    spec = fsdp_config(dp_shard=1, offload=Offload.idle_all)
+    worker = ReferenceWorker(reference_config(folder, spec), build_mesh(spec, "cpu"))
+    micro = next(iter(part_of(1).micro_batches(0)))
+    with torch.no_grad():
+        before = worker.forward(micro)
+        worker.rest()
+        away = shard_bytes(worker)
+        return before, away, worker.forward(micro)
+
+
+def test_views_and_shared_storages_survive():
+    """Sizes that straddle pieces of the host buffer, an empty tensor, two views of one storage."""
+    whole = [torch.randn(size) for size in (700_000, 3, 0, 1_000_001)]
+    views = [whole[0][5:], whole[0][:5], whole[1], whole[2], whole[3].view(-1, 1)]
+    expected = [view.clone() for view in views]
+    moved = Offloadable(lambda: views, torch.device("cpu"), moves=True)
+    for _ in range(2):
+        moved.offload()
+        assert moved.is_away
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in whole)
+        moved.wait()
+        assert all(map(torch.equal, views, expected))
+        whole[3][7] = expected[4][7] = -1.0
+
+
+def test_host_memory_is_what_was_asked_for_and_stays():
+    """Pieces are powers of two and, but for the last MiB, no more than needed."""
+    buffer = HostBuffer(pinned=False)
+    buffer.grow((5 << 20) + 1)
+    assert [len(piece) for piece in buffer._pieces] == [4 << 20, 1 << 20, 1 << 20]
+    next(buffer.slices(0, 1)).fill_(7)
+    buffer.grow(600 << 20)
+    assert sum(map(len, buffer._pieces)) == 600 << 20
+    assert max(map(len, buffer._pieces)) == 256 << 20
+    assert int(next(buffer.slices(0, 1))) == 7
