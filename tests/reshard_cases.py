@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
+from hybridrl.config.schema import DType, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
@@ -21,7 +21,7 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.reshard.engine import Resharder
 from hybridrl.rollout import compat
 from hybridrl.workers.rollout import RolloutWorker
-from tests.role_configs import fsdp_config
+from tests.role_configs import fsdp_config, model_config
 
 SIZES = {
     "vocab_size": 501,  # odd: uneven shards, and padding in vLLM
@@ -65,9 +65,7 @@ class Actor:
 
     def __init__(self, folder: Path, mesh: Any) -> None:
         spec = fsdp_config(mesh["dp_shard"].size(), mesh["dp_replicate"].size())
-        self._load = lambda path: load_sharded_policy(
-            ModelConfig(path=str(path), init=Init.pretrained), spec, mesh, 64
-        )
+        self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64)
         self._policy = self._load(folder)
 
     def named_shards(self) -> list[Any]:
@@ -100,7 +98,7 @@ def write_folders(root: Path, models: list[str]) -> None:
 def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.rollout.RolloutWorker",
-        "model": ModelConfig(path=str(folder), init=Init.pretrained),
+        "model": model_config(folder),
         "seed": 5,
         "tensor_parallel_size": case.tp,
         "responses_per_prompt": 2,

@@ -22,6 +22,10 @@ from hybridrl.config.schema import (
 )
 
 
+def model_config(folder: Path | str, init: Init = Init.pretrained, seed: int = 0) -> ModelConfig:
+    return ModelConfig(path=str(folder), init=init, seed=seed)
+
+
 def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPConfig:
     values: dict[str, Any] = {
         "reshard_after_forward": True,
@@ -30,6 +34,7 @@ def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPCon
         "activation_checkpointing": False,
         "layout": Layout.aligned,
         "tensor_parallel_size": 1,
+        "columns": None,
         "ulysses_size": 1,
         "offload": Offload.none,
         "compile": False,
@@ -53,7 +58,7 @@ def optim_config(lr: float = 1e-3) -> OptimConfig:
 def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.actor.ActorWorker",
-        "model": ModelConfig(path=str(folder), init=Init.pretrained),
+        "model": model_config(folder),
         "fsdp": fsdp,
         "kl": KLConfig(
             placement=KLPlacement.loss,
@@ -79,7 +84,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
 def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.critic.CriticWorker",
-        "model": ModelConfig(path=str(folder), init=Init.pretrained),
+        "model": model_config(folder),
         "fsdp": fsdp,
         "total_steps": 10,
         "seed": 3,
@@ -92,7 +97,7 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
 def reference_config(folder: Path, fsdp: FSDPConfig) -> ReferenceConfig:
     return ReferenceConfig(
         worker="hybridrl.workers.reference.ReferenceWorker",
-        model=ModelConfig(path=str(folder), init=Init.pretrained),
+        model=model_config(folder),
         fsdp=fsdp,
         temperature=0.8,
         log_prob_chunk_tokens=7,

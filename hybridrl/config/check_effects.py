@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.given import Given, Source
-from hybridrl.config.schema import Accelerator, KLSchedule, LRSchedule, RunConfig
+from hybridrl.config.layout import is_nested
+from hybridrl.config.schema import Accelerator, Init, KLSchedule, Layout, LRSchedule, RunConfig
 
 
 class Idle(NamedTuple):
@@ -71,10 +72,36 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             "hardware = cpu",
             "set rollout.kv_cache_mb, the KV cache's size",
         )
+    yield from _idle_layout(config)
+    if config.model.init is Init.pretrained:
+        yield Idle(
+            ("model.seed",),
+            "model.init",
+            "model.init = pretrained",
+            "set model.init=random",
+        )
     if config.data.train_files is not None:
         yield Idle(
             ("data.name",),
             "data.train_files",
             "data.train_files given",
             "remove data.train_files",
+        )
+
+
+def _idle_layout(config: RunConfig) -> Iterator[Idle]:
+    """What nothing reads where shards cannot, or are not to, lie in tensor-parallel slices."""
+    tp, dp_shard = config.rollout.tensor_parallel_size, config.fsdp.dp_shard
+    if dp_shard is None:  # its own problem has been reported
+        return
+    if config.fsdp.layout is Layout.plain and tp > 1:
+        yield Idle(
+            ("fsdp.columns",), "fsdp.layout", "fsdp.layout = plain", "set fsdp.layout=aligned"
+        )
+    elif not is_nested(config.fsdp):
+        yield Idle(
+            ("fsdp.layout", "fsdp.columns"),
+            "rollout.tensor_parallel_size",
+            f"rollout.tensor_parallel_size = {tp}",
+            f"set it to a divisor above 1 of fsdp.dp_shard = {dp_shard}",
         )

@@ -61,7 +61,7 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
-    """How FSDP shards lie (distributed/layout.py)."""
+    """How FSDP shards lie (config/layout.py, distributed/layout.py)."""
 
     aligned = "aligned"
     plain = "plain"
@@ -112,6 +112,7 @@ class ModelConfig:
 
     path: str
     init: Init
+    seed: int
 
 
 @dataclass(kw_only=True)
@@ -131,7 +132,10 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class FSDPConfig:
-    """conf/fsdp: the one sharding spec. dp_shard may be null before it is resolved."""
+    """conf/fsdp: the one sharding spec.
+
+    dp_shard may be null before it is resolved, columns until the rollout engine has been traced.
+    """
 
     dp_shard: int | None
     dp_replicate: int
@@ -141,6 +145,7 @@ class FSDPConfig:
     activation_checkpointing: bool
     layout: Layout
     tensor_parallel_size: int
+    columns: list[str] | None
     ulysses_size: int
     offload: Offload
     compile: bool

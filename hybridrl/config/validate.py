@@ -13,6 +13,7 @@ from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
+from hybridrl.config.layout import layout_problems
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import memory_problems
 from hybridrl.config.model_shape import ModelShape
@@ -39,6 +40,7 @@ MEMORY = (
 CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]], ...] = (
     (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
     (sizes.engine_problems, (*RANKS, TP)),
+    (layout_problems, (TP, "fsdp.tensor_parallel_size")),
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
     (sizes.mini_batch_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
     (sizes.mini_batch_rank_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
@@ -80,6 +82,10 @@ EFFECT_NEEDS = (
     "critic.optim.schedule",
     "hardware.accelerator",
     "data.train_files",
+    "model.init",
+    "fsdp.dp_shard",
+    "fsdp.layout",
+    "fsdp.tensor_parallel_size",
 )
 
 

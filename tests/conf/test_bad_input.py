@@ -75,6 +75,25 @@ ONE_PROBLEM = [
     ),
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
     (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
+    (["model.seed=3"], ["model.seed", "no effect", "set model.init=random"]),
+    (["fsdp.layout=plain"], ["fsdp.layout", "no effect", "tensor_parallel_size = 1"]),
+    (
+        [
+            "cluster.gpus_per_node=2",
+            "rollout.tensor_parallel_size=2",
+            "fsdp.layout=plain",
+            "fsdp.columns=[a]",
+        ],
+        ["fsdp.columns", "no effect", "fsdp.layout = plain"],
+    ),
+    (
+        ["cluster.gpus_per_node=2", "fsdp.tensor_parallel_size=2"],
+        ["fsdp.tensor_parallel_size = 2", "which is 1", "set rollout.tensor_parallel_size"],
+    ),
+    (
+        ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2", "fsdp.columns=3"],
+        ["fsdp.columns = 3", "a list such as [a, b] or null"],
+    ),
     (["critic.optim.min_lr_ratio=0.1"], ["critic.optim.min_lr_ratio", "schedule = constant"]),
     (["tracking.mlflow_uri=http://x"], ["tracking.mlflow_uri", "pip install mlflow"]),
     (["actor.worker=nowhere.MyActor"], ["actor.worker = nowhere.MyActor", "importing nowhere"]),

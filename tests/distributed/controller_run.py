@@ -40,6 +40,7 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
             activation_checkpointing=False,
             layout=Layout.aligned,
             tensor_parallel_size=engine,
+            columns=None,
             ulysses_size=1,
             offload=Offload.none,
             compile=False,

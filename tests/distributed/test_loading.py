@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.config.schema import Init, ModelConfig
 from hybridrl.distributed.export import write_hf_folder
 from hybridrl.distributed.fsdp import (
     full_state_dict,
@@ -20,7 +19,7 @@ from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.packing import pack
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import fsdp_config
+from tests.role_configs import fsdp_config, model_config
 from tests.tiny_hf import CONFIGS, tiny_folder
 from tests.training_batches import training_batch
 
@@ -33,9 +32,7 @@ def load_and_look(folders, target):
     mesh = build_mesh(spec, "cpu")
     seen = {}
     for name, folder in folders.items():
-        policy = load_sharded_policy(
-            ModelConfig(path=str(folder), init=Init.pretrained), spec, mesh, chunk_tokens=7
-        )
+        policy = load_sharded_policy(model_config(folder), spec, mesh, chunk_tokens=7)
         before = named_shards(policy)
         with torch.no_grad():
             packed = pack(training_batch(), device_of(mesh))
@@ -52,9 +49,7 @@ def load_and_look(folders, target):
             "full": full,
             "log_probs": log_probs,
         }
-    critic = load_sharded_critic(
-        ModelConfig(path=str(folders["qwen2"]), init=Init.pretrained), spec, mesh, seed=3
-    )
+    critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
     head = {name: p.detach().full_tensor() for name, p in critic.head.named_parameters()}
     backbone = {name: p.detach().full_tensor() for name, p in critic.backbone.named_parameters()}
     return seen, head, backbone
