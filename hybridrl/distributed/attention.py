@@ -18,8 +18,6 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from hybridrl.data.ragged import mask_of
-
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hybridrl_packed"
@@ -66,15 +64,13 @@ def packed_attention(
     changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None or kwargs.get("dropout") or changed:
         raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
-    attend = _varlen if _has_kernel(query) else _padded
-    if query.is_cuda and attend is _padded:
-        _warn_of_padding(query.dtype, query.shape[-1])
+    attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     output = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         kwargs["cu_seq_lens_q"],
-        int(kwargs["max_length_q"]),
+        kwargs["max_length_q"],
         scaling,
         kwargs.get("sliding_window"),
     )
@@ -82,22 +78,21 @@ def packed_attention(
 
 
 @functools.cache
-def _warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
+def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
     """Say once that the fast kernel does not take these tensors, and what that costs."""
     logger.warning(
         "attention pads: FlashAttention takes bfloat16 and head sizes that are multiples of 8 up "
-        "to 256, not %s with head size %d. Every layer computes pad tokens and waits for the "
-        "device; set fsdp.param_dtype=bfloat16 if the model allows",
+        "to 256, not %s with head size %d. Every layer computes pad tokens; set "
+        "fsdp.param_dtype=bfloat16 if the model allows",
         dtype,
         head_size,
     )
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Whether FlashAttention, which is what varlen_attn runs, takes these tensors."""
-    head_size = query.shape[-1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and head_size % 8 == 0 and head_size <= 256
+def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether FlashAttention, which is what varlen_attn runs, takes such tensors."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and head_size % 8 == 0 and head_size <= 256
 
 
 def _varlen(
@@ -144,12 +139,14 @@ def _padded(
 
     Padding stands right of each sequence, where causal attention never looks.
     """
-    is_token = mask_of(cu_seq_lens.diff(), max_length)
+    num_sequences = cu_seq_lens.shape[0] - 1
+    position = torch.arange(query.shape[0], device=query.device)
+    sequence = torch.bucketize(position, cu_seq_lens[1:], right=True)
+    slot = sequence * max_length + position - cu_seq_lens[sequence]
 
     def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(*is_token.shape, *x.shape[1:])
-        padded[is_token] = x
-        return padded.transpose(1, 2)
+        padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, slot, x)
+        return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)
 
     window = None
     if sliding_window is not None and sliding_window < max_length:
@@ -164,4 +161,4 @@ def _padded(
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return output.transpose(1, 2)[is_token]
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, slot)

@@ -22,6 +22,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.compiling import compile_layer
+from hybridrl.distributed.log_probs import KeptLogits
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
@@ -45,13 +47,14 @@ def load_sharded_policy(
         model: what to load.
         fsdp: the sharding spec.
         mesh: the training mesh.
-        chunk_tokens: tokens whose logits exist at one time.
+        chunk_tokens: tokens whose logits are computed at one time.
 
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.
     """
     folder = resolve_model(model.path)
-    root = TokenLogProbs(_empty_model(AutoModelForCausalLM, folder), chunk_tokens)
+    keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
+    root = TokenLogProbs(_empty_model(AutoModelForCausalLM, folder), chunk_tokens, keep)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
     _fill(root, mesh, lambda: _read_weights(AutoModelForCausalLM, folder, prefix="lm."))
     return root.eval()
@@ -172,6 +175,8 @@ def _shard(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
     for layer in layers:
+        if fsdp.compile:
+            compile_layer(layer)
         if fsdp.activation_checkpointing:
             _checkpoint_activations(layer)
         fully_shard(

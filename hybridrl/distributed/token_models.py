@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs, token_log_probs
+from hybridrl.distributed.attention import has_kernel, warn_of_padding
+from hybridrl.distributed.log_probs import Entropy, KeptLogits, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.packing import Packed
 
 
@@ -18,13 +19,16 @@ class TokenLogProbs(nn.Module):
 
     Args:
         lm: the model; its attention must be "hybridrl_packed".
-        chunk_tokens: tokens whose logits exist at one time.
+        chunk_tokens: tokens whose logits are computed at one time.
+        keep: whether backward recomputes the logits.
     """
 
-    def __init__(self, lm: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, keep: KeptLogits) -> None:
         super().__init__()
+        assert lm.get_output_embeddings().bias is None, "a head with bias is not known"
         self.lm = lm
         self.chunk_tokens = chunk_tokens
+        self.keep = keep
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
         """Log-probs (and entropies) of packed.response_ids, [R] float32, nats."""
@@ -32,10 +36,11 @@ class TokenLogProbs(nn.Module):
         return token_log_probs(
             hidden,
             packed.response_ids,
-            self.lm.get_output_embeddings(),
+            self.lm.get_output_embeddings().weight,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
+            keep=self.keep,
         )
 
 
@@ -78,4 +83,8 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         max_length_q=packed.max_length,
         max_length_k=packed.max_length,
     )
-    return output.last_hidden_state[0].index_select(0, packed.state_index)
+    hidden = output.last_hidden_state[0]
+    head_size = backbone.layers[0].self_attn.head_dim
+    if hidden.is_cuda and not has_kernel(hidden.device, hidden.dtype, head_size):
+        warn_of_padding(hidden.dtype, head_size)
+    return hidden.index_select(0, packed.state_index)

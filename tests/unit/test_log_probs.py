@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.distributed.log_probs import Entropy, token_log_probs
+from hybridrl.distributed.log_probs import Entropy, KeptLogits, token_log_probs
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 101, 0.7
 GENERATOR = torch.Generator().manual_seed(0)
@@ -19,9 +19,15 @@ def new_head():
     return nn.Linear(HIDDEN, VOCAB, bias=False)
 
 
-def chunked(head, states, chunk_tokens, entropy):
+def chunked(head, states, chunk_tokens, entropy, keep=KeptLogits.none):
     return token_log_probs(
-        states, TARGETS, head, temperature=TEMPERATURE, chunk_tokens=chunk_tokens, entropy=entropy
+        states,
+        TARGETS,
+        head.weight,
+        temperature=TEMPERATURE,
+        chunk_tokens=chunk_tokens,
+        entropy=entropy,
+        keep=keep,
     )
 
 
@@ -50,10 +56,11 @@ def test_uniform_distribution_has_closed_forms():
     log_probs, entropy = token_log_probs(
         STATES,
         TARGETS,
-        lambda states: torch.zeros(len(states), VOCAB),
+        torch.zeros(VOCAB, HIDDEN),
         temperature=1.0,
         chunk_tokens=4,
         entropy=Entropy.report,
+        keep=KeptLogits.none,
     )
     log_v = torch.tensor(float(VOCAB)).log().expand(TOKENS)
     torch.testing.assert_close(log_probs, -log_v)
@@ -78,15 +85,19 @@ def test_no_grad_gives_the_same_bits():
 
 
 def test_no_response_tokens():
+    head = new_head()
     empty = token_log_probs(
         STATES[:0],
         TARGETS[:0],
-        new_head(),
+        head.weight,
         temperature=1.0,
         chunk_tokens=5,
         entropy=Entropy.report,
+        keep=KeptLogits.none,
     )
-    assert empty.log_probs.shape == (0,) and empty.log_probs.requires_grad
+    assert empty.log_probs.shape == (0,)
+    empty.log_probs.sum().backward()
+    assert torch.equal(head.weight.grad, torch.zeros(VOCAB, HIDDEN))
 
 
 class LargestResult(TorchDispatchMode):
@@ -114,3 +125,37 @@ def test_all_logits_never_exist_at_one_time():
         log_probs, entropy = full(head, states)
         (log_probs + entropy).sum().backward()
     assert largest.elements == TOKENS * VOCAB
+
+
+@pytest.mark.parametrize("entropy", [Entropy.report, Entropy.differentiate])
+def test_kept_logits_give_the_gradients_of_recomputed_ones(entropy):
+    found = []
+    for keep in KeptLogits:
+        states = STATES.to(torch.bfloat16).requires_grad_()
+        head = new_head().to(torch.bfloat16)
+        result = chunked(head, states, 5, entropy, keep)
+        (WEIGHTS[0] * result.log_probs).sum().backward()
+        found.append((result.log_probs, states.grad, head.weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_chunks_of_bfloat16_add_up_in_float32():
+    """The head's gradient is one rounding away from the exact one, however many chunks."""
+    states = STATES.to(torch.bfloat16)
+    head = new_head().to(torch.bfloat16)
+    grads = {}
+    for chunk_tokens in (1, TOKENS):
+        head.weight.grad = None
+        chunked(head, states, chunk_tokens, Entropy.report).log_probs.sum().backward()
+        grads[chunk_tokens] = head.weight.grad.float()
+    difference = (grads[1] - grads[TOKENS]).norm() / grads[TOKENS].norm()
+    assert float(difference) < 2**-8
+
+
+def test_kept_logits_cannot_be_used_twice():
+    states, head = STATES.to(torch.bfloat16).requires_grad_(), new_head().to(torch.bfloat16)
+    total = chunked(head, states, 5, Entropy.report, KeptLogits.all).log_probs.sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="overwritten"):
+        total.backward()
