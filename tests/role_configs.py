@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import (
+    Accumulation,
     ActorConfig,
     CriticConfig,
     DType,
@@ -32,6 +33,7 @@ def fsdp_config(dp_shard: int, dp_replicate: int = 1, **changes: Any) -> FSDPCon
         "param_dtype": DType.float32,
         "reduce_dtype": DType.float32,
         "activation_checkpointing": False,
+        "accumulation": Accumulation.full,
         "layout": Layout.aligned,
         "tensor_parallel_size": 1,
         "columns": None,

@@ -67,6 +67,13 @@ class Layout(StrEnum):
     plain = "plain"
 
 
+class Accumulation(StrEnum):
+    """What adds up over the micro-batches of an optimizer step (distributed/accumulation.py)."""
+
+    full = "full"
+    sharded = "sharded"
+
+
 class Offload(StrEnum):
     """What lies in pinned host memory while the current phase does not use it."""
 
@@ -143,6 +150,7 @@ class FSDPConfig:
     param_dtype: DType
     reduce_dtype: DType
     activation_checkpointing: bool
+    accumulation: Accumulation
     layout: Layout
     tensor_parallel_size: int
     columns: list[str] | None
@@ -177,6 +185,7 @@ class KLConfig:
 class AlgorithmConfig:
     """conf/algorithm."""
 
+    advantage: str
     gamma: float
     lam: float
     whiten_advantages: bool

@@ -46,12 +46,26 @@ def pack(batch: RolloutBatch, device: torch.device) -> Packed:
     input_ids = torch.empty(total, dtype=torch.int64)
     input_ids[is_response] = responses.values
     input_ids[~is_response] = prompts.values
-    cu_seq_lens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-    return Packed(
-        input_ids=input_ids[None].to(device),
-        position_ids=position_ids[None].to(device),
-        cu_seq_lens=cu_seq_lens.to(device),
-        max_length=int(lengths.max()),
-        state_index=(is_response.nonzero().squeeze(1) - 1).to(device),
-        response_ids=responses.values.to(device),
+    parts = (
+        input_ids,
+        position_ids,
+        is_response.nonzero().squeeze(1) - 1,
+        responses.values,
+        torch.cat([ends.new_zeros(1), ends]),
     )
+    moved = to_device(torch.cat(parts), device).split([len(part) for part in parts])
+    return Packed(
+        input_ids=moved[0][None],
+        position_ids=moved[1][None],
+        cu_seq_lens=moved[4].to(torch.int32),
+        max_length=int(lengths.max()),
+        state_index=moved[2],
+        response_ids=moved[3],
+    )
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """CPU values on the device, copied without waiting for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,11 @@
 """Triton kernels of softmax_rows.py: one pass over the logits in each direction.
 
 Forward, one program per row walks along it with a running maximum m and, relative to it, running
-sums s = sum exp(x - m) and t = sum exp(x - m) x; at the end log Z = m + log s and H = log Z - t / s.
+sums s = sum exp(x - m) and t = sum exp(x - m) x; in the end log Z = m + log s, H = log Z - t / s.
 Backward is elementwise. Both work in float32 on logits of any dtype.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -67,15 +69,15 @@ def logits_gradient_(
 
 @triton.jit
 def _forward(
-    logits,
-    targets,
-    log_probs,
-    log_z,
-    entropy,
-    vocab,
-    inverse_temperature,
+    logits: Any,
+    targets: Any,
+    log_probs: Any,
+    log_z: Any,
+    entropy: Any,
+    vocab: Any,
+    inverse_temperature: Any,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab
     largest = tl.full((), -float("inf"), tl.float32)
@@ -101,17 +103,17 @@ def _forward(
 
 @triton.jit
 def _backward(
-    logits,
-    targets,
-    log_z,
-    entropy,
-    grad_log_probs,
-    grad_entropy,
-    vocab,
-    inverse_temperature,
+    logits: Any,
+    targets: Any,
+    log_z: Any,
+    entropy: Any,
+    grad_log_probs: Any,
+    grad_entropy: Any,
+    vocab: Any,
+    inverse_temperature: Any,
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab

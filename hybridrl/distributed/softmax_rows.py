@@ -10,7 +10,6 @@ else is float32. On a GPU each direction is one kernel that reads the logits onc
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 

@@ -17,7 +17,7 @@ from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import pack
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.models.resolve import resolve_model
+from hybridrl.models.resolve import model_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
@@ -73,7 +73,9 @@ class ActorWorker(ModelWorker):
         self.begin()
         self.kl_coef = kl_coef
         lr = self.optimizer.set_step(step)
-        training = Training(self.model, self.optimizer, self.policy_loss, self.device)
+        training = Training(
+            self.model, self.optimizer, self.policy_loss, self.device, self.config.fsdp
+        )
         with self.optimizer.on_device():
             for index, mini in enumerate(batch.mini_batches()):
                 training.take_step(mini)
@@ -154,4 +156,4 @@ class ActorWorker(ModelWorker):
         self.begin()
         weights = full_state_dict(self.model)
         if dist.get_rank() == 0:
-            write_hf_folder(weights, resolve_model(self.config.model.path), Path(folder))
+            write_hf_folder(weights, model_folder(self.config.model), Path(folder))

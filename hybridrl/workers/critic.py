@@ -53,7 +53,9 @@ class CriticWorker(ModelWorker):
         """
         self.begin()
         lr = self.optimizer.set_step(step)
-        training = Training(self.model, self.optimizer, self.value_loss, self.device)
+        training = Training(
+            self.model, self.optimizer, self.value_loss, self.device, self.config.fsdp
+        )
         with self.optimizer.on_device():
             for mini in batch.mini_batches():
                 training.take_step(mini)

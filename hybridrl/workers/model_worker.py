@@ -13,6 +13,7 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import reshard
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.packing import to_device
 from hybridrl.workers.base import Worker
 
 
@@ -52,7 +53,7 @@ class ModelWorker(Worker):
     def on_device(self, values: Ragged | None) -> Tensor:
         """The flat values of a field of the batch, which must be there, on the rank's device."""
         assert values is not None, "the phase that fills this field has not run"
-        return values.values.to(self.device, non_blocking=True)
+        return to_device(values.values, self.device)
 
     @torch.no_grad()
     def over_first_epoch(
@@ -61,9 +62,10 @@ class ModelWorker(Worker):
         """`compute` on each micro-batch of the first epoch: one number per response token, on CPU.
 
         Rows stand in the order of the micro-batches. A forward without backward leaves the
-        root's weights gathered, hence they are sharded again at the end.
+        root's weights gathered, hence they are sharded again at the end. The results stay on the
+        device until then, so that it never waits between micro-batches.
         """
         self.begin()
-        result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro).cpu()))
+        result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro)))
         reshard(self.model)
-        return result
+        return result.like(result.values.cpu())

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 
 from hybridrl.config.schema import LRSchedule, Offload, OptimConfig
 from hybridrl.distributed.offload import offloadable_moments
@@ -78,18 +78,22 @@ class Optimizer:
             group["lr"] = lr
         return lr
 
-    def apply_gradients(self) -> float:
+    def apply_gradients(self) -> Tensor:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
         Gradients whose norm is not finite are dropped: weights and moments stay as they are.
+        Nothing here waits for the device: AdamW's kernel divides gradients by grad_scale and does
+        nothing where found_inf is 1, which is how torch.amp.GradScaler speaks to it.
 
         Returns:
-            The gradients' global norm before clipping, the same on all ranks.
+            The gradients' global norm before clipping, a scalar on the device, the same on all
+            ranks.
         """
-        norm = clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if math.isfinite(grad_norm):
-            self.moments.wait()
-            self.adamw.step()
+        norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.adamw.grad_scale = (norm / self.config.max_grad_norm).clamp(min=1.0)
+        self.adamw.found_inf = norm.isfinite().logical_not().float()
+        self.moments.wait()
+        self.adamw.step()
         self.adamw.zero_grad()
-        return grad_norm
+        return norm

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hybridrl.config.schema import FSDPConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.schedule import MiniBatch
+from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
-from hybridrl.distributed.fsdp import defer_all_reduce
 from hybridrl.workers.optimizer import Optimizer
 
 
@@ -41,12 +42,19 @@ class Training:
         optimizer: of its parameters.
         loss: what to minimise: a sum over a micro-batch's tokens divided by the given count.
         device: of the model.
+        fsdp: how the model is sharded.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loss: Loss, device: torch.device
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        device: torch.device,
+        fsdp: FSDPConfig,
     ) -> None:
         self.model = model
+        self.fsdp = fsdp
         self.optimizer = optimizer
         self.loss = loss
         self.device = device
@@ -54,7 +62,7 @@ class Training:
         self.losses: list[Tensor] = []
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
-        self.grad_norms: list[float] = []
+        self.grad_norms: list[Tensor] = []
 
     def take_step(self, mini: MiniBatch) -> None:
         """One optimizer step on a mini-batch; a collective over all ranks."""
@@ -69,7 +77,7 @@ class Training:
         """
         self.num_tokens += mini.num_tokens
         for index, micro in enumerate(mini.micros):
-            defer_all_reduce(self.model, index < len(mini.micros) - 1)
+            begin_micro_batch(self.model, self.fsdp, last=index == len(mini.micros) - 1)
             # A mini-batch without a single token has gradient 0, not NaN.
             loss, stats = self.loss(micro, float(max(mini.num_tokens, 1)))
             loss.backward()
@@ -86,13 +94,14 @@ class Training:
         total = torch.stack(self.losses).sum()
         sums = sum_over_ranks({"loss": total, **self.sums}, self.device)
         loss = sums.pop("loss") / len(self.grad_norms)
-        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        norms = torch.stack(self.grad_norms).tolist()
+        finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             "loss": loss,
             **{name: value / max(self.num_tokens, 1) for name, value in sums.items()},
             **(max_over_ranks(self.maxima, self.device) if self.maxima else {}),
             "grad_norm": sum(finite) / len(finite) if finite else math.nan,
-            "skipped_steps": float(len(self.grad_norms) - len(finite)),
+            "skipped_steps": float(len(norms) - len(finite)),
         }
 
     def _remember(self, loss: Tensor, stats: LossStats) -> None:

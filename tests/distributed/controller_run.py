@@ -12,6 +12,7 @@ from controller_roles import AdderConfig, Numbers
 
 from hybridrl.config.schema import (
     Accelerator,
+    Accumulation,
     ClusterConfig,
     DType,
     FSDPConfig,
@@ -38,6 +39,7 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
             param_dtype=DType.float32,
             reduce_dtype=DType.float32,
             activation_checkpointing=False,
+            accumulation=Accumulation.full,
             layout=Layout.aligned,
             tensor_parallel_size=engine,
             columns=None,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hybridrl.config.schema import Accumulation
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -28,7 +29,7 @@ def gradients(worker, loss, max_tokens):
     ranks = dist.get_world_size()
     dealt = scheduled(training_batch(), num_ranks=ranks, mini_batch_size=8, max_tokens=max_tokens)
     (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
-    training = Training(worker.model, worker.optimizer, loss, worker.device)
+    training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
     training.accumulate_gradients(mini)
     full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
     worker.optimizer.adamw.zero_grad()
@@ -118,6 +119,7 @@ def expected(folder):
         (1, 1, {}),
         (2, 1, {}),
         (2, 2, {}),
+        (2, 2, {"accumulation": Accumulation.sharded}),
         (4, 1, {"reshard_after_forward": False}),
         (4, 2, {"activation_checkpointing": True}),
     ],
