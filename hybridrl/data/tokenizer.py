@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.files import Message
-from hybridrl.models.resolve import resolve_model
+from hybridrl.models.resolve import plain_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: there is no such model, or its folder has no usable tokenizer.
     """
-    folder = resolve_model(model_path)
+    folder = plain_folder(model_path)
     try:
         _check_files(folder)
         if _tokenizer_class(folder) in _PLAIN_CLASSES:

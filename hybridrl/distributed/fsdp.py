@@ -7,32 +7,25 @@ sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.compiling import compile_layer
 from hybridrl.distributed.log_probs import KeptLogits
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
-from hybridrl.models.resolve import resolve_model
-
-# Others may scale logits or cap attention scores, which the forwards here would leave out.
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
-Auto = type[AutoModel] | type[AutoModelForCausalLM]
+from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
+from hybridrl.models.resolve import model_folder
 
 
 def load_sharded_policy(
@@ -40,23 +33,25 @@ def load_sharded_policy(
 ) -> TokenLogProbs:
     """The model's causal LM, sharded, with float32 master weights; a collective over all ranks.
 
-    Rank 0 alone reads the checkpoint and sends each tensor on; the others build the model without
-    weights. Dropout is off, so that the same tokens always get the same log-probs.
+    At most one whole tensor exists at a time on each device. Dropout is off, so that the same
+    tokens always get the same log-probs.
 
     Args:
         model: what to load.
-        fsdp: the sharding spec.
+        fsdp: the sharding spec; columns null means that every weight is cut by rows.
         mesh: the training mesh.
         chunk_tokens: tokens whose logits are computed at one time.
 
     Raises:
-        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
+        ConfigError: the architecture is not supported, the checkpoint lacks weights, or
+            fsdp.columns names what cannot be cut by columns.
     """
-    folder = resolve_model(model.path)
+    lm = empty_model(AutoModelForCausalLM, model_folder(model))
+    _check_columns(lm, fsdp, mesh)
     keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
-    root = TokenLogProbs(_empty_model(AutoModelForCausalLM, folder), chunk_tokens, keep)
+    root = TokenLogProbs(lm, chunk_tokens, keep)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
-    _fill(root, mesh, lambda: _read_weights(AutoModelForCausalLM, folder, prefix="lm."))
+    _fill(root, first_weights(model, lm, AutoModelForCausalLM, device_of(mesh)), device_of(mesh))
     return root.eval()
 
 
@@ -76,12 +71,14 @@ def load_sharded_critic(
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.
     """
-    folder = resolve_model(model.path)
-    root = TokenValues(_empty_model(AutoModel, folder))
+    backbone = empty_model(AutoModel, model_folder(model))
+    root = TokenValues(backbone)
     fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
     _shard(root, root.backbone.layers, fsdp, mesh)
-    head = root.initial_head(seed)
-    _fill(root, mesh, lambda: _read_weights(AutoModel, folder, prefix="backbone.") | head)
+    device = device_of(mesh)
+    _fill(root, first_weights(model, backbone, AutoModel, device), device)
+    for name, value in root.initial_head(seed).items():
+        _keep_shard(root.get_parameter(name), value.to(device))
     return root.eval()
 
 
@@ -109,7 +106,7 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     """
     reshard(root)
     return [
-        NamedShard(name, tuple(param.shape), partial(_local_rows, param))
+        NamedShard(name, tuple(param.shape), partial(_local_shard, param), _dim_cut(param))
         for name, param in root.lm.named_parameters(remove_duplicate=False)
     ]
 
@@ -133,38 +130,38 @@ def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     return full
 
 
-def _local_rows(param: DTensor) -> Tensor:
-    assert param.placements[-1] == Shard(0), param.placements
+def _local_shard(param: DTensor) -> Tensor:
     return param.detach().to_local()
 
 
-def _empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
-    """The model with parameters on the meta device; buffers (rotary frequencies) are computed."""
-    config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"model.path = {folder} is a {config.model_type} model; supported are "
-            f"{', '.join(MODEL_TYPES)}.\nThe packed forward has been checked for these only.\n"
-            f"Set model.path to one of them."
-        )
-    register_packed_attention()
-    with init_empty_weights(include_buffers=False):
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
-    model.tie_weights()
-    return model
+def _dim_cut(param: DTensor) -> int:
+    placement = param.placements[-1]
+    assert isinstance(placement, Shard), param.placements
+    return placement.dim
 
 
-def _read_weights(auto: Auto, folder: Path, prefix: str) -> dict[str, Tensor]:
-    """The checkpoint's weights in float32 on CPU, under the root's names."""
-    model, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-        raise ConfigError(
-            f"model.path = {folder} lacks {len(names)} of its weights: {', '.join(names[:3])}...\n"
-            f"Training would start from random numbers there.\n"
-            f"Set model.path to a complete checkpoint."
-        )
-    return {prefix + name: param.detach() for name, param in model.named_parameters()}
+def _checkpoint_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What comes from a checkpoint, under its names there; tied tensors once."""
+    if isinstance(root, TokenLogProbs):
+        return list(root.lm.named_parameters())
+    assert isinstance(root, TokenValues)
+    prefix = root.backbone.base_model_prefix
+    return [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
+
+
+def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
+    """Refuse a list given by hand that names no weights, or some whose columns do not divide."""
+    shapes = {name: param.shape for name, param in lm.named_parameters()}
+    shards = mesh["dp_shard"].size()
+    for name in fsdp.columns or []:
+        shape = shapes.get(name)
+        if shape is None or len(shape) < 2 or shape[1] % shards:
+            found = "names no weight" if shape is None else f"names a weight of {tuple(shape)}"
+            raise ConfigError(
+                f"fsdp.columns = {name} {found}, expected one whose columns fsdp.dp_shard = "
+                f"{shards} divides: FSDP2 cuts columns evenly only.\n"
+                f"Set fsdp.columns=null to have them found."
+            )
 
 
 def _shard(
@@ -174,23 +171,31 @@ def _shard(
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
+    wrap = partial(
+        fully_shard,
+        mesh=sharding_mesh(mesh),
+        mp_policy=policy,
+        shard_placement_fn=_placement(root, fsdp),
+    )
     for layer in layers:
         if fsdp.compile:
             compile_layer(layer)
         if fsdp.activation_checkpointing:
             _checkpoint_activations(layer)
-        fully_shard(
-            layer,
-            mesh=sharding_mesh(mesh),
-            mp_policy=policy,
-            reshard_after_forward=fsdp.reshard_after_forward,
-        )
+        wrap(layer, reshard_after_forward=fsdp.reshard_after_forward)
     # Backward begins with the root, so its weights stay gathered after forward.
-    fully_shard(root, mesh=sharding_mesh(mesh), mp_policy=policy, reshard_after_forward=False)
+    wrap(root, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
+    """By columns what fsdp.columns names, by rows what it does not."""
+    names = set(fsdp.columns or [])
+    by_columns = {param for name, param in _checkpoint_parameters(root) if name in names}
+    return lambda param: Shard(1 if param in by_columns else 0)
 
 
 def _checkpoint_activations(layer: nn.Module) -> None:
@@ -200,19 +205,17 @@ def _checkpoint_activations(layer: nn.Module) -> None:
     )
 
 
-def _fill(root: nn.Module, mesh: DeviceMesh, read: Callable[[], dict[str, Tensor]]) -> None:
-    """Give every rank its shard of the weights that rank 0 reads, one tensor at a time."""
-    device = device_of(mesh)
+def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
+    """Put an empty model on the device and give every rank its shards, one tensor at a time."""
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
-    weights = read() if dist.get_rank() == 0 else {}
-    for name, param in root.named_parameters():
-        full = torch.empty(param.shape, dtype=torch.float32, device=device)
-        if dist.get_rank() == 0:
-            full.copy_(weights[name])
-        dist.broadcast(full, src=0)
-        # Every rank has the whole tensor, so nothing needs to be sent to cut it.
-        mine = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-        param.detach().to_local().copy_(mine.to_local())
+    for name, param in _checkpoint_parameters(root):
+        _keep_shard(param, first(name, param.shape))
+
+
+def _keep_shard(param: DTensor, whole: Tensor) -> None:
+    """Set this rank's shard from a tensor that every rank has, so that nothing is sent."""
+    mine = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    param.detach().to_local().copy_(mine.to_local())

@@ -1,9 +1,21 @@
-"""The training mesh: axes dp_replicate and dp_shard over all ranks, row-major."""
+"""The training mesh: axes dp_replicate and dp_shard over all ranks.
+
+A copy of the weights lies on consecutive ranks; within it, config/layout.py says in which order.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hybridrl.config.layout import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
+
+logger = logging.getLogger(__name__)
 
 AXES = ("dp_replicate", "dp_shard")
 
@@ -11,12 +23,52 @@ AXES = ("dp_replicate", "dp_shard")
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
     """The mesh of the sharding spec; a collective over all ranks.
 
+    Position s of the dp_shard axis, which is rank s of its process group, holds shard s.
+
     Args:
         fsdp: the spec, with dp_shard resolved; dp_replicate * dp_shard is the number of ranks.
         device_type: "cpu" or "cuda"; for "cuda" the rank's device must have been set.
     """
     assert fsdp.dp_shard is not None, "fsdp.dp_shard is resolved before workers start"
-    return init_device_mesh(device_type, (fsdp.dp_replicate, fsdp.dp_shard), mesh_dim_names=AXES)
+    shape = (fsdp.dp_replicate, fsdp.dp_shard)
+    plain = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    order = ranks_by_shard(fsdp)
+    if order == list(range(fsdp.dp_shard)):
+        return plain
+    logger.info("shards of a copy of the weights lie on its ranks %s", order)
+    # Copies hold their shards in one order, so that the groups over copies are as they were.
+    ranks = torch.arange(plain.size()).view(shape)[:, order]
+    groups = [new_group_in_order(row) for row in ranks.tolist()]
+    mine = groups[dist.get_rank() // fsdp.dp_shard]
+    return DeviceMesh.from_group(
+        [plain.get_group("dp_replicate"), mine], device_type, ranks, mesh_dim_names=AXES
+    )
+
+
+def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
+    """A process group whose rank k is global rank ranks[k]; a collective over all ranks.
+
+    FSDP2 deals shards by the rank within the group, so a permuted DeviceMesh alone changes
+    nothing. torch < 2.13 sorts the ranks of every new group and has no switch for it: there,
+    while the group is made, the module sees a `sorted` that keeps the order. NCCL's communicator
+    follows, because it is made, or split off the default one, with the rank in the group as key.
+
+    Returns:
+        The group, or GroupMember.NON_GROUP_MEMBER on ranks outside it.
+    """
+    wanted = list(ranks)
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        group = dist.new_group(wanted, sort_ranks=False)
+    else:
+        distributed_c10d.sorted = list  # type: ignore[attr-defined]
+        try:
+            group = dist.new_group(wanted)
+        finally:
+            del distributed_c10d.sorted  # type: ignore[attr-defined]
+    if dist.get_rank() in wanted:
+        assert dist.get_process_group_ranks(group) == wanted
+        assert dist.get_rank(group) == group.rank() == wanted.index(dist.get_rank())
+    return group
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

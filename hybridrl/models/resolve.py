@@ -16,13 +16,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import Init, ModelConfig
 from hybridrl.models import smollm2
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 
 # What transformers and vLLM need; a hub folder may hold the same weights in further formats.
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.safetensors", *_PLAIN_FILES]
 _CONFIG = "config.json"
 _WAYS_OUT = (
     "Three ways out:\n"
@@ -50,11 +52,28 @@ def resolve_model(path: str) -> Path:
     return _hub_folder(path, _HUB_FILES)
 
 
+def model_folder(model: ModelConfig) -> Path:
+    """The absolute folder of a model, with its weights if they are wanted.
+
+    Raises:
+        ConfigError: there is no such model, or it is out of reach.
+    """
+    return resolve_model(model.path) if model.init is Init.pretrained else plain_folder(model.path)
+
+
+def plain_folder(path: str) -> Path:
+    """The absolute folder that has a model's config.json and tokenizer, perhaps without weights.
+
+    Raises:
+        ConfigError: there is no such model, or it is out of reach.
+    """
+    return _hub_folder(path, _PLAIN_FILES) if _is_on_hub(path) else resolve_model(path)
+
+
 def absolute_path(path: str) -> str:
     """`path` as it means the same in every working directory: local folders in full."""
-    if path in (EMBEDDED, smollm2.NAME) or not _is_local(path):
-        return path
-    return str(Path(path).expanduser().resolve())
+    known = path in (EMBEDDED, smollm2.NAME) or _is_on_hub(path)
+    return path if known else str(Path(path).expanduser().resolve())
 
 
 def read_model_config(path: str) -> dict[str, Any]:
@@ -63,8 +82,7 @@ def read_model_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such model, it is out of reach, or the file is not a JSON object.
     """
-    on_hub = path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
-    folder = _hub_folder(path, [_CONFIG]) if on_hub else resolve_model(path)
+    folder = _hub_folder(path, [_CONFIG]) if _is_on_hub(path) else resolve_model(path)
     file = folder / _CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -73,6 +91,10 @@ def read_model_config(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"model.path = {path}: {file} is not a JSON object")
     return config
+
+
+def _is_on_hub(path: str) -> bool:
+    return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
 
 
 def _is_local(path: str) -> bool:
@@ -116,7 +138,7 @@ def _hub_folder(name: str, files: list[str]) -> Path:
 def _is_complete(folder: Path, files: list[str]) -> bool:
     """Whether a snapshot has its config and, where weights are wanted, all of them."""
     wanted = {_CONFIG}
-    if files != [_CONFIG]:
+    if "*.safetensors" in files:
         index = folder / "model.safetensors.index.json"
         weights = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
         wanted |= set(weights) or {"model.safetensors"}

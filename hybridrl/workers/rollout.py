@@ -1,28 +1,37 @@
 """Generation with the actor's current weights: reshard, then sample."""
 
-import time
+import logging
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.config.schema import FSDPConfig, RolloutConfig
+from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.models.resolve import resolve_model
+from hybridrl.distributed.layout import choose_columns
+from hybridrl.distributed.regions import Trace
+from hybridrl.distributed.weights import checkpoint_shapes
+from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.engine import Destination, Resharder
-from hybridrl.rollout.engine import EnginePart, RolloutEngine
+from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.part_timer import PartTimer
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
     """One rank's part of a rollout engine, and of moving the actor's weights into it.
 
     `tensor_parallel_size` consecutive ranks form one engine and answer one shard of the prompts.
-    The engine sleeps between rollouts: `reshard` wakes it, `sleep` gives its memory to training.
+    Between rollouts `sleep` gives training the memory that rollout.sleep names; `reshard` takes it
+    back, and so does `generate` where the weights have stayed.
     """
 
     config_class = RolloutConfig
@@ -39,18 +48,47 @@ class RolloutWorker(Worker):
         return config.tensor_parallel_size
 
     def build_engine(self) -> RolloutEngine:
-        """The engine, asleep and with weights that mean nothing yet."""
-        folder = resolve_model(self.config.model.path)
+        """The engine, with weights that mean nothing yet."""
+        folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
+
+    @cached_property
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the model's checkpoint by name."""
+        return checkpoint_shapes(self.config.model)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What the engine's loader does with the checkpoint's tensors on this rank."""
+        return self.engine.trace(list(self.sources.items()))
+
+    @on_all_ranks(Dispatch.RANK_ZERO)
+    def columns(self, fsdp: FSDPConfig) -> list[str]:
+        """Names of the weights that actor, critic and ref are to cut by columns.
+
+        Args:
+            fsdp: their sharding spec; a list given there by hand stands.
+        """
+        if fsdp.columns is not None:
+            return fsdp.columns
+        traces: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(traces, self.trace)
+        engine = traces[: self.config.tensor_parallel_size]
+        dtype = getattr(torch, self.config.dtype.value)
+        choice = choose_columns(fsdp, self.sources, engine, dtype.itemsize)
+        if dist.get_rank() == 0:
+            for note in choice.notes:
+                logger.warning("%s", note)
+        return choice.columns
 
     def connect(self, roles: dict[str, Any]) -> None:
         """Plan how the actor's shards reach this engine."""
         self.actor = roles["actor"]
         self.others = [role for role in roles.values() if role is not self]
         shards = self.actor.named_shards()
-        trace = self.engine.trace([(shard.name, shard.shape) for shard in shards])
+        assert {shard.name: shard.shape for shard in shards} == self.sources
         dtype = getattr(torch, self.config.dtype.value)
-        destination = Destination(trace, self.engine.tensors(), self.engine.load, dtype)
+        destination = Destination(self.trace, self.engine.tensors(), self.engine.load, dtype)
         self.resharder = Resharder(
             shards, destination, self.mesh, bucket_mb=self.config.reshard_bucket_mb
         )
@@ -60,40 +98,73 @@ class RolloutWorker(Worker):
         """Give the engine the actor's current weights under a version number, and wake it.
 
         Returns:
-            On this rank: seconds in all (`total_s`), of moving (`move_s`) and of comparing
-            fingerprints (`verify_s`), and the bytes received from other ranks.
+            On this rank: seconds in all (`total_s`) and by parts, in their order: `onload_s` of
+            the actor, `wake_weights_s`, `move_s`, `verify_s` of comparing fingerprints,
+            `offload_s` of the other roles, `wake_kv_s` and `reset_prefix_cache_s`; and the bytes
+            received from other ranks.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent.
         """
-        start = time.perf_counter()
+        timer = PartTimer(self.mesh.device_type)
         self.weight_version = None
-        self.actor.begin()
-        self.engine.wake(EnginePart.WEIGHTS)
+        with timer.part("onload_s"):
+            self.actor.begin()
+        with timer.part("wake_weights_s"):
+            self.engine.wake(EnginePart.WEIGHTS)
         self.engine.check()
-        metrics = self.resharder.move()
-        if self.config.verify_reshard:
-            metrics |= self.resharder.verify(version)
-        for role in self.others:
-            role.rest()
-        self.engine.wake(EnginePart.KV_CACHE)
+        metrics = self.resharder.sync(version, verify=self.config.verify_reshard)
+        with timer.part("offload_s"):
+            self._others_rest()
+        with timer.part("wake_kv_s"):
+            self.engine.wake(EnginePart.KV_CACHE)
+        with timer.part("reset_prefix_cache_s"):
+            self.engine.reset_prefix_cache()
         self.weight_version = version
-        return metrics | {"total_s": time.perf_counter() - start}
+        return timer.seconds | metrics | {"total_s": timer.total()}
 
     @on_all_ranks(Dispatch.SHARD_DP)
-    def generate(self, prompts: PromptBatch) -> RolloutBatch:
+    def generate(self, prompts: PromptBatch) -> Rollout:
         """Sample responses to this engine's prompts.
 
         Returns:
-            Responses with what vLLM reported of them, those of each prompt together. All ranks
-            of an engine return the same.
+            Responses with what vLLM reported of them, those of each prompt together, and how long
+            this engine took. All ranks of an engine return the same responses.
 
         Raises:
-            RuntimeError: there was no reshard yet, or the engine sleeps.
+            RuntimeError: there was no reshard yet, or the weights were discarded since.
         """
         if self.weight_version is None:
             raise RuntimeError("generate before reshard: the rollout weights mean nothing yet")
+        self._others_rest()
+        self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
+        stats = EngineStats(
+            tokens=len(generated.responses.values),
+            seconds=generated.seconds,
+            first_token_s=generated.first_token_s,
+        )
+        return Rollout(self._batch(prompts, generated), (stats,))
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def sleep(self) -> int | None:
+        """Let training have the memory that rollout.sleep names.
+
+        Returns:
+            The version of the weights that stay; None if they are gone until the next reshard.
+        """
+        self.engine.sleep()
+        if EnginePart.WEIGHTS not in self.engine.awake:
+            self.weight_version = None
+        return self.weight_version
+
+    def _others_rest(self) -> None:
+        """What fsdp.offload lets leave the device makes room; nothing where it has left."""
+        for role in self.others:
+            role.rest()
+
+    def _batch(self, prompts: PromptBatch, generated: Generated) -> RolloutBatch:
+        assert self.weight_version is not None
         each = [i for i in range(len(prompts)) for _ in range(prompts.responses_per_prompt)]
         responses = generated.responses
         return RolloutBatch(
@@ -105,9 +176,3 @@ class RolloutWorker(Worker):
             weight_version=torch.full((len(each),), self.weight_version),
             truncated=generated.truncated,
         )
-
-    @on_all_ranks(Dispatch.BROADCAST)
-    def sleep(self) -> None:
-        """Let training have the engine's memory; the weights are gone until the next reshard."""
-        self.weight_version = None
-        self.engine.sleep()

@@ -1,0 +1,93 @@
+"""Which weights are cut by columns: what a rollout engine's loader was seen to split along dim 1.
+
+FSDP2 cuts every weight by rows (dim 0) unless told otherwise. A row-parallel weight, of which each
+tensor-parallel rank takes some columns of every row, would then send most of each slice across;
+cut by columns, a rank's shard lies inside the slice that it needs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.config.layout import is_nested
+from hybridrl.config.schema import FSDPConfig, Layout
+from hybridrl.distributed.regions import Region, Trace
+
+
+class ColumnChoice(NamedTuple):
+    """What to cut by columns, and what could not be aligned.
+
+    Attributes:
+        columns: names of checkpoint tensors, in the checkpoint's order.
+        notes: one sentence each on what cannot be aligned and what that costs.
+    """
+
+    columns: list[str]
+    notes: list[str]
+
+
+def choose_columns(
+    fsdp: FSDPConfig,
+    sources: Mapping[str, tuple[int, ...]],
+    traces: Sequence[Trace],
+    itemsize: int,
+) -> ColumnChoice:
+    """The weights that the layout cuts by columns; a pure function.
+
+    Args:
+        fsdp: the sharding spec, with dp_shard resolved.
+        sources: shape of every checkpoint tensor by name.
+        traces: of one engine's ranks, in order: tensor_parallel_size of them.
+        itemsize: bytes of an element that moves.
+    """
+    assert fsdp.dp_shard is not None
+    tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard
+    if fsdp.layout is Layout.plain or tp == 1:
+        return ColumnChoice([], [])
+    assert len(traces) == tp, (len(traces), tp)
+    if not is_nested(fsdp):
+        received = itemsize * _taken(traces[0]) * (shards - 1) // shards
+        return ColumnChoice(
+            [],
+            [
+                f"rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = {shards}, so "
+                f"shards stay in rank order and cut by rows: at every weight sync a rank receives "
+                f"about {_mib(received)} of its rollout weights from others"
+            ],
+        )
+    split = [name for name in sources if _dims_split(name, traces) == {1}]
+    uneven = [name for name in split if sources[name][1] % shards]
+    notes = []
+    if uneven:
+        # By rows 1/shards of a slice is in place, by columns tp/shards of it would be.
+        slices = sum(math.prod(sources[name]) for name in uneven) // tp
+        cost = itemsize * slices * (tp - 1) // shards
+        notes.append(
+            f"fsdp.dp_shard = {shards} does not divide the columns of {len(uneven)} weights "
+            f"({uneven[0]}, ...), which are cut by rows: at every weight sync a rank receives "
+            f"{_mib(cost)} more than if it did"
+        )
+    return ColumnChoice([name for name in split if name not in uneven], notes)
+
+
+def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
+    """The dims along which the ranks' loaders take different parts of a tensor."""
+    regions = [[c.region for c in trace.copies if c.source == source] for trace in traces]
+    if not all(regions):
+        return set()
+    dims = range(len(regions[0][0].shape))
+    return {dim for dim in dims if len({_spans(parts, dim) for parts in regions}) > 1}
+
+
+def _spans(regions: Iterable[Region], dim: int) -> frozenset[tuple[int, int]]:
+    """(offset, length) of each region along a dim."""
+    return frozenset((region.offset[dim], region.shape[dim]) for region in regions)
+
+
+def _taken(trace: Trace) -> int:
+    """Elements that a rank's loader copies."""
+    return sum(math.prod(copy.region.shape) for copy in trace.copies)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
