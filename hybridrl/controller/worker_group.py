@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
 
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.controller.host import import_class
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.workers.dispatch import Dispatch, Shardable, dispatch_of
@@ -100,11 +100,25 @@ def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup
     Returns:
         role -> its group.
     """
-    groups = {}
+    groups = {role: build_role(pool, role, config) for role, config in configs.items()}
+    pool.connect()
+    return groups
+
+
+def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
+    """Build one role in a pool's processes; it must still be connected to the others."""
+    building = [(role, config.worker, config)] * pool.size
+    pool.run("build", building, f"start: {role}")
+    return WorkerGroup(pool, role, config)
+
+
+def _build_run(pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig) -> dict[str, WorkerGroup]:
+    """Build the roles of a run: the rollout engine tells how the others are to be sharded."""
+    groups = {"rollout": build_role(pool, "rollout", configs["rollout"])}
+    spec = replace(fsdp, columns=groups["rollout"].call("columns", fsdp))
     for role, config in configs.items():
-        building = [(role, config.worker, config)] * pool.size
-        pool.run("build", building, f"start: {role}")
-        groups[role] = WorkerGroup(pool, role, config)
+        if role not in groups:
+            groups[role] = build_role(pool, role, replace(config, fsdp=spec))
     pool.connect()
     return groups
 
@@ -162,7 +176,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     )
     with ExitStack() as undo:
         undo.callback(pool.close)
-        groups = build_roles(pool, configs)
+        groups = _build_run(pool, configs, config.fsdp)
         undo.pop_all()
     return Workers(
         pool=pool,
