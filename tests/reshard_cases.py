@@ -174,14 +174,14 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
         actor.take_weights(folder / which)
         seen[f"metrics_{which}"] = worker.reshard(version)
         live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
-        seen[f"rollout_{which}"] = worker.generate(prompts())
-        seen[f"again_{which}"] = worker.generate(prompts())
+        seen[f"rollout_{which}"] = worker.generate(prompts()).batch
+        seen[f"again_{which}"] = worker.generate(prompts()).batch
         seen[f"differs_{which}"] = differences(live, loaded_by_vllm(worker.config, folder / which))
         seen[f"errors_{which}"] = log_prob_errors(seen[f"rollout_{which}"], folder / which)
         worker.sleep()
         seen["asleep"] = error_of(lambda: worker.generate(prompts()))
     seen["greedy"] = greedy_pair(worker)
-    seen["nobody"] = len(worker.generate(prompts(count=0)))
+    seen["nobody"] = len(worker.generate(prompts(count=0)).batch)
     seen["corrupted"] = corrupted(worker)
     seen |= refusals(worker, actor)
     return seen
@@ -196,7 +196,7 @@ def shared_memory() -> list[str]:
 def greedy_pair(worker: RolloutWorker) -> tuple[list[int], list[int]]:
     """Tokens of two greedy samples of one prompt."""
     worker.reshard(3)
-    first, second, *_ = worker.generate(prompts(temperature=0.0)).responses.rows()
+    first, second, *_ = worker.generate(prompts(temperature=0.0)).batch.responses.rows()
     return first.tolist(), second.tolist()
 
 

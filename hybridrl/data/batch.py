@@ -25,6 +25,8 @@ class PromptBatch:
         responses_per_prompt: samples of each prompt.
         temperature: divides the logits; 0 decodes greedily.
         top_p: nucleus of the distribution that is sampled; 1: all of it.
+        expected_tokens: [P] float64, by which prompts are dealt (data/lengths.py); None: by the
+            prompts' own lengths.
     """
 
     prompts: Ragged
@@ -33,18 +35,16 @@ class PromptBatch:
     responses_per_prompt: int
     temperature: float
     top_p: float
+    expected_tokens: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def shard(self, num_shards: int) -> list["PromptBatch"]:
-        """Each engine's prompts: equal counts (to one), prompt tokens balanced."""
-        return [
-            replace(self, prompts=self.prompts.select(part), prompt_id=self.prompt_id[part])
-            for part in self._deal(num_shards)
-        ]
+        """Each engine's prompts: equal counts (to one), expected tokens balanced."""
+        return [self._select(part) for part in self._deal(num_shards)]
 
-    def join(self, results: Sequence["RolloutBatch"]) -> "RolloutBatch":
+    def join(self, results: Sequence["Rollout"]) -> "Rollout":
         """The engines' responses, those of each prompt together, in the order of `prompts`."""
         dealt = [prompt for part in self._deal(len(results)) for prompt in part]
         start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(dealt)}
@@ -53,10 +53,56 @@ class PromptBatch:
             for prompt in range(len(self))
             for sample in range(self.responses_per_prompt)
         ]
-        return RolloutBatch.concat(results).select(order)
+        return Rollout(
+            RolloutBatch.concat([result.batch for result in results]).select(order),
+            tuple(engine for result in results for engine in result.engines),
+        )
+
+    def _select(self, part: list[int]) -> "PromptBatch":
+        expected = self.expected_tokens
+        return replace(
+            self,
+            prompts=self.prompts.select(part),
+            prompt_id=self.prompt_id[part],
+            expected_tokens=None if expected is None else expected[part],
+        )
 
     def _deal(self, num_shards: int) -> list[list[int]]:
-        return balance(range(len(self)), self.prompts.lengths.tolist(), num_shards)
+        cost = self.prompts.lengths if self.expected_tokens is None else self.expected_tokens
+        return balance(range(len(self)), cost.tolist(), num_shards)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How one engine answered its part of the prompts.
+
+    Attributes:
+        tokens: sampled, over all its responses.
+        seconds: from the call to the last token.
+        first_token_s: from the call to the first token; `seconds` where it sampled none.
+    """
+
+    tokens: int
+    seconds: float
+    first_token_s: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per second; 0 where there were none."""
+        return self.tokens / self.seconds if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What generation returns: responses, and how each engine fared.
+
+    Attributes:
+        batch: the responses, those of each prompt together.
+        engines: in engine order; one from an engine, all of them from `PromptBatch.join`.
+    """
+
+    batch: "RolloutBatch"
+    engines: tuple[EngineStats, ...]
 
 
 @dataclass(frozen=True)

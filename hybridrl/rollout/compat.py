@@ -90,6 +90,23 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
+def sleep_by_part(llm: Any) -> None:
+    """Have vLLM's level-1 sleep discard the KV cache and leave the weights where they are.
+
+    Raises:
+        RuntimeError: this version of vLLM sleeps in another way.
+    """
+    try:
+        from hybridrl.rollout import kv_cache_sleep
+
+        kv_cache_sleep.install(llm)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"rollout.sleep = kv_cache does not fit this version of vllm: {error}. Set "
+            "rollout.sleep=all or none, or install the version pinned in requirements/"
+        ) from error
+
+
 def _replace(owner: Any, name: str, new: Any) -> None:
     if name not in vars(owner):
         raise RuntimeError(

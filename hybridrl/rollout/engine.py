@@ -27,18 +27,28 @@ class Generated:
         responses: ragged int64, the end token included.
         log_probs: ragged float32, log pi of each token under what was sampled from, nats.
         truncated: [B] bool, true where the length limit ended the response.
+        first_token_s: seconds from the call to the first sampled token; 0 where there was none.
+        seconds: of the whole call.
     """
 
     responses: Ragged
     log_probs: Ragged
     truncated: Tensor
+    first_token_s: float
+    seconds: float
 
 
 class RolloutEngine(Protocol):
     """One rank's part of an engine that generates with weights which others write.
 
-    An engine is built asleep. All its ranks get the same calls with the same arguments.
+    What sleeps between rollouts the engine's config decides; an engine is built in that state, with
+    weights that mean nothing yet. All its ranks get the same calls with the same arguments.
     """
+
+    @property
+    def awake(self) -> frozenset[EnginePart]:
+        """The parts that have their memory and keep what is in it."""
+        ...
 
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
         """What the loader would write on this rank, given checkpoint tensors of these shapes."""
@@ -57,11 +67,15 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, part: EnginePart) -> None:
-        """Give a part its memory back: weights undefined, KV cache empty."""
+        """Give a sleeping part its memory back: weights undefined, KV cache empty."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of all prompts; due whenever the weights have changed."""
         ...
 
     def sleep(self) -> None:
-        """Let go of the memory, as far as the device allows, and of the weights."""
+        """Give back the memory of the parts that sleep between rollouts, and what is in it."""
         ...
 
     def generate(self, prompts: PromptBatch) -> Generated:

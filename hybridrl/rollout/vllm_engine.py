@@ -1,27 +1,36 @@
 """vLLM in this process as a rollout engine."""
 
 import hashlib
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.config.installation import check_installation
-from hybridrl.config.schema import Accelerator, RolloutConfig
+from hybridrl.config.schema import Accelerator, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
 from hybridrl.rollout import compat
 from hybridrl.rollout.engine import EnginePart, Generated
+from hybridrl.rollout.options import engine_options
 from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.start import StartTimes, log_start, start_vllm
 from hybridrl.rollout.trace import trace_loader
 
-logger = logging.getLogger(__name__)
+# What `sleep` lets go of.
+SLEEPERS = {
+    SleepMode.none: frozenset[EnginePart](),
+    SleepMode.kv_cache: frozenset({EnginePart.KV_CACHE}),
+    SleepMode.all: frozenset(EnginePart),
+}
+# Batch sizes that the first sampling runs with: kernels are compiled anew for sizes of 1, for
+# multiples of 16 and for others.
+WARM_UP_SIZES = (1, 16, 17)
 
 
 class VLLMEngine:
@@ -32,10 +41,11 @@ class VLLMEngine:
     an engine that is collected may destroy the default process group with it.
 
     Args:
-        config: sizes, dtype and sampling.
+        config: sizes, dtype, sampling, and what sleeps between rollouts.
         folder: the model in Hugging Face format; only its config is read.
         stop_token_ids: tokens that end a response.
-        device_type: "cuda" or "cpu". On a GPU the current device is used.
+        device_type: "cuda" or "cpu". On a GPU the current device is used; without one nothing
+            gives memory back, and sleeping parts only count as gone.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
@@ -51,41 +61,32 @@ class VLLMEngine:
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
-        self._awake: set[EnginePart] = set()
+        self._calls = 0
+        self._prefixes_cached = False
+        self._awake = frozenset(EnginePart)
         check_installation(Accelerator.gpu if self._on_gpu else Accelerator.cpu)
         compat.set_environment(
             device_type,
             tensor_parallel=config.tensor_parallel_size > 1,
             enforce_eager=config.enforce_eager,
         )
-        self._llm = self._start(folder)
+        times = StartTimes()
+        with nullcontext() if self._on_gpu else compat.cpu_start():
+            options = engine_options(config, device_type)
+            self._llm = start_vllm(folder, options, times, device_type)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = self._current_places()
-        if self._on_gpu:
-            self._llm.sleep(level=2)
+        with times.part("first sampling"):
+            self._warm_up()
+        log_start(times, self._llm)
+        if self._on_gpu and config.sleep is SleepMode.kv_cache:
+            compat.sleep_by_part(self._llm)
+        self.sleep()
 
-    def _start(self, folder: Path) -> Any:
-        """vLLM's `LLM` with dummy weights. Imported here: its environment must be set first."""
-        from vllm import LLM
-
-        options = _gpu_options(self._config) if self._on_gpu else _cpu_options(self._config)
-        with nullcontext() if self._on_gpu else compat.cpu_start():
-            llm = LLM(
-                model=str(folder),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=self._config.dtype.value,
-                tensor_parallel_size=self._config.tensor_parallel_size,
-                distributed_executor_backend="external_launcher",
-                max_model_len=self._config.max_prompt_tokens + self._config.max_response_tokens,
-                max_num_seqs=self._config.max_num_seqs,
-                enforce_eager=self._config.enforce_eager,
-                logprobs_mode="processed_logprobs",
-                seed=0,
-                **options,
-            )
-        return llm
+    @property
+    def awake(self) -> frozenset[EnginePart]:
+        """The parts that have their memory and keep what is in it."""
+        return self._awake
 
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
         """What vLLM's loader would write on this rank; the parameters are not touched."""
@@ -107,21 +108,39 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
     def wake(self, part: EnginePart) -> None:
-        """Map a part's memory; the KV cache after the weights, and with an empty prefix cache."""
+        """Map a sleeping part's memory, the KV cache after the weights; awake parts stay."""
+        if part in self._awake:
+            return
         if part is EnginePart.KV_CACHE:
             assert EnginePart.WEIGHTS in self._awake, "weights wake first"
-            if not self._llm.reset_prefix_cache():
-                raise RuntimeError("vLLM still holds requests from before the reshard")
         if self._on_gpu:
             torch.cuda.empty_cache()  # what the trainer has cached would not fit beside it
             self._llm.wake_up(tags=[part.value])
-        self._awake.add(part)
+        self._awake |= {part}
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of all prompts.
+
+        Raises:
+            RuntimeError: vLLM still holds requests.
+        """
+        if self._prefixes_cached and not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM still holds requests from before the reshard")
+        self._prefixes_cached = False
 
     def sleep(self) -> None:
-        """Discard weights and KV cache (level 2). Without a GPU only `generate` is refused."""
-        self._awake.clear()
-        if self._on_gpu:
+        """Discard what rollout.sleep names; the prefix cache goes with the KV cache."""
+        sleepers = SLEEPERS[self._config.sleep] & self._awake
+        self._awake -= sleepers
+        if not (self._on_gpu and sleepers):
+            return
+        if EnginePart.WEIGHTS in sleepers:
             self._llm.sleep(level=2)
+        else:
+            self._llm.sleep(level=1)
+            # For vLLM's books, which know only engines that are asleep as a whole.
+            self._llm.wake_up(tags=[EnginePart.WEIGHTS.value])
+        self._prefixes_cached = False  # vLLM has reset it, or would have raised
 
     def generate(self, prompts: PromptBatch) -> Generated:
         """Sample `responses_per_prompt` responses of each prompt.
@@ -134,49 +153,49 @@ class VLLMEngine:
         if self._awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
         self._check_lengths(prompts)
-        outputs = self._run(prompts)
-        generated = Generated(
-            Ragged.from_rows([output.token_ids for output in outputs], torch.int64),
-            Ragged.from_rows([output.logprobs.logprobs for output in outputs], torch.float32),
-            torch.tensor([output.finish_reason == "length" for output in outputs]).bool(),
-        )
-        assert torch.equal(generated.responses.lengths, generated.log_probs.lengths)
+        generated = self._sample(prompts, self._config.max_response_tokens, self._stop_token_ids)
         self._check_ranks_agree(generated.responses)
         return generated
 
-    def _run(self, prompts: PromptBatch) -> list[Any]:
-        """vLLM's completion for each response, in order."""
-        from vllm import SamplingParams, TokensPrompt
+    def _sample(
+        self, prompts: PromptBatch, max_tokens: int, stop_token_ids: Sequence[int]
+    ) -> Generated:
+        from hybridrl.rollout import requests  # imports vllm
 
-        if not len(prompts):
-            return []
-        repeated = [
-            TokensPrompt(prompt_token_ids=row.tolist())
-            for row in prompts.prompts.rows()
-            for _ in range(prompts.responses_per_prompt)
-        ]
-        params = [
-            SamplingParams(
-                temperature=prompts.temperature,
-                top_p=prompts.top_p,
-                max_tokens=self._config.max_response_tokens,
-                stop_token_ids=self._stop_token_ids,
-                seed=seed,
-                logprobs=0,  # the sampled token's alone
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in sample_seeds(self._config.seed, prompts)
-        ]
-        return [done.outputs[0] for done in self._llm.generate(repeated, params, use_tqdm=False)]
+        self._calls += 1
+        self._prefixes_cached = True
+        return requests.generate(
+            self._llm.llm_engine.engine_core,
+            prompts,
+            sample_seeds(self._config.seed, prompts),
+            requests.Limits(max_tokens, stop_token_ids),
+            call=self._calls,
+        )
+
+    def _warm_up(self) -> None:
+        """Sample a little from the weights vLLM made up: kernels are compiled at first use.
+
+        vLLM warms up sampling itself, but asks for other log-probs, which are other kernels.
+        """
+        one = PromptBatch(
+            prompts=Ragged.from_rows([[0]], torch.int64),
+            prompt_id=torch.zeros(1, dtype=torch.int64),
+            step=0,
+            responses_per_prompt=1,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+        )
+        for size in WARM_UP_SIZES:
+            if size <= self._config.max_num_seqs:
+                self._sample(replace(one, responses_per_prompt=size), 2, [])
 
     def _check_lengths(self, prompts: PromptBatch) -> None:
         limit = self._config.max_prompt_tokens
+        lengths = prompts.prompts.lengths
+        assert (lengths > 0).all(), "an empty prompt"
         long = [
             f"prompt {prompt} has {length}"
-            for prompt, length in zip(
-                prompts.prompt_id.tolist(), prompts.prompts.lengths.tolist(), strict=True
-            )
+            for prompt, length in zip(prompts.prompt_id.tolist(), lengths.tolist(), strict=True)
             if length > limit
         ]
         if long:
@@ -184,6 +203,8 @@ class VLLMEngine:
 
     def _check_ranks_agree(self, responses: Ragged) -> None:
         """Raise if a rank of the tensor-parallel group sampled other tokens."""
+        if self._config.tensor_parallel_size == 1:
+            return
         from vllm.distributed.parallel_state import get_tp_group
 
         tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
@@ -195,34 +216,3 @@ class VLLMEngine:
 
     def _current_places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return {n: (p.data_ptr(), tuple(p.shape)) for n, p in self._model.named_parameters()}
-
-
-def _gpu_options(config: RolloutConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "enable_sleep_mode": True,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-    }
-    if config.kv_cache_mb is not None:
-        options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
-    if config.tensor_parallel_size > 1:
-        # FlashInfer's fused all-reduce would use NVLink multicast (compat.NO_MULTICAST).
-        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-        if torch.cuda.device_count() < config.tensor_parallel_size:
-            logger.warning(
-                "vLLM's custom all-reduce is off, which slows generation: this process sees "
-                "%d of its engine's %d GPUs",
-                torch.cuda.device_count(),
-                config.tensor_parallel_size,
-            )
-            options["disable_custom_all_reduce"] = True
-    return options
-
-
-def _cpu_options(config: RolloutConfig) -> dict[str, Any]:
-    assert config.kv_cache_mb is not None, "rollout.kv_cache_mb is needed without a GPU"
-    return {
-        # Without a given size scheduling, and with it rounding, varies from run to run.
-        "kv_cache_memory_bytes": config.kv_cache_mb << 20,
-        # Seeded sampling dies in a chunked prefill: "CPU Generator does not use offset".
-        "enable_chunked_prefill": False,
-    }

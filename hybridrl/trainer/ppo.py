@@ -17,11 +17,13 @@ from hybridrl.algorithms.advantages import gae, whiten
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompts import Prompt, PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.mismatch import check_rollout_log_probs
@@ -62,6 +64,10 @@ class PPOTrainer:
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
+        self.lengths = ResponseLengths()
+        self.stragglers = StragglerAlarm(
+            config.rollout.straggler_ratio, lambda engine: engine_place(workers.rollout, engine)
+        )
         self.phases = Phases(reporter.phase)
         self.metrics: dict[str, float | None] = {}
         self.weight_version = 0
@@ -101,7 +107,7 @@ class PPOTrainer:
             self.metrics[f"reshard/{name}"] = max(metrics[name] for metrics in per_rank)
 
     def rollout(self, step: int) -> tuple[RolloutBatch, list[Prompt]]:
-        """Sample responses to the step's prompts; then vLLM gives its memory back."""
+        """Sample responses to the step's prompts; then vLLM gives back what rollout.sleep names."""
         prompts = self.prompts.batch(step)
         request = PromptBatch(
             prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
@@ -112,8 +118,9 @@ class PPOTrainer:
             top_p=self.config.rollout.top_p,
         )
         with self.phases.section("rollout"):
-            batch = self.workers.rollout.call("generate", request)
-            self._sleep()
+            rollout = self._generate(request)
+            self.rollout_version = self.workers.rollout.call("sleep")[0]
+        batch = rollout.batch
         assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
         lengths = batch.responses.lengths.float()
         self.metrics |= {
@@ -121,7 +128,10 @@ class PPOTrainer:
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/truncated_fraction": float(batch.truncated.float().mean()),
+            **engine_metrics(rollout.engines),
         }
+        for warning in self.stragglers.warnings(rollout.engines):
+            self.reporter.warn(f"step {step}: {warning}")
         repeats = self.config.rollout.responses_per_prompt
         return batch, [prompt for prompt in prompts for _ in range(repeats)]
 
@@ -203,7 +213,7 @@ class PPOTrainer:
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
-            generate = lambda prompts: self.workers.rollout.call("generate", prompts)  # noqa: E731
+            generate = lambda prompts: self._generate(prompts).batch  # noqa: E731
             self.metrics |= self.evaluator.evaluate(step, generate)
 
     def log(self, step: int) -> None:
@@ -218,10 +228,11 @@ class PPOTrainer:
             self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name)
 
-    def _sleep(self) -> None:
-        """Give vLLM's memory to training; its weights are gone until the next reshard."""
-        self.workers.rollout.call("sleep")
-        self.rollout_version = None
+    def _generate(self, prompts: PromptBatch) -> Rollout:
+        """Responses of all engines, dealt by expected length; their lengths are learned from."""
+        rollout = self.workers.rollout.call("generate", self.lengths.expect(prompts))
+        self.lengths.learn(rollout.batch)
+        return rollout
 
 
 def outcome_on_last_token(outcomes: list[float], responses: Ragged) -> Ragged:

@@ -42,6 +42,10 @@ class Reporter:
         """A phase begins."""
         self._console.phase(name)
 
+    def warn(self, text: str) -> None:
+        """Something the user should look at; the run goes on."""
+        self._console.warn(text)
+
     def log(self, step: int, metrics: Row) -> None:
         """Keep and show one step's metrics, and say what went wrong in it."""
         self._console.step(self._tracker.log(step, metrics))

@@ -1,0 +1,94 @@
+"""How many tokens a prompt will cost, from what its responses took before."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.data.batch import PromptBatch, RolloutBatch
+
+
+class Mean(NamedTuple):
+    """A running mean of whole numbers, exact in any order.
+
+    Attributes:
+        count: numbers so far.
+        total: their sum.
+    """
+
+    count: int = 0
+    total: int = 0
+
+    def plus(self, value: int) -> "Mean":
+        """This mean after one more number."""
+        return Mean(self.count + 1, self.total + value)
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 of no numbers."""
+        return self.total / self.count if self.count else 0.0
+
+
+def expected_tokens(
+    prompt_lengths: Sequence[int],
+    prompt_ids: Sequence[int],
+    seen: Mapping[int, Mean],
+    overall: Mean,
+    responses_per_prompt: int,
+) -> Tensor:
+    """Tokens each prompt will cost its engine: [P] float64.
+
+    The prompt is computed once, however many responses it gets (prefix caching); each response
+    is expected to be as long as the prompt's earlier ones, or as all were if it is new.
+
+    Args:
+        prompt_lengths: tokens of each prompt.
+        prompt_ids: their ids.
+        seen: prompt id -> lengths of its responses so far.
+        overall: lengths of all responses so far.
+        responses_per_prompt: samples of each prompt.
+    """
+    responses = [seen.get(prompt_id, overall).value for prompt_id in prompt_ids]
+    return torch.tensor(
+        [
+            prompt + responses_per_prompt * response
+            for prompt, response in zip(prompt_lengths, responses, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+
+
+@dataclass
+class ResponseLengths:
+    """Lengths of the responses so far, kept by the controller from step to step.
+
+    The same history gives the same estimates, so prompts are dealt alike in every run of it.
+
+    Attributes:
+        seen: prompt id -> its responses.
+        overall: all responses.
+    """
+
+    seen: dict[int, Mean] = field(default_factory=dict)
+    overall: Mean = field(default_factory=Mean)
+
+    def expect(self, prompts: PromptBatch) -> PromptBatch:
+        """The prompts with the tokens that each is expected to cost."""
+        expected = expected_tokens(
+            prompts.prompts.lengths.tolist(),
+            prompts.prompt_id.tolist(),
+            self.seen,
+            self.overall,
+            prompts.responses_per_prompt,
+        )
+        return replace(prompts, expected_tokens=expected)
+
+    def learn(self, batch: RolloutBatch) -> None:
+        """Take in how long responses have become."""
+        for prompt_id, length in zip(
+            batch.group_id.tolist(), batch.responses.lengths.tolist(), strict=True
+        ):
+            self.seen[prompt_id] = self.seen.get(prompt_id, Mean()).plus(length)
+            self.overall = self.overall.plus(length)

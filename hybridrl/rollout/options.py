@@ -1,0 +1,83 @@
+"""What vLLM is started with: sizes, memory and graphs by device."""
+
+import logging
+from typing import Any
+
+import torch
+
+from hybridrl.config.schema import RolloutConfig, SleepMode
+
+logger = logging.getLogger(__name__)
+
+# Between two sizes of CUDA graphs lie at most this many sequences, and at least that many.
+MAX_GRAPH_STEP, MIN_GRAPH_STEP = 64, 8
+# From here on a graph is up to a quarter larger than the size before it.
+STEPS_PER_DOUBLING = 4
+
+
+def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`, but for the model's folder."""
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": config.dtype.value,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }
+    return options | (_on_gpu(config) if device_type == "cuda" else _on_cpu(config))
+
+
+def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "enable_sleep_mode": config.sleep is not SleepMode.none,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    compilation: dict[str, Any] = {}
+    if config.kv_cache_mb is not None:
+        options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
+    if not config.enforce_eager:
+        compilation["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
+    if config.tensor_parallel_size > 1:
+        # FlashInfer's fused all-reduce would use NVLink multicast (compat.NO_MULTICAST).
+        compilation["pass_config"] = {"fuse_allreduce_rms": False}
+        if torch.cuda.device_count() < config.tensor_parallel_size:
+            logger.warning(
+                "vLLM's custom all-reduce is off, which slows generation: this process sees "
+                "%d of its engine's %d GPUs",
+                torch.cuda.device_count(),
+                config.tensor_parallel_size,
+            )
+            options["disable_custom_all_reduce"] = True
+    return options | ({"compilation_config": compilation} if compilation else {})
+
+
+def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
+    assert config.kv_cache_mb is not None, "rollout.kv_cache_mb is needed without a GPU"
+    return {
+        # Without a given size scheduling, and with it rounding, varies from run to run.
+        "kv_cache_memory_bytes": config.kv_cache_mb << 20,
+        # Seeded sampling dies in a chunked prefill: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+    }
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that CUDA graphs are captured for, in rising order; the last is max_num_seqs.
+
+    vLLM's own sizes end at 512, beyond which decoding would run without graphs, and lie 8 or 16
+    apart, twice as many as these. A batch is padded to the next size; up to some 200 sequences the
+    weights' way through memory takes longer than the arithmetic on an H200, so padding is free.
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        doubling = 1 << (size.bit_length() - 1)
+        size += min(MAX_GRAPH_STEP, max(MIN_GRAPH_STEP, doubling // STEPS_PER_DOUBLING))
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

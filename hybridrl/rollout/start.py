@@ -1,0 +1,106 @@
+"""Starts vLLM and says what its start-up consists of."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Methods of vLLM's worker that are called once each, and what the log calls their time.
+WORKER_PARTS = {
+    "init_device": "device",
+    "load_model": "model",
+    "determine_available_memory": "profiling and compilation",
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "kernels",
+}
+GRAPHS = "CUDA graphs"
+
+
+class StartTimes:
+    """Wall seconds of the parts of one start, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside under `name`, but for parts that begin and end inside."""
+        self.seconds.setdefault(name, 0.0)
+        before = sum(self.seconds.values())
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            inside = sum(self.seconds.values()) - before
+            self.seconds[name] += time.perf_counter() - start - inside
+
+    def counted(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The method, each call of which counts as a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return method(*args, **kwargs)
+
+        return call
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
+
+
+def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_type: str) -> Any:
+    """vLLM's `LLM` in this process, awake, with weights that mean nothing; a collective."""
+    with times.part("imports"):
+        from vllm import LLM
+
+        worker = _worker_class(device_type)
+
+    warm_up = worker.compile_or_warm_up_model
+
+    def with_graphs_apart(self: Any) -> Any:
+        capture = times.counted(self.model_runner.capture_model, GRAPHS)
+        with _replaced(self.model_runner, {"capture_model": capture}):
+            return warm_up(self)
+
+    methods = {name: getattr(worker, name) for name in WORKER_PARTS}
+    methods["compile_or_warm_up_model"] = with_graphs_apart
+    counted = {name: times.counted(methods[name], part) for name, part in WORKER_PARTS.items()}
+    with times.part("rest"), _replaced(worker, counted):
+        return LLM(model=str(folder), **options)
+
+
+def log_start(times: StartTimes, llm: Any) -> None:
+    """Say in this rank's log where the time went."""
+    compiling = llm.llm_engine.vllm_config.compilation_config.compilation_time
+    logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
+
+
+def _worker_class(device_type: str) -> Any:
+    """The class whose instance does vLLM's work in this process."""
+    if device_type == "cuda":
+        from vllm.v1.worker.gpu_worker import Worker
+
+        return Worker
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+@contextmanager
+def _replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Other attributes of a class or an object for a while; inherited ones come back as such."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

@@ -1,0 +1,36 @@
+"""Wall seconds of the parts of a worker's method, device work included."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class PartTimer:
+    """Times parts on this rank; begins when the device has finished what it was given before.
+
+    Args:
+        device_type: "cuda" or "cpu"; on a GPU each part ends when its kernels have.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._on_gpu = device_type == "cuda"
+        self.seconds: dict[str, float] = {}
+        self._start = self._now()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Note the seconds of what is inside under `name`."""
+        start = self._now()
+        yield
+        self.seconds[name] = self._now() - start
+
+    def total(self) -> float:
+        """Seconds since this timer was made."""
+        return self._now() - self._start
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()

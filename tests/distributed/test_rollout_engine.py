@@ -1,0 +1,143 @@
+"""vLLM as a rollout engine on one rank: what it samples, what sleeps when, what its log says.
+
+What needs a reshard or tensor parallelism stands in test_reshard_equality.py. On a CPU sleeping
+parts only count as gone: tests/gpu/test_rollout_gpu.py looks at the memory.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.schema import DType, SleepMode
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
+from hybridrl.rollout.vllm_engine import VLLMEngine
+from tests.distributed.launch import run_on_ranks
+from tests.reshard_cases import (
+    MAX_RESPONSE,
+    Case,
+    error_of,
+    prompts,
+    rollout_config,
+    write_folders,
+)
+
+# An engine that is collected takes the process group with it.
+KEPT: list[VLLMEngine] = []
+
+
+class Lines(logging.Handler):
+    """Keeps log lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """What an engine with the folder's weights shows; its config decides what sleeps."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    log = Lines()
+    logging.getLogger("hybridrl.rollout").addHandler(log)
+    logging.getLogger("hybridrl.rollout").setLevel(logging.INFO)
+    config = rollout_config(Case("qwen2", DType.float32, tp=1), folder)
+    engine = VLLMEngine(config, folder, stop_token_ids(folder), "cpu")
+    KEPT.append(engine)
+    seen: dict[str, Any] = {"log": log.lines, "built": engine.awake}
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    engine.wake(EnginePart.WEIGHTS)
+    engine.load(weights.items())
+    seen["half"] = error_of(lambda: engine.generate(prompts()))
+    engine.wake(EnginePart.KV_CACHE)
+    seen["first"] = engine.generate(prompts())
+    seen["plain"] = plain_generate(engine, config.seed, folder)
+    for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
+        config.sleep = mode
+        engine.sleep()
+        seen[f"asleep_{mode}"] = engine.awake
+        seen[f"error_{mode}"] = error_of(lambda: engine.generate(prompts()))
+        engine.sleep()
+        for part in EnginePart:
+            engine.wake(part)
+        engine.reset_prefix_cache()
+        seen[f"after_{mode}"] = engine.generate(prompts())
+    return seen
+
+
+def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
+    """The same responses by the method that vLLM's users call."""
+    from vllm import SamplingParams, TokensPrompt
+
+    request = prompts()
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=MAX_RESPONSE,
+            stop_token_ids=stop_token_ids(folder),
+            seed=one,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for one in sample_seeds(seed, request)
+    ]
+    rows = [row for row in request.prompts.rows() for _ in range(request.responses_per_prompt)]
+    inputs = [TokensPrompt(prompt_token_ids=row.tolist()) for row in rows]
+    outputs = [done.outputs[0] for done in engine._llm.generate(inputs, params, use_tqdm=False)]
+    return [(list(o.token_ids), o.logprobs.logprobs, o.finish_reason) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    write_folders(root, ["qwen2"])
+    return run_on_ranks(look, 1, root / "qwen2" / "A")[0]
+
+
+def test_same_tokens_and_log_probs_as_vllm_generate(seen):
+    ours = seen["first"]
+    for index, (tokens, log_probs, reason) in enumerate(seen["plain"]):
+        assert ours.responses.rows()[index].tolist() == tokens
+        torch.testing.assert_close(
+            ours.log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
+        )
+        assert bool(ours.truncated[index]) == (reason == "length")
+
+
+def test_the_first_token_comes_before_the_last(seen):
+    assert 0 < seen["first"].first_token_s < seen["first"].seconds
+
+
+def test_what_sleeps_is_what_the_config_names(seen):
+    weights, cache = EnginePart
+    assert seen["built"] == frozenset()  # rollout.sleep = all
+    assert seen["asleep_none"] == {weights, cache}
+    assert seen["asleep_kv_cache"] == {weights}
+    assert seen["asleep_all"] == frozenset()
+
+
+def test_an_engine_that_sleeps_in_part_refuses_to_generate(seen):
+    assert "asleep" in seen["half"]
+    assert "asleep" in seen["error_kv_cache"]
+    assert "asleep" in seen["error_all"]
+    assert seen["error_none"] == ""
+
+
+@pytest.mark.parametrize("mode", SleepMode)
+def test_the_same_weights_sample_the_same_after_sleep(seen, mode):
+    """On a CPU weights outlive every mode; requests of earlier calls are not mixed in."""
+    assert torch.equal(seen[f"after_{mode}"].responses.values, seen["first"].responses.values)
+
+
+def test_the_log_says_what_the_start_consisted_of(seen):
+    (line,) = [line for line in seen["log"] if line.startswith("vLLM started in")]
+    for part in ("imports", "device", "model", "KV cache", "kernels", "first sampling", "rest"):
+        assert f"{part} " in line

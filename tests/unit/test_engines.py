@@ -1,0 +1,62 @@
+"""Metrics of the rollout engines, and the alarm for one that falls behind."""
+
+import pytest
+
+from hybridrl.data.batch import EngineStats
+from hybridrl.trainer.engines import QUIET, WINDOW, StragglerAlarm, engine_metrics
+
+
+def engines(*tokens_per_second: float) -> list[EngineStats]:
+    """Engines that sampled for ten seconds each."""
+    return [EngineStats(int(10 * speed), 10.0, 0.5) for speed in tokens_per_second]
+
+
+def alarm(ratio: float = 0.7) -> StragglerAlarm:
+    return StragglerAlarm(ratio, lambda engine: f"rank {engine} on node-a")
+
+
+def after(steps: int, watch: StragglerAlarm, *tokens_per_second: float) -> list[str]:
+    """All that is said in these steps."""
+    return [text for _ in range(steps) for text in watch.warnings(engines(*tokens_per_second))]
+
+
+def test_metrics_hand_worked():
+    stats = [EngineStats(300, 2.0, 0.1), EngineStats(100, 2.0, 0.4), EngineStats(0, 0.0, 0.0)]
+    assert engine_metrics(stats) == {
+        "rollout/engine_tokens_per_second_min": 50.0,
+        "rollout/engine_tokens_per_second_mean": 100.0,
+        "rollout/engine_tokens_per_second_max": 150.0,
+        "rollout/slowest_engine": 1.0,
+        "rollout/first_token_s": 0.4,
+    }
+    assert engine_metrics([EngineStats(0, 0.0, 0.0)]) == {}
+
+
+def test_a_slow_engine_is_named_with_its_place_and_both_speeds():
+    (text,) = after(WINDOW, alarm(), 1000, 2000, 1450)
+    assert "engine 0 (rank 0 on node-a) sampled 1,000 tokens/s" in text
+    assert "rollout.straggler_ratio = 0.7 of the fastest engine's 2,000" in text
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(0.7, 1400), (0.0, 1)])
+def test_at_the_ratio_and_with_none_nothing_is_said(ratio, slow):
+    assert after(10 * WINDOW, alarm(ratio), slow, 2000) == []
+
+
+def test_one_hiccup_is_not_enough():
+    """Two rollouts at 2000 and one at 500: 4500 / 3 = 1500, above 0.7 of 2000."""
+    watch = alarm()
+    assert after(WINDOW, watch, 2000, 2000) == []
+    assert after(1, watch, 500, 2000) == []
+    assert len(after(1, watch, 500, 2000)) == 1
+
+
+def test_a_warning_is_repeated_only_after_a_while():
+    watch = alarm()
+    assert len(after(WINDOW, watch, 500, 2000)) == 1
+    assert after(QUIET - 1, watch, 500, 2000) == []
+    assert len(after(1, watch, 500, 2000)) == 1
+
+
+def test_an_engine_without_prompts_is_no_straggler():
+    assert after(10, alarm(), 0, 2000) == []

@@ -1,0 +1,43 @@
+"""Expected tokens of prompts: hand-worked estimates, and prompts dealt by what was learned."""
+
+import torch
+
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.lengths import Mean, ResponseLengths, expected_tokens
+from hybridrl.data.ragged import Ragged
+from tests.batches import batch_of
+
+
+def test_hand_worked():
+    # Seen: 10 + 4 * (6 / 2); new: 7 + 4 * (30 / 5).
+    estimate = expected_tokens([10, 7], [3, 8], {3: Mean(2, 6)}, Mean(5, 30), 4)
+    assert estimate.tolist() == [22.0, 31.0]
+
+
+def test_before_the_first_response_prompts_count_alone():
+    assert expected_tokens([10, 7], [3, 8], {}, Mean(), 4).tolist() == [10.0, 7.0]
+
+
+def test_lengths_are_learned_by_prompt():
+    """batch_of gives response b to prompt b; two batches, the second without prompt 2."""
+    lengths = ResponseLengths()
+    lengths.learn(batch_of([4, 1, 7]))
+    lengths.learn(batch_of([8, 1]))
+    assert lengths.seen == {0: Mean(2, 12), 1: Mean(2, 2), 2: Mean(1, 7)}
+    assert lengths.overall == Mean(5, 21)
+
+
+def test_long_answers_are_spread_over_engines():
+    """Prompts 0 and 1 are known to be answered at length, 2 and 3 in few words."""
+    lengths = ResponseLengths()
+    lengths.learn(batch_of([90, 80, 2, 3]))
+    prompts = PromptBatch(
+        prompts=Ragged.from_rows([[0], [0], [0] * 5, [0] * 6], torch.int64),
+        prompt_id=torch.arange(4),
+        step=2,
+        responses_per_prompt=1,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    dealt = [part.prompt_id.tolist() for part in lengths.expect(prompts).shard(2)]
+    assert dealt == [[0, 2], [1, 3]]
