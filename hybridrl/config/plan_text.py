@@ -5,10 +5,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.config.check_sizes import world_size, world_text
+from hybridrl.config.layout import is_nested, ranks_by_shard
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import gib, largest_parts, node_peak, rank_phases
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accelerator, RunConfig
+from hybridrl.config.schema import Accelerator, Init, Layout, RunConfig
 
 # More ranks than this are listed node by node.
 MAX_RANKS_LISTED = 32
@@ -38,6 +39,8 @@ def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
         f"{shape.kv_heads} KV heads, "
         f"vocabulary {shape.vocab:,}{', tied' if shape.tied else ''}",
     )
+    if config.model.init is Init.random:
+        table.add_row("weights", f"random, from model.seed = {config.model.seed}")
     table.add_row("data", escape(str(config.data.train_files or config.data.name)))
     table.add_row(
         "dtypes",
@@ -48,7 +51,7 @@ def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
 
 
 def _placement(config: RunConfig, machine: Machine) -> RenderableType:
-    """Ranks in order of (node, slot); the mesh is row-major over them."""
+    """Ranks in order of (node, slot), and which copy and shard of the weights each holds."""
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
     per_node = config.cluster.gpus_per_node
     assert per_node is not None and fsdp.dp_shard is not None
@@ -62,6 +65,7 @@ def _placement(config: RunConfig, machine: Machine) -> RenderableType:
         table.add_column(name, justify="right")
     names = node_names(config, machine)
     world = world_size(config)
+    order = ranks_by_shard(fsdp)
     step = 1 if world <= MAX_RANKS_LISTED else per_node
     for first in range(0, world, step):
         last = first + step - 1
@@ -70,7 +74,7 @@ def _placement(config: RunConfig, machine: Machine) -> RenderableType:
             names[first // per_node],
             _span(first % per_node, last % per_node),
             _span(first // fsdp.dp_shard, last // fsdp.dp_shard),
-            str(first % fsdp.dp_shard) if step == 1 else f"0..{fsdp.dp_shard - 1}",
+            str(order.index(first % fsdp.dp_shard)) if step == 1 else f"0..{fsdp.dp_shard - 1}",
             _span(first // tp, last // tp),
             str(first % tp) if step == 1 else f"0..{tp - 1}",
         )
@@ -163,6 +167,12 @@ def _remarks(config: RunConfig, machine: Machine) -> list[str]:
         remarks.append(
             f"Note: actor.max_tokens_per_gpu = {config.actor.max_tokens_per_gpu} is less than the "
             f"longest sequence ({longest}); such a one is a micro-batch of its own."
+        )
+    fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
+    if fsdp.layout is Layout.aligned and tp > 1 and not is_nested(fsdp):
+        remarks.append(
+            f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "
+            f"{fsdp.dp_shard}; shards cannot lie in their ranks' slices, and weight syncs move more."
         )
     if config.hardware.accelerator is Accelerator.gpu and not machine.gpus:
         remarks.append("Note: this machine has no GPU; GPU memory could not be compared.")

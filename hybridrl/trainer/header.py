@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.schema import KLPlacement, RunConfig
+from hybridrl.config.schema import Init, KLPlacement, RunConfig
 
 # Placement of more ranks than this is summed up.
 MAX_RANKS_SHOWN = 8
@@ -75,7 +75,8 @@ def _model(config: RunConfig, num_parameters: int | None) -> str:
     size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
     train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
-    return f"{config.model.path}{size}, {dtypes}"
+    weights = ", random weights" if config.model.init is Init.random else ""
+    return f"{config.model.path}{size}{weights}, {dtypes}"
 
 
 def _data(facts: RunFacts) -> str:
