@@ -1,0 +1,71 @@
+"""Tokens per second and MFU of a step, worked by hand for Qwen2.5-1.5B's shape; peaks by name."""
+
+import pytest
+
+from hybridrl.config.machine import GPU
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.peaks import bf16_peak, peak_per_rank
+from hybridrl.config.schema import DType
+from hybridrl.trainer.throughput import Throughput, Work
+
+SHAPE = ModelShape(
+    kind="qwen2",
+    hidden=1536,
+    intermediate=8960,
+    layers=28,
+    heads=12,
+    kv_heads=2,
+    head_dim=128,
+    vocab=151936,
+    tied=True,
+    attention_bias=True,
+    mlp_bias=False,
+    max_positions=None,
+)
+# 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512
+WORK = Work(tokens=512 * 512, sequences=512)
+PER_TOKEN = 9_262_285_824 + 132_120_576
+
+
+def test_mfu_by_hand():
+    two_gpus = Throughput(SHAPE, epochs=2, peak=2 * 989e12)
+    metrics = two_gpus.metrics(WORK, {"old_log_probs": 0.5, "update_actor": 4.0})
+    # Two passes of 262,144 tokens in 4 s: 131,072 tokens/s; forward: 524,288 a second.
+    assert metrics["tokens_per_s/update_actor"] == 131_072
+    assert metrics["tokens_per_s/old_log_probs"] == 524_288
+    assert metrics["mfu/update_actor"] == pytest.approx(131_072 * PER_TOKEN / 1.978e15)
+    assert metrics["mfu/old_log_probs"] == pytest.approx(524_288 * PER_TOKEN / 3 / 1.978e15)
+    assert metrics["mfu/update_actor"] == pytest.approx(0.6225, abs=1e-4)
+
+
+def test_without_a_peak_there_are_speeds_alone():
+    metrics = Throughput(SHAPE, epochs=1, peak=None).metrics(WORK, {"update_actor": 2.0})
+    assert metrics == {"tokens_per_s/update_actor": 131_072}
+
+
+def test_critics_have_a_speed_and_no_mfu():
+    metrics = Throughput(SHAPE, 1, 1e15).metrics(WORK, {"values": 1.0, "update_critic": 0.0})
+    assert metrics == {"tokens_per_s/values": 262_144}
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks_by_the_names_that_nvidia_smi_prints(name, teraflops):
+    assert bf16_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_the_peak_of_a_run_needs_one_kind_of_gpu_and_bfloat16():
+    h200, a100 = GPU("NVIDIA H200", 141 * 2**30), GPU("NVIDIA A100-SXM4-80GB", 80 * 2**30)
+    assert peak_per_rank([h200, h200], DType.bfloat16) == 989e12
+    assert peak_per_rank([h200, h200], DType.float32) is None
+    assert peak_per_rank([h200, a100], DType.bfloat16) is None
+    assert peak_per_rank([], DType.bfloat16) is None
