@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hybridrl.config.check_sizes import world_size, world_text
+from hybridrl.config.estimators import SETTINGS, estimator_of
 from hybridrl.config.given import Given, Source
 from hybridrl.config.layout import is_nested
 from hybridrl.config.schema import Accelerator, Init, KLSchedule, Layout, LRSchedule, RunConfig
@@ -57,7 +59,11 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             "algorithm.kl.schedule = fixed",
             "set algorithm.kl.schedule=adaptive",
         )
-    for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+    yield from _idle_estimator(config)
+    optims = {"actor": config.actor.optim}
+    if estimator_of(config.algorithm.advantage).uses_critic:
+        optims["critic"] = config.critic.optim
+    for role, optim in optims.items():
         if optim.schedule is LRSchedule.constant:
             yield Idle(
                 (f"{role}.optim.min_lr_ratio",),
@@ -65,13 +71,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
                 f"{role}.optim.schedule = constant",
                 f"set {role}.optim.schedule=cosine or linear",
             )
-    if config.hardware.accelerator is Accelerator.cpu:
-        yield Idle(
-            ("rollout.gpu_memory_utilization",),
-            "hardware",
-            "hardware = cpu",
-            "set rollout.kv_cache_mb, the KV cache's size",
-        )
+    yield from _idle_rollout(config)
     yield from _idle_layout(config)
     if config.model.init is Init.pretrained:
         yield Idle(
@@ -86,6 +86,23 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             "data.train_files",
             "data.train_files given",
             "remove data.train_files",
+        )
+
+
+def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
+    """What the advantage estimator does not take."""
+    advantage = config.algorithm.advantage
+    estimator = estimator_of(advantage)
+    cause, text = "algorithm.advantage", f"algorithm.advantage = {advantage}"
+    settings = tuple(f"algorithm.{name}" for name in SETTINGS if name not in estimator.takes)
+    if settings:
+        yield Idle(settings, cause, text, "set algorithm.advantage=gae")
+    if not estimator.uses_critic:
+        yield Idle(
+            ("critic", "trainer.critic_warmup_steps"),
+            cause,
+            f"{text}, which needs no critic",
+            "set algorithm=ppo",
         )
 
 
@@ -104,4 +121,28 @@ def _idle_layout(config: RunConfig) -> Iterator[Idle]:
             "rollout.tensor_parallel_size",
             f"rollout.tensor_parallel_size = {tp}",
             f"set it to a divisor above 1 of fsdp.dp_shard = {dp_shard}",
+        )
+
+
+def _idle_rollout(config: RunConfig) -> Iterator[Idle]:
+    """What vLLM does not take without a GPU, and what one engine alone does not need."""
+    if config.hardware.accelerator is Accelerator.cpu:
+        yield Idle(
+            ("rollout.gpu_memory_utilization",),
+            "hardware",
+            "hardware = cpu",
+            "set rollout.kv_cache_mb, the KV cache's size",
+        )
+        yield Idle(
+            ("rollout.sleep",),
+            "hardware",
+            "hardware = cpu, where vLLM cannot give memory back",
+            "set hardware=gpu",
+        )
+    if world_size(config) == config.rollout.tensor_parallel_size:
+        yield Idle(
+            ("rollout.straggler_ratio",),
+            "cluster.gpus_per_node",
+            f"one rollout engine ({world_text(config)})",
+            "take more GPUs",
         )

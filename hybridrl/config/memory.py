@@ -9,6 +9,7 @@ Units: bytes, of one rank unless said otherwise.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.machine import GIB, Machine
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import Accelerator, DType, RunConfig
@@ -53,14 +54,16 @@ def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> 
     weights = {"rollout weights": _rollout_weights(config, shape)}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, _rollout_weights(config, shape))
     buckets = {"buckets": 2 * bucket}
-    actor, critic = shape.parameters, _critic_parameters(shape)
-    return [
+    phases = [
         Phase("reshard", always | idle | weights | buckets),
         Phase("rollout", always | rollout),
         Phase("score", always | idle | _forward(config, shape)),
-        Phase("update critic", always | idle | _backward(config, shape, critic, head=False)),
-        Phase("update actor", always | idle | _backward(config, shape, actor, head=True)),
     ]
+    if uses_critic(config):
+        update = _backward(config, shape, _critic_parameters(shape), head=False)
+        phases.append(Phase("update critic", always | idle | update))
+    update = _backward(config, shape, shape.parameters, head=True)
+    return [*phases, Phase("update actor", always | idle | update)]
 
 
 def node_peak(config: RunConfig, phases: list[Phase]) -> int:
@@ -130,8 +133,9 @@ def _always(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict
     parts = {
         "process": process,
         "actor weights and AdamW": state * shape.parameters // shards,
-        "critic weights and AdamW": state * _critic_parameters(shape) // shards,
     }
+    if uses_critic(config):
+        parts["critic weights and AdamW"] = state * _critic_parameters(shape) // shards
     if config.algorithm.kl.coef > 0:
         parts["ref weights"] = MASTER_BYTES * shape.parameters // shards
     return parts

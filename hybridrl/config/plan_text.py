@@ -6,6 +6,7 @@ from rich.table import Table
 
 from hybridrl.config.check_sizes import world_size, world_text
 from hybridrl.config.layout import is_nested, ranks_by_shard
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import gib, largest_parts, node_peak, rank_phases
 from hybridrl.config.model_shape import ModelShape
@@ -96,7 +97,12 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
         table.add_column(name)
     table.add_row("rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights")
     table.add_row("actor", config.actor.worker, f"{share}, their gradients and AdamW's moments")
-    table.add_row("critic", config.critic.worker, f"{share}, their gradients and AdamW's moments")
+    if uses_critic(config):
+        holds = f"{share}, their gradients and AdamW's moments"
+        table.add_row("critic", config.critic.worker, holds)
+    else:
+        advantage = config.algorithm.advantage
+        table.add_row("critic", "-", f"nothing: algorithm.advantage = {advantage} needs none")
     if config.algorithm.kl.coef > 0:
         table.add_row("ref", config.ref.worker, share)
     else:
@@ -122,7 +128,7 @@ def _batches(config: RunConfig) -> Table:
     table.add_row(
         "optimizer steps a step",
         f"{actor.epochs} epochs x {minis} mini-batches of {actor.mini_batch_size} = "
-        f"{actor.epochs * minis} (actor and critic each)",
+        f"{actor.epochs * minis}{' (actor and critic each)' if uses_critic(config) else ''}",
     )
     table.add_row(
         "a rank's mini-batch",

@@ -12,6 +12,7 @@ from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import estimator_of, group_problems
 from hybridrl.config.given import Given
 from hybridrl.config.layout import layout_problems
 from hybridrl.config.machine import Machine
@@ -29,6 +30,7 @@ MEMORY = (
     "hardware.accelerator",
     "model",
     "fsdp",
+    "algorithm.advantage",
     "algorithm.kl.coef",
     "actor.max_tokens_per_gpu",
     "actor.log_prob_chunk_tokens",
@@ -45,6 +47,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mini_batch_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
     (sizes.mini_batch_rank_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
     (kl_problems, (*RESPONSES, "algorithm.kl")),
+    (group_problems, ("algorithm.advantage", "rollout.responses_per_prompt")),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
     (
         sizes.step_problems,
@@ -76,6 +79,7 @@ MODEL_CHECKS: tuple[
     (sizes.tensor_parallel_problems, (TP,)),
 )
 EFFECT_NEEDS = (
+    "algorithm.advantage",
     "algorithm.kl.coef",
     "algorithm.kl.schedule",
     "actor.optim.schedule",
@@ -101,6 +105,7 @@ def run_checks(
         given: which keys were set by hand.
         report: takes the problems; its broken keys decide which checks can be run.
     """
+    _check_estimator(config, report)
     found = [
         *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
         *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
@@ -123,6 +128,15 @@ def _applicable(
     for problems, needs in checks:
         if report.usable(needs):
             yield from problems
+
+
+def _check_estimator(config: RunConfig, report: Report) -> None:
+    if report.usable(["algorithm.advantage"]):
+        try:
+            estimator_of(config.algorithm.advantage)
+        except ConfigError as error:
+            for problem in error.problems:
+                report.add(problem, broken="algorithm.advantage")
 
 
 def _check_files(config: RunConfig, report: Report) -> None:

@@ -36,20 +36,29 @@ class RemoteError(Exception):
         summary: its type and message on one line.
         trace: its traceback with those of its causes, the root first.
         problems: those of a ConfigError, else empty.
+        phase: what the process was doing, "actor.update"; empty: what it had been asked to do.
     """
 
-    def __init__(self, summary: str, trace: str, problems: list[str]) -> None:
-        super().__init__(summary, trace, problems)
+    def __init__(self, summary: str, trace: str, problems: list[str], phase: str) -> None:
+        super().__init__(summary, trace, problems, phase)
         self.summary = summary
         self.trace = trace
         self.problems = problems
+        self.phase = phase
 
     def __str__(self) -> str:
         return f"{self.summary}\n{self.trace}"
 
 
 class errors_as_text(ContextDecorator):
-    """Let whatever the block raises leave it as a RemoteError, and log it."""
+    """Let whatever the block raises leave it as a RemoteError, and log it.
+
+    Args:
+        phase: the error's.
+    """
+
+    def __init__(self, phase: str = "") -> None:
+        self._phase = phase
 
     def __enter__(self) -> None:
         return None
@@ -66,4 +75,4 @@ class errors_as_text(ContextDecorator):
         logger.error("%s", text)
         summary = traceback.format_exception_only(error)[-1].strip()
         problems = error.problems if isinstance(error, ConfigError) else []
-        raise RemoteError(summary, text, problems) from None
+        raise RemoteError(summary, text, problems, self._phase) from None

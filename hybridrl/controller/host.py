@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +23,18 @@ import psutil
 import ray
 
 from hybridrl.config.schema import Accelerator, FSDPConfig
+from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store
+from hybridrl.controller.spans import Stopwatch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
     from torch.distributed.device_mesh import DeviceMesh
 
+    from hybridrl.controller.profiler import RankProfiler
     from hybridrl.workers.base import Worker
 
 logger = logging.getLogger(__name__)
@@ -86,6 +91,7 @@ class WorkerHost:
         self._store: TCPStore | None = None
         self._mesh: DeviceMesh | None = None
         self._roles: dict[str, Worker] = {}
+        self._profiler: RankProfiler | None = None
 
     @errors_as_text()
     def info(self) -> HostInfo:
@@ -167,12 +173,46 @@ class WorkerHost:
             role.connect(self._roles)
         return shared_memory_of(psutil.Process())
 
+    def call(
+        self,
+        calls: Sequence[RoleCall],
+        assemble: Callable[[Sequence[Any]], Any] | None,
+        *contents: Any,
+    ) -> list[Outcome]:
+        """Run roles' methods, one after the other; values are None unless they are to be kept.
+
+        Args:
+            calls: what to run.
+            assemble: makes this rank's part of a batch, every call's first argument, of
+                `contents`; None: there is no batch.
+            contents: of the part's pieces; Ray puts them in place of their references.
+        """
+        part: tuple[Any, ...] = ()
+        if assemble is not None:
+            with errors_as_text(calls[0].name):
+                part = (assemble(contents),)
+        outcomes = []
+        for call in calls:
+            with errors_as_text(call.name), self._working(call.name) as watch:
+                value = getattr(self._roles[call.role], call.method)(
+                    *part, *call.args, **call.kwargs
+                )
+            outcomes.append(Outcome(value if call.keep else None, watch.span))
+        return outcomes
+
     @errors_as_text()
-    def call(self, role: str, method: str, arguments: tuple[tuple, dict], keep: bool) -> Any:
-        """The result of a role's method; None unless `keep`, which spares sending copies."""
-        args, kwargs = arguments
-        result = getattr(self._roles[role], method)(*args, **kwargs)
-        return result if keep else None
+    def start_profile(self) -> None:
+        """Record what this process and its device do from now on."""
+        from hybridrl.controller.profiler import RankProfiler
+
+        self._profiler = RankProfiler(self._config.accelerator is Accelerator.gpu)
+
+    @errors_as_text()
+    def write_profile(self, path: str) -> None:
+        """End the recording and write it as a Chrome trace."""
+        assert self._profiler is not None, "no profile was started"
+        self._profiler.write(Path(path))
+        self._profiler = None
 
     @errors_as_text()
     def close(self) -> None:
@@ -185,6 +225,19 @@ class WorkerHost:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
+
+    @contextmanager
+    def _working(self, name: str) -> Iterator[Stopwatch]:
+        """Time a role's method and name it in a profile.
+
+        It ends when its stream has drained; what other streams copy meanwhile goes on.
+        """
+        import torch
+
+        with torch.profiler.record_function(name), Stopwatch(name) as watch:
+            yield watch
+            if self._config.accelerator is Accelerator.gpu:
+                torch.cuda.current_stream().synchronize()
 
     def _slot(self) -> Slot:
         context = ray.get_runtime_context()

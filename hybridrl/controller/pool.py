@@ -2,11 +2,8 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,22 +14,19 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
 )
 
-from hybridrl.config.schema import Accelerator, ClusterConfig, FSDPConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
+from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.placement import (
     Slot,
     check_engines,
-    number_cpu_slots,
-    rank_order,
-    reserve,
 )
 from hybridrl.controller.rendezvous import disagreement
 from hybridrl.controller.signals import shielded
+from hybridrl.controller.spans import PartTimes, SpanLog
+from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
 from hybridrl.controller.waiting import Host, give_up_after, timeout_error, wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -45,27 +39,6 @@ END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
 START_SETTING = "cluster.start_timeout_s"
 CALL_SETTING = "cluster.call_timeout_s"
-
-
-@dataclass(frozen=True)
-class PoolConfig:
-    """What a pool needs to know.
-
-    Attributes:
-        cluster: nodes, slots on each, and the deadlines.
-        accelerator: GPUs or CPU slots.
-        fsdp: the sharding spec, for the mesh.
-        ranks_per_engine: consecutive ranks that must share a node.
-        modules: imported by every process at its start.
-        log_folder: one file per process.
-    """
-
-    cluster: ClusterConfig
-    accelerator: Accelerator
-    fsdp: FSDPConfig
-    ranks_per_engine: int
-    modules: Sequence[str]
-    log_folder: Path
 
 
 class Pool:
@@ -85,11 +58,20 @@ class Pool:
         self._busy: dict[ObjectRef, Host] = {}
         self._shared_memory: dict[str, list[str]] = {}
         self.hosts: list[Host] = []
+        self.store = ObjectStore()
+        self.start_times = PartTimes()
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._reservation = self._reserve()
-            self._start()
+            with self.start_times.part("processes"):
+                self._reservation = reserve_slots(config)
+                self._identify(spawn(config, self._reservation))
+            with self.start_times.part("imports"):
+                self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
+            with self.start_times.part("rendezvous"):
+                self._meet()
+                self._starting(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
             undo.pop_all()
+        self.spans = SpanLog(self.size)
 
     @property
     def size(self) -> int:
@@ -115,7 +97,8 @@ class Pool:
 
     def connect(self) -> None:
         """Show each process's roles to each other, once all are built."""
-        files = self.run("connect", [()] * self.size, "start: connect")
+        with self.start_times.part("connect"):
+            files = self.run("connect", [()] * self.size, "start: connect")
         for host, paths in zip(self.hosts, files, strict=True):
             self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
 
@@ -159,14 +142,8 @@ class Pool:
             with suppress(RayError):
                 remove_placement_group(self._reservation)
 
-    def _reserve(self) -> PlacementGroup:
-        cluster = self._config.cluster
-        assert cluster.gpus_per_node is not None
-        on_gpu = self._config.accelerator is Accelerator.gpu
-        return reserve(cluster.nodes, cluster.gpus_per_node, on_gpu, cluster.start_timeout_s)
-
-    def _start(self) -> None:
-        handles = self._spawn()
+    def _identify(self, handles: Sequence[ActorHandle]) -> None:
+        """Ask fresh processes where they are, and give them their ranks."""
         # Until they have a rank, hosts are known by the order in which they were made.
         unknown = Slot("?", "0.0.0.0", 0)
         anonymous = [
@@ -174,48 +151,8 @@ class Pool:
             for k, handle in enumerate(handles)
         ]
         infos = self._starting(anonymous, "info", [()] * len(handles))
-        self.hosts = self._ranked(handles, infos)
+        self.hosts = ranked(self._config, handles, infos)
         check_engines([host.slot for host in self.hosts], self._config.ranks_per_engine)
-        self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
-        self._meet()
-        self._starting(self.hosts, "init_process_group", [(self._config.fsdp,)] * self.size)
-
-    def _spawn(self) -> list[ActorHandle]:
-        cluster, slots = self._config.cluster, self._config.cluster.gpus_per_node
-        assert slots is not None and self._reservation is not None
-        config = HostConfig(
-            accelerator=self._config.accelerator,
-            slots_per_node=slots,
-            log_folder=str(self._config.log_folder.resolve()),
-            import_path=tuple(sys.path),
-            omp_threads=os.environ.get("OMP_NUM_THREADS"),
-            start_timeout_s=cluster.start_timeout_s,
-            call_timeout_s=cluster.call_timeout_s,
-        )
-        bundles = self._reservation.bundle_specs
-        actor = ray.remote(WorkerHost)
-        return [
-            actor.options(
-                num_cpus=bundle["CPU"] / slots,
-                num_gpus=1 if "GPU" in bundle else 0,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._reservation, index),
-            ).remote(config)
-            for index, bundle in enumerate(bundles)
-            for _ in range(slots)
-        ]
-
-    def _ranked(self, handles: Sequence[ActorHandle], infos: Sequence[HostInfo]) -> list[Host]:
-        slots = [info.slot for info in infos]
-        if self._config.accelerator is Accelerator.cpu:
-            slots = number_cpu_slots(slots)
-        folder = self._config.log_folder.resolve()
-        hosts = []
-        for rank, k in enumerate(rank_order(slots)):
-            name = infos[k].node_name
-            log_file = folder / f"{name}_rank{rank}.log"
-            hosts.append(Host(rank, handles[k], slots[k], infos[k].pid, name, log_file))
-        return hosts
 
     def _meet(self) -> None:
         """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win."""

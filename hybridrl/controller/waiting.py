@@ -61,6 +61,7 @@ class Failure(NamedTuple):
         summary: the exception on one line.
         details: traceback, or what Ray says of the death.
         problems: those of a ConfigError.
+        phase: what it was doing, where it knows more than the driver; else empty.
     """
 
     host: Host
@@ -68,6 +69,7 @@ class Failure(NamedTuple):
     summary: str
     details: str
     problems: list[str]
+    phase: str = ""
 
     @property
     def is_echo(self) -> bool:
@@ -121,7 +123,7 @@ def wait_for_all(
 def _failure(host: Host, error: RayError) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
-        return Failure(host, False, cause.summary, cause.trace, cause.problems)
+        return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
     died = isinstance(error, ActorDiedError)
     summary = "its process died (killed, out of memory, or a crash in native code)"
     return Failure(host, died, summary if died else type(error).__name__, str(error), [])
@@ -130,7 +132,7 @@ def _failure(host: Host, error: RayError) -> Failure:
 def _raise(failure: Failure, phase: str) -> None:
     if failure.problems:
         raise ConfigError(*failure.problems)
-    host = failure.host
+    host, phase = failure.host, failure.phase or phase
     raise WorkerError(
         [host.rank],
         phase,

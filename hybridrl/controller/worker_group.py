@@ -2,20 +2,23 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
-
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig
+from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
-from hybridrl.controller.pool import Pool, PoolConfig
-from hybridrl.workers.dispatch import Dispatch, Shardable, dispatch_of
+from hybridrl.controller.pool import Pool
+from hybridrl.controller.spawning import PoolConfig
+from hybridrl.data.shardable import Shardable
+from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
 # vLLM first: it measures its memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref")
+SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
@@ -29,19 +32,19 @@ class WorkerGroup:
 
     def __init__(self, pool: Pool, role: str, config: Any) -> None:
         self.role = role
-        self._pool = pool
-        self._worker_class = import_class(config.worker)
-        self._ranks_per_shard = self._worker_class.ranks_per_shard(config)
+        self.pool = pool
+        self.worker_class = import_class(config.worker)
+        self.ranks_per_shard = self.worker_class.ranks_per_shard(config)
 
     @property
     def num_ranks(self) -> int:
         """Processes that host the role."""
-        return self._pool.size
+        return self.pool.size
 
     @property
     def num_shards(self) -> int:
         """Parts that a SHARD_DP argument is cut into."""
-        return self._pool.size // self._ranks_per_shard
+        return self.pool.size // self.ranks_per_shard
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a marked method on all ranks and return what its `Dispatch` promises.
@@ -50,44 +53,81 @@ class WorkerGroup:
             AttributeError: the method is not marked with `@on_all_ranks`.
             WorkerError: a rank raised, died, or took longer than cluster.call_timeout_s.
         """
-        dispatch = dispatch_of(self._worker_class, method)
-        phase = f"{self.role}.{method}"
-        if dispatch is Dispatch.SHARD_DP:
+        dispatch = dispatch_of(self.worker_class, method)
+        if dispatch in SHARDED:
             whole, *others = args
-            results = self._deal(method, whole, others, kwargs, phase, self._leaders())
-            return whole.join([results[rank] for rank in sorted(self._leaders())])
-        if dispatch is Dispatch.SHARD_DP_REDUCED:
-            whole, *others = args
-            return self._deal(method, whole, others, kwargs, phase, {0})[0]
-        keep = {0} if dispatch is Dispatch.RANK_ZERO else set(range(self.num_ranks))
-        same = ray.put((args, kwargs))
-        results = self._run(method, [same] * self.num_ranks, keep, phase)
-        return results[0] if dispatch is Dispatch.RANK_ZERO else results
+            call = Call(self, method, tuple(others), kwargs)
+            return call_together({method: call}, whole)[method].value
+        call = Call(self, method, args, kwargs)
+        arguments = [([call.on_rank(rank)], None) for rank in range(self.num_ranks)]
+        per_rank = self.pool.run("call", arguments, f"{self.role}.{method}")
+        self.pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
+        values = [outcome.value for (outcome,) in per_rank]
+        return values[0] if dispatch is Dispatch.RANK_ZERO else values
 
-    def _leaders(self) -> set[int]:
-        """The first rank of each shard, whose result counts."""
-        return set(range(0, self.num_ranks, self._ranks_per_shard))
 
-    def _deal(
-        self,
-        method: str,
-        whole: Shardable,
-        others: list[Any],
-        kwargs: dict[str, Any],
-        phase: str,
-        keep: set[int],
-    ) -> list[Any]:
-        parts = whole.shard(self.num_shards)
-        assert len(parts) == self.num_shards, (len(parts), self.num_shards)
-        stored = [ray.put(((part, *others), kwargs)) for part in parts]
-        per_rank = [stored[rank // self._ranks_per_shard] for rank in range(self.num_ranks)]
-        return self._run(method, per_rank, keep, phase)
+@dataclass(frozen=True)
+class Call:
+    """A marked method of a role and its arguments, without the batch that is dealt."""
 
-    def _run(
-        self, method: str, arguments: list[ray.ObjectRef], keep: set[int], phase: str
-    ) -> list[Any]:
-        calls = [(self.role, method, own, rank in keep) for rank, own in enumerate(arguments)]
-        return self._pool.run("call", calls, phase)
+    group: WorkerGroup
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """How the method is marked."""
+        return dispatch_of(self.group.worker_class, self.method)
+
+    def on_rank(self, rank: int) -> RoleCall:
+        """What a rank is told."""
+        keep = self.dispatch is Dispatch.BROADCAST or rank in self.answering()
+        return RoleCall(self.group.role, self.method, self.args, dict(self.kwargs), keep)
+
+    def answering(self) -> list[int]:
+        """The ranks whose results count: of each shard the first, of equal results rank 0's."""
+        if self.dispatch is Dispatch.SHARD_DP:
+            return list(range(0, self.group.num_ranks, self.group.ranks_per_shard))
+        return [0]
+
+
+def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outcome]:
+    """Run methods of several roles, one after the other in every process, on one batch.
+
+    Args:
+        calls: by any name; marked SHARD_DP or SHARD_DP_REDUCED, of roles that live in one pool
+            and cut batches into equally many shards.
+        whole: the methods' first argument. What earlier calls have sent of it is not sent again.
+
+    Returns:
+        For each call what its `Dispatch` promises, and when the slowest rank was at work.
+
+    Raises:
+        AttributeError: a method is not marked with `@on_all_ranks`.
+        WorkerError: as in `WorkerGroup.call`; the message names the method.
+    """
+    ((pool, num_shards),) = {(call.group.pool, call.group.num_shards) for call in calls.values()}
+    assert all(call.dispatch in SHARDED for call in calls.values()), list(calls)
+    stored = [[pool.store.reference(p) for p in part] for part in whole.pieces(num_shards)]
+    assert len(stored) == num_shards, (len(stored), num_shards)
+    arguments = [
+        (
+            [c.on_rank(rank) for c in calls.values()],
+            whole.assemble,
+            *stored[rank * num_shards // pool.size],
+        )
+        for rank in range(pool.size)
+    ]
+    phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
+    per_rank = pool.run("call", arguments, phase)
+    pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
+    outcomes = {}
+    for (name, call), ranks in zip(calls.items(), zip(*per_rank, strict=True), strict=True):
+        values = [ranks[rank].value for rank in call.answering()]
+        value = whole.join(values) if call.dispatch is Dispatch.SHARD_DP else values[0]
+        outcomes[name] = Outcome(value, max((o.span for o in ranks), key=lambda s: s.seconds))
+    return outcomes
 
 
 def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup]:
@@ -108,7 +148,8 @@ def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup
 def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
     """Build one role in a pool's processes; it must still be connected to the others."""
     building = [(role, config.worker, config)] * pool.size
-    pool.run("build", building, f"start: {role}")
+    with pool.start_times.part(role):
+        pool.run("build", building, f"start: {role}")
     return WorkerGroup(pool, role, config)
 
 
@@ -127,12 +168,13 @@ def _build_run(pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig) -> dict
 class Workers:
     """All roles of a run and the pool they live in. A context manager that closes the pool.
 
-    `ref` is None when no KL penalty needs a reference.
+    `critic` is None when the advantage estimator takes no values, `ref` when no KL penalty needs a
+    reference.
     """
 
     pool: Pool
     actor: WorkerGroup
-    critic: WorkerGroup
+    critic: WorkerGroup | None
     rollout: WorkerGroup
     ref: WorkerGroup | None
 
@@ -161,8 +203,11 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         ConfigError: the cluster lacks the slots, or a worker found what the user can fix.
         WorkerError: a process failed to start, to join or to build a role.
     """
-    roles = [role for role in BUILD_ORDER if role != "ref" or config.algorithm.kl.coef != 0]
-    configs = {role: getattr(config, role) for role in roles}
+    idle = {
+        *([] if uses_critic(config) else ["critic"]),
+        *([] if config.algorithm.kl.coef != 0 else ["ref"]),
+    }
+    configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
     rollout = import_class(config.rollout.worker)
     pool = Pool(
         PoolConfig(
@@ -181,7 +226,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     return Workers(
         pool=pool,
         actor=groups["actor"],
-        critic=groups["critic"],
+        critic=groups.get("critic"),
         rollout=groups["rollout"],
         ref=groups.get("ref"),
     )

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hybridrl.data.balance import balance
 from hybridrl.data.ragged import Ragged, RowPicker, concat
+from hybridrl.data.shardable import Shardable
 
 
 @dataclass(frozen=True)
-class PromptBatch:
+class PromptBatch(Shardable):
     """Prompts to be answered in one call.
 
     Attributes:
@@ -151,7 +152,14 @@ class RolloutBatch:
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """The responses `indices`, in that order, with every field they have."""
-        picker = RowPicker.of(self.responses.lengths, indices)
+        return self.pick(self.picker(indices))
+
+    def picker(self, indices: Sequence[int]) -> RowPicker:
+        """Picks the responses `indices` from any field with their lengths."""
+        return RowPicker.of(self.responses.lengths, indices)
+
+    def pick(self, picker: RowPicker) -> "RolloutBatch":
+        """The responses that a picker of this batch stands for, with every field they have."""
         picked = {"prompts": self.prompts.select(picker.rows)}
         for field in fields(self):
             value = getattr(self, field.name)

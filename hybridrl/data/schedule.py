@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,9 @@ from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.balance import pack_evenly
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.ragged import Ragged, concat
+from hybridrl.data.ragged import Ragged, RowPicker, concat
 from hybridrl.data.seeds import derive_seed
+from hybridrl.data.shardable import Piece, Shardable
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -70,39 +71,78 @@ class RankBatch:
 
 
 @dataclass(frozen=True)
-class ScheduledBatch:
+class ScheduledBatch(Shardable):
     """A global batch and who computes what.
 
     Attributes:
         batch: the responses of the step.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
         num_tokens: by epoch and mini-batch, as in `MiniBatch`.
+        pickers: for each rank, the responses it touches in some epoch.
+        cut: for each rank the pieces of its `RankBatch`: the batch as it was scheduled, then the
+            fields of each `adding`.
     """
 
     batch: RolloutBatch
     ranks: list[Epochs]
     num_tokens: list[list[int]]
+    pickers: list[RowPicker]
+    cut: list[list[Piece]]
 
-    def with_batch(self, batch: RolloutBatch) -> "ScheduledBatch":
-        """The same schedule for the same responses with more fields."""
-        return replace(self, batch=batch)
+    @classmethod
+    def of(
+        cls, batch: RolloutBatch, ranks: list[Epochs], num_tokens: list[list[int]]
+    ) -> "ScheduledBatch":
+        """A batch cut as the ranks' indices say."""
+        pickers, cut = [], []
+        for epochs in ranks:
+            used, renamed = _renumbered(epochs)
+            pickers.append(batch.picker(used))
+            cut.append([Piece(RankBatch(batch.pick(pickers[-1]), renamed, num_tokens))])
+        return cls(batch, ranks, num_tokens, pickers, cut)
+
+    def adding(self, **new: Ragged) -> "ScheduledBatch":
+        """The same schedule with fields filled in, which alone are still to be sent.
+
+        Raises:
+            ValueError: a field's rows are not as long as the responses.
+        """
+        batch = self.batch.adding(**new)
+        cut = [
+            [*pieces, Piece({name: picker.pick(value) for name, value in new.items()})]
+            for pieces, picker in zip(self.cut, self.pickers, strict=True)
+        ]
+        return replace(self, batch=batch, cut=cut)
+
+    def pieces(self, num_shards: int) -> list[list[Piece]]:
+        """What each rank's `RankBatch` is made of; `num_shards` must be the ranks scheduled."""
+        assert num_shards == len(self.ranks), (num_shards, len(self.ranks))
+        return self.cut
+
+    @staticmethod
+    def assemble(contents: Sequence[Any]) -> RankBatch:
+        """A rank's batch with the fields that were added to it."""
+        first, *added = contents
+        fields = {name: value for more in added for name, value in more.items()}
+        return replace(first, batch=first.batch.adding(**fields))
 
     def shard(self, num_shards: int) -> list[RankBatch]:
-        """What each rank receives; `num_shards` must be the number of ranks scheduled."""
-        assert num_shards == len(self.ranks), (num_shards, len(self.ranks))
-        return [self._rank_batch(epochs) for epochs in self.ranks]
-
-    def _rank_batch(self, epochs: Epochs) -> RankBatch:
-        used = sorted({i for epoch in epochs for mini in epoch for micro in mini for i in micro})
-        local = {index: k for k, index in enumerate(used)}
-        renamed = [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
-        return RankBatch(self.batch.select(used), renamed, self.num_tokens)
+        """What each rank receives."""
+        return [
+            self.assemble([piece.content for piece in pieces]) for pieces in self.pieces(num_shards)
+        ]
 
     def join(self, results: Sequence[Ragged]) -> Ragged:
         """Per-rank results of `map_first_epoch` in the order of `batch`."""
         order = [i for epochs in self.ranks for mini in epochs[0] for micro in mini for i in micro]
-        position = {index: k for k, index in enumerate(order)}
-        return concat(results).select([position[i] for i in range(len(self.batch))])
+        return concat(results).select(torch.tensor(order).argsort())
+
+
+def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
+    """The responses that a rank touches, rising, and its epochs with indices into them."""
+    used = sorted({i for epoch in epochs for mini in epoch for micro in mini for i in micro})
+    local = {index: k for k, index in enumerate(used)}
+    return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
 
 
 @dataclass(frozen=True)
@@ -171,7 +211,7 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         dealt = [_deal(mini, cost, tokens, sizes) for mini in minis]
         for rank, epochs in enumerate(ranks):
             epochs.append([per_rank[rank] for per_rank in dealt])
-    return ScheduledBatch(batch, ranks, num_tokens)
+    return ScheduledBatch.of(batch, ranks, num_tokens)
 
 
 def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:

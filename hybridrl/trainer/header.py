@@ -90,7 +90,9 @@ def _method(config: RunConfig) -> str:
     else:
         where = "reward" if kl.placement is KLPlacement.reward else "loss"
         penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}, {kl.schedule.value}"
-    return f"PPO, lr {config.actor.optim.lr:g}, clip {config.actor.clip_ratio:g}, {penalty}"
+    estimator = config.algorithm.advantage
+    lr, clip = config.actor.optim.lr, config.actor.clip_ratio
+    return f"PPO with {estimator}, lr {lr:g}, clip {clip:g}, {penalty}"
 
 
 def _workers(config: RunConfig, num_ranks: int) -> str:

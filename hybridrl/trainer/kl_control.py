@@ -1,16 +1,15 @@
 """What keeps the policy near the reference: a penalty in the reward, in the loss, or nothing.
 
-Chosen once from config; the loop calls the same three methods whichever it is.
+Chosen once from config; the loop calls the same methods whichever it is.
 """
 
 from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
 from hybridrl.config.schema import KLConfig, KLPlacement, KLSchedule
-from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import ScheduledBatch
 
 
 class KLControl(Protocol):
@@ -21,8 +20,8 @@ class KLControl(Protocol):
         """Weight of the penalty in the actor's loss."""
         ...
 
-    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
-        """The batch with ref_log_probs, if there is a reference."""
+    def scores(self) -> dict[str, Call]:
+        """The call that computes `ref_log_probs`, if there is a reference."""
         ...
 
     def rewards(self, batch: RolloutBatch) -> Ragged:
@@ -42,9 +41,9 @@ class NoReference:
         """No penalty."""
         return 0.0
 
-    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
-        """The batch as it is."""
-        return scheduled
+    def scores(self) -> dict[str, Call]:
+        """No call."""
+        return {}
 
     def rewards(self, batch: RolloutBatch) -> Ragged:
         """The scores."""
@@ -74,10 +73,9 @@ class KLPenalty:
         """Weight of the penalty in the actor's loss."""
         return self._coef if self._config.placement is KLPlacement.loss else 0.0
 
-    def score(self, scheduled: ScheduledBatch) -> ScheduledBatch:
-        """The batch with ref_log_probs."""
-        ref_log_probs = self._reference.call("compute_log_probs", scheduled)
-        return scheduled.with_batch(scheduled.batch.adding(ref_log_probs=ref_log_probs))
+    def scores(self) -> dict[str, Call]:
+        """The call that computes `ref_log_probs`."""
+        return {"ref_log_probs": Call(self._reference, "compute_log_probs")}
 
     def rewards(self, batch: RolloutBatch) -> Ragged:
         """Scores, less coef * KL(policy || reference) at each token if the penalty acts there."""

@@ -1,50 +1,72 @@
 """How long each phase of a step takes."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+from hybridrl.controller.spans import Span, Stopwatch
+from hybridrl.trainer.timeline import Section, Timeline
 
 
 class Phases:
-    """Wall seconds of a step's phases, on the driver's clock.
+    """Wall seconds of a step's phases, on the driver's clock, and what the ranks did in them.
 
     Args:
+        take_spans: the ranks' work since it was last asked for (`SpanLog.take`).
         on_enter: told the name of each phase as it begins; for what the user sees.
+
+    Attributes:
+        timeline: the last whole step.
     """
 
-    def __init__(self, on_enter: Callable[[str], None] = lambda name: None) -> None:
+    timeline: Timeline
+
+    def __init__(
+        self,
+        take_spans: Callable[[], list[list[Span]]],
+        on_enter: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._take_spans = take_spans
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
-        self._step_seconds = 0.0
+        self._sections: list[Section] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time a whole step; phases of the step before are forgotten."""
-        self._seconds = {}
-        start = time.perf_counter()
-        try:
+        self._seconds, self._sections = {}, []
+        self._take_spans()  # of work between steps
+        with Stopwatch("step") as watch:
             yield
-        finally:
-            self._step_seconds = time.perf_counter() - start
+        self.timeline = Timeline(watch.span, self._sections)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Time a phase; one that comes twice in a step counts together."""
         self._on_enter(name)
-        start = time.perf_counter()
-        try:
+        with Stopwatch(name) as watch:
             yield
-        finally:
-            self._seconds[name] = self.seconds(name) + time.perf_counter() - start
+        self._sections.append(Section(watch.span, self._take_spans()))
+        self._seconds[name] = self.seconds(name) + watch.span.seconds
+
+    def split(self, name: str, parts: Mapping[str, float]) -> None:
+        """Count parts of a phase, timed elsewhere, as phases of their own; it keeps the rest.
+
+        Args:
+            name: a phase that has run.
+            parts: seconds of each part, by the phase's name that it is to have.
+        """
+        for part, seconds in parts.items():
+            self._seconds[part] = self.seconds(part) + seconds
+        self._seconds[name] = max(0.0, self.seconds(name) - sum(parts.values()))
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase in this step so far; 0 where it has not run."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float | None]:
-        """time/<phase>_s of each phase of the step, and time/step_s."""
+        """Of the step that has ended: time/<phase>_s, time/step_s, and `Timeline.metrics`."""
         metrics: dict[str, float | None] = {
             f"time/{name}_s": seconds for name, seconds in self._seconds.items()
         }
-        metrics["time/step_s"] = self._step_seconds
-        return metrics
+        metrics["time/step_s"] = self.timeline.step.seconds
+        return metrics | self.timeline.metrics()

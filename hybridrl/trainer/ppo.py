@@ -13,16 +13,16 @@ The trainer runs in the driver process: it holds no weights and calls the roles 
 
 import torch
 
-from hybridrl.algorithms.advantages import gae, whiten
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.worker_group import Workers
+from hybridrl.controller.worker_group import Call, Workers, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompts import Prompt, PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
@@ -30,6 +30,7 @@ from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.value_function import ValueFunction
 
 
 class PPOTrainer:
@@ -37,8 +38,9 @@ class PPOTrainer:
 
     Args:
         config: the run.
-        workers: groups of actor, critic and rollout.
+        workers: groups of actor and rollout.
         kl: the reference's part, or its null object.
+        value_function: the critic's part, or its null object.
         prompts: training prompts of each step.
         rewarder: scores responses.
         evaluator: held-out accuracy.
@@ -50,6 +52,7 @@ class PPOTrainer:
         config: RunConfig,
         workers: Workers,
         kl: KLControl,
+        value_function: ValueFunction,
         prompts: PromptSource,
         rewarder: Rewarder,
         evaluator: Evaluator,
@@ -58,6 +61,8 @@ class PPOTrainer:
         self.config = config
         self.workers = workers
         self.kl = kl
+        self.value_function = value_function
+        self.estimator = AdvantageEstimator(config.algorithm)
         self.prompts = prompts
         self.rewarder = rewarder
         self.evaluator = evaluator
@@ -155,59 +160,48 @@ class PPOTrainer:
         Each is computed over exactly the micro-batches of the first epoch of the update, so that
         the policy ratio there is 1.
         """
-        scheduled = schedule(batch, self.sizes, seed=self.config.seed, step=step)
-        with self.phases.section("old_log_probs"):
-            old_log_probs = self.workers.actor.call("compute_log_probs", scheduled)
-        with self.phases.section("ref_log_probs"):
-            scheduled = self.kl.score(scheduled)
-        with self.phases.section("values"):
-            values = self.workers.critic.call("compute_values", scheduled)
-        batch = scheduled.batch.adding(old_log_probs=old_log_probs, values=values)
+        calls = {
+            "old_log_probs": Call(self.workers.actor, "compute_log_probs"),
+            **self.kl.scores(),
+            **self.value_function.scores(),
+        }
+        with self.phases.section("score"):
+            scheduled = schedule(batch, self.sizes, seed=self.config.seed, step=step)
+            outcomes = call_together(calls, scheduled)
+            found = {name: outcome.value for name, outcome in outcomes.items()}
+            scheduled = scheduled.adding(**found)
+        self.phases.split("score", {name: outcome.seconds for name, outcome in outcomes.items()})
         self.metrics |= check_rollout_log_probs(
-            batch,
+            scheduled.batch,
             top_p=self.config.rollout.top_p,
             limit=self.config.trainer.max_log_prob_diff,
         )
-        return scheduled.with_batch(batch)
+        return scheduled
 
     def advantage(self, scheduled: ScheduledBatch) -> ScheduledBatch:
-        """Rewards after the KL penalty, then advantages and returns by GAE."""
-        batch, algorithm = scheduled.batch, self.config.algorithm
+        """Rewards after the KL penalty, then advantages and, for a critic, returns."""
         with self.phases.section("advantage"):
-            rewards = self.kl.rewards(batch)
-            assert batch.values is not None
-            self.metrics["critic/value_mean"] = float(batch.values.values.mean())
-            mask = batch.response_mask.pad(False)
-            advantages, returns = gae(
-                rewards.pad(0.0),
-                batch.values.pad(0.0),
-                mask,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-            )
-            if algorithm.whiten_advantages:
-                advantages = whiten(advantages, mask)
-            lengths = batch.responses.lengths
-            batch = batch.adding(
-                rewards=rewards,
-                advantages=Ragged.from_padded(advantages, lengths),
-                returns=Ragged.from_padded(returns, lengths),
-            )
-            self.metrics["critic/return_mean"] = float(returns[mask].mean())
-        return scheduled.with_batch(batch)
+            rewards = self.kl.rewards(scheduled.batch)
+            scheduled = scheduled.adding(**self.estimator.estimate(scheduled.batch, rewards))
+        self.metrics |= self.value_function.metrics(scheduled.batch)
+        return scheduled
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
         """Optimizer steps of the critic and, after its warm-up, of the actor.
 
         An adaptive KL coefficient moves last: the whole step uses one value.
         """
-        with self.phases.section("update_critic"):
-            self.metrics |= self.workers.critic.call("update", scheduled, step)
-        if step > self.config.trainer.critic_warmup_steps:
-            with self.phases.section("update_actor"):
-                kl_coef = self.kl.loss_coef
-                self.metrics |= self.workers.actor.call("update", scheduled, step, kl_coef)
-                self.weight_version += 1
+        calls = self.value_function.updates(step)
+        trains_policy = step > self.value_function.warmup_steps
+        if trains_policy:
+            arguments = (step, self.kl.loss_coef)
+            calls["update_actor"] = Call(self.workers.actor, "update", arguments)
+        with self.phases.section("update"):
+            outcomes = call_together(calls, scheduled)
+        self.phases.split("update", {name: outcome.seconds for name, outcome in outcomes.items()})
+        self.weight_version += trains_policy
+        for outcome in outcomes.values():
+            self.metrics |= outcome.value
         self.metrics |= self.kl.adapt(scheduled.batch)
 
     def evaluate(self, step: int) -> None:

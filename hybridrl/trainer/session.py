@@ -28,6 +28,7 @@ from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter
 from hybridrl.trainer.rewarding import Rewarder
 from hybridrl.trainer.tracking import Tracker
+from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 
 # Seconds that trackers get to send what is left: after success, and after anything else.
 TRACKERS_S, HURRY_S = 20.0, 3.0
@@ -65,6 +66,7 @@ def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
             config,
             workers,
             _kl_control(config, workers),
+            _value_function(config, workers),
             PromptSource(prompts.train, config.data.prompts_per_step, config.seed),
             Rewarder(decode, scorer),
             evaluator,
@@ -118,6 +120,12 @@ def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
     if workers.ref is None:
         return NoReference()
     return KLPenalty(config.algorithm.kl, workers.ref)
+
+
+def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
+    if workers.critic is None:
+        return NoCritic()
+    return Critic(workers.critic, config.trainer.critic_warmup_steps)
 
 
 def _show_header(

@@ -1,8 +1,8 @@
 """How a call to a role reaches its ranks and how their answers come back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -10,9 +10,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Dispatch(Enum):
     """How a method's arguments are dealt to the ranks and what its caller gets.
 
-    SHARD_DP: the first argument is a `Shardable`, cut into one part per shard of the role's data
-        axis; other arguments go to all ranks. The caller gets the argument's `join` of the parts'
-        results, in shard order (of a rollout engine's ranks, the first one's).
+    SHARD_DP: the first argument is a `Shardable` (data/shardable.py), cut into one part per shard
+        of the role's data axis; other arguments go to all ranks. The caller gets the argument's
+        `join` of the parts' results, in shard order (of a rollout engine's ranks, the first one's).
     SHARD_DP_REDUCED: dealt like SHARD_DP, but every rank returns the same reduced result
         (metrics); the caller gets rank 0's.
     BROADCAST: the same arguments to all ranks; the caller gets the list of results by rank.
@@ -23,18 +23,6 @@ class Dispatch(Enum):
     SHARD_DP_REDUCED = "shard_dp_reduced"
     BROADCAST = "broadcast"
     RANK_ZERO = "rank_zero"
-
-
-class Shardable(Protocol):
-    """An argument that knows how to be cut into shards and how results are put together."""
-
-    def shard(self, num_shards: int) -> Sequence[Any]:
-        """One part per shard."""
-        ...
-
-    def join(self, results: Sequence[Any]) -> Any:
-        """The parts' results, in the order of the whole."""
-        ...
 
 
 def on_all_ranks(dispatch: Dispatch) -> Callable[[Method], Method]:

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.data.shardable import Shardable
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
@@ -28,7 +29,7 @@ class AdderConfig:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(Shardable):
     """Numbers dealt like cards: shard k of n gets those at k, k + n, k + 2n..."""
 
     values: list[int]

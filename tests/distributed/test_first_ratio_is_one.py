@@ -40,8 +40,8 @@ def two_steps(folder, replicas, target):
         old_log_probs = scored(dealt, actor.compute_log_probs)
         ref_log_probs = scored(dealt, reference.compute_log_probs)
         values = scored(dealt, critic.compute_values)
-        dealt = dealt.with_batch(
-            batch.adding(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values)
+        dealt = dealt.adding(
+            old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values
         )
         mine = dealt.shard(ranks)[dist.get_rank()]
         metrics = critic.update(mine, step) | actor.update(mine, step, kl_coef=0.1)

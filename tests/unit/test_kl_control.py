@@ -17,7 +17,7 @@ def control(placement: str, schedule: str) -> KLPenalty:
         target=0.01,
         horizon=20,
     )
-    return KLPenalty(config, reference=None)  # the group is only called by score()
+    return KLPenalty(config, reference=None)  # the group is only named by scores()
 
 
 def scored():

@@ -1,0 +1,93 @@
+"""The advantage estimators that `algorithm.advantage` may name, and what each of them takes.
+
+An estimator is a function of tensors and settings that it takes by name (algorithms/advantages.py).
+Whether a run has a critic, and whether it compares the responses of a prompt, follows from these
+names. The built-in ones are listed here, so that a check of the config does not import torch.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from hybridrl.config.classes import locate
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import RunConfig
+
+# What the trainer can give an estimator: tensors, and keys of the algorithm section.
+TENSORS = ("rewards", "values", "response_mask", "group_id")
+SETTINGS = ("gamma", "lam")
+
+
+class Estimator(NamedTuple):
+    """A function that estimates advantages.
+
+    Attributes:
+        path: dotted.
+        takes: names of its parameters, out of TENSORS and SETTINGS.
+    """
+
+    path: str
+    takes: tuple[str, ...]
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether it takes the critic's values."""
+        return "values" in self.takes
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether it takes the prompt to which each response belongs."""
+        return "group_id" in self.takes
+
+
+_HERE = "hybridrl.algorithms.advantages"
+BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {
+        "gae": Estimator(f"{_HERE}.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
+        "grpo": Estimator(f"{_HERE}.grpo", ("rewards", "response_mask", "group_id")),
+    }
+)
+
+
+def estimator_of(advantage: str) -> Estimator:
+    """The estimator that `algorithm.advantage` names: a built-in one, or a dotted path.
+
+    Raises:
+        ConfigError: there is none, or it takes something the trainer does not have.
+    """
+    if advantage in BUILT_IN_ESTIMATORS:
+        return BUILT_IN_ESTIMATORS[advantage]
+    if "." not in advantage:
+        raise ConfigError(
+            f"algorithm.advantage = {advantage}, expected one of {', '.join(BUILT_IN_ESTIMATORS)} "
+            f"or a dotted path such as my_package.my_module.my_advantage."
+        )
+    function = locate("algorithm.advantage", advantage)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"algorithm.advantage = {advantage} is no function.")
+    parameters = inspect.signature(function).parameters.values()
+    known = [*TENSORS, *SETTINGS]
+    unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
+    if unknown:
+        raise ConfigError(
+            f"algorithm.advantage = {advantage} takes {', '.join(unknown)}, which the trainer does "
+            f"not have; an estimator may take {', '.join(known)}."
+        )
+    return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))
+
+
+def uses_critic(config: RunConfig) -> bool:
+    """Whether the run trains a value function."""
+    return estimator_of(config.algorithm.advantage).uses_critic
+
+
+def group_problems(config: RunConfig) -> Iterator[str]:
+    """Whether an estimator that compares the responses to a prompt has several of them."""
+    advantage, each = config.algorithm.advantage, config.rollout.responses_per_prompt
+    if estimator_of(advantage).compares_groups and each < 2:
+        yield (
+            f"rollout.responses_per_prompt = {each}, but algorithm.advantage = {advantage} "
+            f"compares the responses to a prompt with each other: alone, each has advantage 0.\n"
+            f"Set rollout.responses_per_prompt=2 or more, or algorithm=ppo."
+        )
