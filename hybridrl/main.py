@@ -44,7 +44,7 @@ from hybridrl.config.schema import Accelerator
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
-from hybridrl.models.resolve import absolute_path
+from hybridrl.models.resolve import absolute_path, model_folder
 from hybridrl.trainer.sweep import JobResult, finite
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,7 @@ def run(cfg: DictConfig) -> float:
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))
         return math.nan
+    model_folder(config.model)  # a download, if any, is made once and not by every worker
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.trainer.session import train

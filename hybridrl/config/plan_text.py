@@ -178,7 +178,7 @@ def _remarks(config: RunConfig, machine: Machine) -> list[str]:
     if fsdp.layout is Layout.aligned and tp > 1 and not is_nested(fsdp):
         remarks.append(
             f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "
-            f"{fsdp.dp_shard}; shards cannot lie in their ranks' slices, and weight syncs move more."
+            f"{fsdp.dp_shard}: shards do not lie in their ranks' slices, so weight syncs move more."
         )
     if config.hardware.accelerator is Accelerator.gpu and not machine.gpus:
         remarks.append("Note: this machine has no GPU; GPU memory could not be compared.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.files import Message
-from hybridrl.models.resolve import plain_folder
+from hybridrl.models.resolve import VOCABULARIES, plain_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,9 +17,6 @@ log = logging.getLogger(__name__)
 
 # What AutoTokenizer makes of these is this one class; asking it costs seconds of imports.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-
-# A tokenizer has its vocabulary in one of these.
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 # Token ids of many responses -> their texts.
 Decode = Callable[[Sequence[list[int]]], list[str]]
@@ -56,8 +53,8 @@ def _check_files(folder: Path) -> None:
     Raises:
         OSError: no vocabulary, or tokenizer.json is torn.
     """
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise OSError(f"there is none of {', '.join(_VOCABULARIES)}")
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
     path = folder / "tokenizer.json"
     if path.is_file():
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -26,6 +26,9 @@ EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 _PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_FILES = ["*.safetensors", *_PLAIN_FILES]
 _CONFIG = "config.json"
+_WEIGHTS = (".safetensors", ".bin")
+# A tokenizer has its vocabulary in one of these.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _WAYS_OUT = (
     "Three ways out:\n"
     "- model.path=/path/to/folder with config.json, *.safetensors and the tokenizer's files;\n"
@@ -53,12 +56,20 @@ def resolve_model(path: str) -> Path:
 
 
 def model_folder(model: ModelConfig) -> Path:
-    """The absolute folder of a model, with its weights if they are wanted.
+    """The absolute folder of a model, with its weights unless they are to be random.
 
     Raises:
-        ConfigError: there is no such model, or it is out of reach.
+        ConfigError: there is no such model, it is out of reach, or it has no weights.
     """
-    return resolve_model(model.path) if model.init is Init.pretrained else plain_folder(model.path)
+    if model.init is Init.random:
+        return plain_folder(model.path)
+    folder = resolve_model(model.path)
+    if not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
+        raise ConfigError(
+            f"model.path = {model.path}: {folder} has no weights ({' or '.join(_WEIGHTS)}).\n"
+            f"Set model.init=random to train new ones, or name a folder that has some."
+        )
+    return folder
 
 
 def plain_folder(path: str) -> Path:
@@ -131,12 +142,15 @@ def _hub_folder(name: str, files: list[str]) -> Path:
             f"hub does not give it ({type(error).__name__}: {reason}).\n{_WAYS_OUT}"
         ) from error
     if not _is_complete(folder, files):
-        raise ConfigError(f"model.path = {name}: no {_CONFIG} or *.safetensors there.\n{_WAYS_OUT}")
+        lacks = "tokenizer" if files == _PLAIN_FILES else "*.safetensors"
+        raise ConfigError(f"model.path = {name}: no {_CONFIG} or {lacks} there.\n{_WAYS_OUT}")
     return folder
 
 
 def _is_complete(folder: Path, files: list[str]) -> bool:
-    """Whether a snapshot has its config and, where weights are wanted, all of them."""
+    """Whether a snapshot has its config and what else `files` wants: a tokenizer, all weights."""
+    if files == _PLAIN_FILES and not any((folder / name).is_file() for name in VOCABULARIES):
+        return False
     wanted = {_CONFIG}
     if "*.safetensors" in files:
         index = folder / "model.safetensors.index.json"

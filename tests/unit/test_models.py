@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import Init, ModelConfig
 from hybridrl.data.problems import held_out_problems, train_problems
 from hybridrl.models import smollm2
-from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config, resolve_model
+from hybridrl.models.resolve import (
+    EMBEDDED_FOLDER,
+    model_folder,
+    read_model_config,
+    resolve_model,
+)
 from tests.tiny_accuracy import sampled_accuracy
 
 PROBLEMS = train_problems(2000) + held_out_problems()
@@ -216,6 +223,31 @@ def test_cached_config_without_weights_is_no_model(tmp_path):
         "except ConfigError as error: print('refused')"
     )
     assert in_a_process(code, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == "{}\nrefused"
+
+
+@pytest.mark.parametrize(("file", "found"), [("tokenizer.json", True), ("x.json", False)])
+def test_random_weights_need_config_and_tokenizer_alone(tmp_path, file, found):
+    snapshot = cached_model(tmp_path, {"config.json": "{}", file: "{}"})
+    code = (
+        "from hybridrl.config.errors import ConfigError\n"
+        "from hybridrl.config.schema import Init, ModelConfig\n"
+        "from hybridrl.models.resolve import model_folder\n"
+        "model = ModelConfig(path='somebody/some-model', init=Init.random, seed=1)\n"
+        "try: print(model_folder(model))\n"
+        "except ConfigError as error: print('refused')"
+    )
+    printed = in_a_process(code, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert printed == (str(snapshot) if found else "refused")
+
+
+def test_a_folder_without_weights_is_refused_unless_they_are_random(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    model = ModelConfig(path=str(tmp_path), init=Init.pretrained, seed=1)
+    with pytest.raises(ConfigError, match=r"has no weights[^$]*model\.init=random"):
+        model_folder(model)
+    assert model_folder(replace(model, init=Init.random)) == tmp_path.resolve()
+    (tmp_path / "model.safetensors").write_text("")
+    assert model_folder(model) == tmp_path.resolve()
 
 
 def test_smollm2_without_its_package_says_what_to_type(monkeypatch):
