@@ -11,10 +11,13 @@
 The trainer runs in the driver process: it holds no weights and calls the roles by name.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import Outcome
 from hybridrl.controller.worker_group import Call, Workers, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
@@ -73,7 +76,7 @@ class PPOTrainer:
         self.stragglers = StragglerAlarm(
             config.rollout.straggler_ratio, lambda engine: engine_place(workers.rollout, engine)
         )
-        self.phases = Phases(reporter.phase)
+        self.phases = Phases(workers.pool.spans.take, reporter.phase)
         self.metrics: dict[str, float | None] = {}
         self.weight_version = 0
         self.rollout_version: int | None = None
@@ -170,7 +173,7 @@ class PPOTrainer:
             outcomes = call_together(calls, scheduled)
             found = {name: outcome.value for name, outcome in outcomes.items()}
             scheduled = scheduled.adding(**found)
-        self.phases.split("score", {name: outcome.seconds for name, outcome in outcomes.items()})
+        self.phases.split("score", seconds_of(outcomes))
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,
             top_p=self.config.rollout.top_p,
@@ -198,7 +201,7 @@ class PPOTrainer:
             calls["update_actor"] = Call(self.workers.actor, "update", arguments)
         with self.phases.section("update"):
             outcomes = call_together(calls, scheduled)
-        self.phases.split("update", {name: outcome.seconds for name, outcome in outcomes.items()})
+        self.phases.split("update", seconds_of(outcomes))
         self.weight_version += trains_policy
         for outcome in outcomes.values():
             self.metrics |= outcome.value
@@ -235,3 +238,8 @@ def outcome_on_last_token(outcomes: list[float], responses: Ragged) -> Ragged:
     scores = torch.zeros(len(responses.values), dtype=torch.float32)
     scores[responses.lengths.cumsum(0) - 1] = torch.tensor(outcomes, dtype=torch.float32)
     return responses.like(scores)
+
+
+def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+    """How long each call took, on the rank where it took longest."""
+    return {name: outcome.span.seconds for name, outcome in outcomes.items()}
