@@ -1,6 +1,7 @@
 """From the composed config to a typed, resolved RunConfig, or to every problem it has."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from hybridrl.config.typed import Builder
 from hybridrl.config.validate import run_checks
 
 MAX_REWARD_PROCESSES = 8
+# What vLLM itself takes on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
+MAX_NUM_SEQS = 1024
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,20 @@ def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
             for problem in mesh_problems(config):
                 report.add(problem)
             report.broken.add("fsdp.dp_shard")
+    if config.rollout.max_num_seqs is None:
+        config.rollout.max_num_seqs = _num_seqs(config, report)
     if config.reward.num_processes is None:
         config.reward.num_processes = min(MAX_REWARD_PROCESSES, machine.nodes[0].cores)
+
+
+def _num_seqs(config: RunConfig, report: Report) -> int:
+    """Responses that one engine is dealt in a step, up to MAX_NUM_SEQS; that where unknown."""
+    ranks = ["cluster.nodes", "cluster.gpus_per_node", "rollout.tensor_parallel_size"]
+    if not report.usable([*ranks, "data.prompts_per_step", "rollout.responses_per_prompt"]):
+        return MAX_NUM_SEQS
+    engines = max(1, world_size(config) // config.rollout.tensor_parallel_size)
+    prompts = math.ceil(config.data.prompts_per_step / engines)
+    return min(MAX_NUM_SEQS, prompts * config.rollout.responses_per_prompt)
 
 
 def _slots(config: RunConfig, machine: Machine, report: Report) -> int | None:

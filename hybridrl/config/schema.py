@@ -253,7 +253,7 @@ class ReferenceConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
-    """conf/rollout."""
+    """conf/rollout. max_num_seqs may be null before it is resolved."""
 
     seed: int
     tensor_parallel_size: int
@@ -265,7 +265,7 @@ class RolloutConfig(RoleConfig):
     dtype: DType
     gpu_memory_utilization: float
     kv_cache_mb: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     enforce_eager: bool
     sleep: SleepMode
     straggler_ratio: float

@@ -90,6 +90,8 @@ EFFECT_NEEDS = (
     "fsdp.dp_shard",
     "fsdp.layout",
     "fsdp.tensor_parallel_size",
+    *RANKS,
+    TP,
 )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +9,8 @@ from torch import Tensor
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 
 
-class Mean(NamedTuple):
+@dataclass(frozen=True)
+class Mean:
     """A running mean of whole numbers, exact in any order.
 
     Attributes:

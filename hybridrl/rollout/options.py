@@ -17,6 +17,7 @@ STEPS_PER_DOUBLING = 4
 
 def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
     """Arguments of vLLM's `LLM`, but for the model's folder."""
+    assert config.max_num_seqs is not None
     options: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -35,6 +36,7 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
 
 
 def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
+    assert config.max_num_seqs is not None
     options: dict[str, Any] = {
         "enable_sleep_mode": config.sleep is not SleepMode.none,
         "gpu_memory_utilization": config.gpu_memory_utilization,

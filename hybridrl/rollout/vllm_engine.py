@@ -185,6 +185,7 @@ class VLLMEngine:
             temperature=self._config.temperature,
             top_p=self._config.top_p,
         )
+        assert self._config.max_num_seqs is not None
         for size in WARM_UP_SIZES:
             if size <= self._config.max_num_seqs:
                 self._sample(replace(one, responses_per_prompt=size), 2, [])
