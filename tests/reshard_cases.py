@@ -229,7 +229,7 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
         "buckets": error_of(lambda: Resharder(shards, destination, worker.mesh, 1 + rank)),
         "tokens": error_of(lambda: worker.engine._check_ranks_agree(tokens)),
         "long": error_of(lambda: worker.generate(long)),
-        "shape": error_of(wrong_shards.move),
+        "shape": error_of(lambda: wrong_shards.sync(1, verify=True)),
     }
 
 

@@ -1,15 +1,16 @@
 """Moves the trainer's shards into the rollout engine's live parameters, by plan, and verifies it.
 
-    shards (float32) -> cast while packing -> all-to-all in the shard group -> write in place
+    shards (float32) -> cast and copy what stays on this rank ----------------> live parameters
+                     -> cast and pack -> bucket -> exchange -> bucket -> unpack ->
 
-No full parameter is ever built, except those of which some rank's loader does more than copy.
+While a bucket is on its way, the next one is packed and the one before unpacked. No full
+parameter is ever built, except those of which some rank's loader does more than copy.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.fingerprint import Fingerprinter
-from hybridrl.reshard.layout import SourceLayout, layouts_of
-from hybridrl.reshard.plan import Bucket, Transfer, build_plan, digest
+from hybridrl.reshard.copies import Buffers, Copies, build_copies
+from hybridrl.reshard.exchange import Staging, gather
+from hybridrl.reshard.fingerprint import hashes
+from hybridrl.reshard.layout import layouts_of
+from hybridrl.reshard.plan import Plan, build_plan, digest
+from hybridrl.reshard.tables import Tables, build_programs, largest_index
+from hybridrl.reshard.verify import (
+    NOT_AS_SENT,
+    REPLICAS_DIFFER,
+    Sums,
+    differing_replicas,
+    expected_sums,
+    replicas_take_alike,
+    report,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +68,8 @@ class Resharder:
         destination: this rank's part of a rollout engine.
         mesh: the training mesh with axes dp_replicate and dp_shard. Data moves within a copy of
             the weights only, that is, between the ranks of one dp_shard group.
-        bucket_mb: MiB that a rank sends or receives at a time; twice that is allocated.
+        bucket_mb: MiB of a bucket: what a rank sends and receives at a time. Staging memory is
+            at most twice that, and exists during `sync` only.
 
     Raises:
         ReshardError: the ranks would compute different plans.
@@ -70,187 +84,211 @@ class Resharder:
         bucket_mb: int,
     ) -> None:
         self._destination = destination
+        self._mesh = mesh
         self._group = mesh.get_group("dp_shard")
-        self._rank = mesh.get_local_rank("dp_shard")
-        self._world = dist.get_world_size()
-        sources = layouts_of(shards, mesh["dp_shard"].size())
-        self._shards = {shard.name: shard for shard in shards}
-        self._sources = {source.name: source for source in sources}
+        self._rank = dist.get_rank(self._group)
+        self._shards = shards
+        self._sources = layouts_of(shards, dist.get_world_size(self._group))
         self._device = next(iter(destination.tensors.values())).device
+        self._plan = self._agreed_plan((bucket_mb << 20) // destination.dtype.itemsize)
+        self._staging = Staging(self._plan.buckets, self._group, destination.dtype, self._device)
+        self._hashes = hashes(*largest_index(self._sources), self._device)
+        self._sums = Sums(dist.get_world_size(self._group), len(self._plan.parameters))
+        shapes = destination.trace.parameters
+        self._tables = Tables(self._plan, self._rank, self._sources, shapes, self._sums)
+        self._buffers = Buffers(self._device)
+        self._found = self._build_found()
+        self._log_plan()
 
-        bucket_elements = (bucket_mb << 20) // destination.dtype.itemsize
-        traces = self._all_ranks(destination.trace)
-        self._compare(digest(sources, traces, bucket_elements))
-        members = dist.get_process_group_ranks(self._group)
-        self._plan = build_plan(
-            sources, [traces[rank] for rank in members], self._rank, bucket_elements
-        )
-        for name, refusal in destination.trace.refused.items():
-            logger.warning(
-                "%s is gathered whole at every reshard, which is slower and not verified: %s",
-                name,
-                refusal.reason,
-            )
-        dims = max(len(source.shape) for source in sources)
-        sizes = [max(s.shape[d] for s in sources if len(s.shape) > d) for d in range(dims)]
-        self._fingerprint = Fingerprinter(sizes, self._device)
-
-    @torch.no_grad()
-    def move(self) -> dict[str, float]:
+    def sync(self, version: int, *, verify: bool) -> dict[str, float]:
         """Write the trainer's current weights into the engine's parameters.
 
+        Args:
+            version: of the weights, for messages.
+            verify: compare fingerprints on both sides afterwards.
+
         Returns:
-            seconds, and the bytes this rank received from others.
+            Seconds of looking up where everything lies and taking staging memory (`prepare_s`),
+            of moving (`move_s`) and of comparing (`verify_s`), each until the device was done,
+            and the bytes that this rank received from others.
+
+        Raises:
+            ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a
+                shard has not the shape that was planned.
         """
-        start = time.perf_counter()
-        local = self._local_shards()
-        if self._plan.gathered:
-            self._destination.load((n, self._gather(n, local[n])) for n in self._plan.gathered)
-        for fill in self._plan.fills:
-            _view(self._destination.tensors[fill.parameter], fill.region).fill_(fill.value)
-        received = self._move_buckets(local)
-        _wait(self._device)
-        return {"move_s": time.perf_counter() - start, "received_bytes": float(received)}
+        clock = _Clock(self._device)
+        try:
+            self._prepare()
+            metrics = {"prepare_s": clock.lap()}
+            self._move(fingerprint=verify)
+            metrics["move_s"] = clock.lap()
+            if verify:
+                self.verify(version)
+                metrics["verify_s"] = clock.lap()
+        finally:
+            self._buffers.release()
+            self._staging.free()
+        received = self._plan.received * self._destination.dtype.itemsize
+        return metrics | {"received_bytes": float(received)}
 
     @torch.no_grad()
-    def verify(self, version: int) -> dict[str, float]:
-        """Compare what the shards hold with what the engine's parameters hold now.
-
-        Senders fingerprint their shards, receivers their live parameters, each by itself.
+    def verify(self, version: int) -> None:
+        """Compare what the last `sync` with `verify` sent with what the parameters hold now.
 
         Raises:
             ReshardError: on all ranks, if a parameter differs on any; names all that do.
         """
-        start = time.perf_counter()
-        wrong = self._expected() != self._found()
+        names = self._plan.parameters
+        found = torch.zeros(len(names), dtype=torch.int64, device=self._device)
+        self._found.run(0, 1, found)
+        expected = expected_sums(self._sums.cells(), self._group)
+        problems = (found != expected).to(torch.uint8) * NOT_AS_SENT
         for fill in self._plan.fills:
             view = _view(self._destination.tensors[fill.parameter], fill.region)
-            wrong[self._plan.parameters.index(fill.parameter)] |= (view != fill.value).any()
-        by_rank = wrong.new_empty((self._world, len(wrong)), dtype=torch.uint8)
-        dist.all_gather(list(by_rank), wrong.to(torch.uint8))
-        ranks_of: dict[str, list[int]] = {}
-        for rank, index in by_rank.nonzero().tolist():
-            ranks_of.setdefault(self._plan.parameters[index], []).append(rank)
-        if ranks_of:
-            listed = "\n  ".join(f"{name} on ranks {r}" for name, r in sorted(ranks_of.items()))
+            problems[names.index(fill.parameter)] |= (view != fill.value).any()
+        if self._compares_replicas:
+            differ = differing_replicas(expected, self._mesh.get_group("dp_replicate"))
+            problems |= differ.to(torch.uint8) * REPLICAS_DIFFER
+        listed = report(problems, names)
+        if listed:
             raise ReshardError(
-                f"after reshard {version} the rollout engine's weights differ from the actor's:\n"
+                f"after reshard {version} the rollout engine's weights are not the actor's:\n"
                 f"  {listed}"
             )
-        return {"verify_s": time.perf_counter() - start}
 
-    def _all_ranks(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._world
-        dist.all_gather_object(values, value)
-        return values
-
-    def _compare(self, own: str) -> None:
-        digests = self._all_ranks(own)
+    def _agreed_plan(self, bucket_elements: int) -> Plan:
+        """This rank's plan, once all ranks would compute it from the same inputs."""
+        traces = self._all_ranks(self._destination.trace)
+        digests = self._all_ranks(digest(self._sources, traces, bucket_elements))
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
             raise ReshardError(
                 f"ranks {odd} would plan the reshard from other inputs than rank 0: their shards, "
                 "traces or rollout.reshard_bucket_mb differ"
             )
+        self._compares_replicas = self._mesh["dp_replicate"].size() > 1 and replicas_take_alike(
+            traces, self._mesh
+        )
+        members = dist.get_process_group_ranks(self._group)
+        return build_plan(
+            self._sources, [traces[rank] for rank in members], self._rank, bucket_elements
+        )
 
-    def _local_shards(self) -> dict[str, Tensor]:
-        local = {}
-        for name, source in self._sources.items():
-            local[name] = self._shards[name].local()
-            expected = source.region(self._rank).shape
-            if tuple(local[name].shape) != expected:
-                raise ReshardError(
-                    f"{name}: this rank's shard has shape {tuple(local[name].shape)}, "
-                    f"planned was {expected} of {source.shape}"
-                )
-        return local
+    def _all_ranks(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
-    def _move_buckets(self, local: dict[str, Tensor]) -> int:
-        """Run all buckets through one pair of buffers; return the bytes received."""
-        buckets = self._plan.buckets
-        new = partial(torch.empty, dtype=self._destination.dtype, device=self._device)
-        send_buffer = new(max((sum(b.send_sizes) for b in buckets), default=0))
-        receive_buffer = new(max((sum(b.receive_sizes) for b in buckets), default=0))
-        received = 0
-        for bucket in buckets:
-            for transfer in bucket.local:
-                self._target(transfer).copy_(self._piece(transfer, local))
-            if bucket.moves_data:
-                received += self._exchange(bucket, local, send_buffer, receive_buffer)
-        return received
-
-    def _exchange(
-        self, bucket: Bucket, local: dict[str, Tensor], send_buffer: Tensor, receive_buffer: Tensor
-    ) -> int:
-        sizes, receive_sizes = bucket.send_sizes, bucket.receive_sizes
-        sent, received = send_buffer[: sum(sizes)], receive_buffer[: sum(receive_sizes)]
-        for transfer, packed in _packed(bucket.sends, sent):
-            packed.copy_(self._piece(transfer, local))
-        dist.all_to_all_single(received, sent, receive_sizes, sizes, group=self._group)
-        for transfer, packed in _packed(bucket.receives, received):
-            self._target(transfer).copy_(packed)
-        return received.nbytes
-
-    def _piece(self, transfer: Transfer, local: dict[str, Tensor]) -> Tensor:
-        """The region of a transfer as a view of this rank's shard."""
-        source = self._sources[transfer.source]
-        return _view(local[source.name], self._within_shard(source, transfer.region))
-
-    def _within_shard(self, source: SourceLayout, region: Region) -> Region:
-        first = source.region(self._rank).offset[0]
-        return Region((region.offset[0] - first, *region.offset[1:]), region.shape)
-
-    def _target(self, transfer: Transfer) -> Tensor:
-        region = Region(transfer.offset, transfer.region.shape)
-        return _view(self._destination.tensors[transfer.parameter], region)
-
-    def _gather(self, name: str, shard: Tensor) -> Tensor:
-        """The whole tensor, uncast, from all shards of the group."""
-        source = self._sources[name]
-        padded = shard.new_zeros((source.rows_per_shard, *source.shape[1:]))
-        padded[: len(shard)] = shard
-        shards = shard.new_empty((source.num_shards, *padded.shape))
-        dist.all_gather(list(shards), padded, group=self._group)
-        return shards.flatten(0, 1)[: source.shape[0]]
-
-    def _expected(self) -> Tensor:
-        """[parameters] int64: fingerprints of what each of this rank's should hold."""
-        local = self._local_shards()
-        index = {name: i for i, name in enumerate(self._plan.parameters)}
-        shape = (dist.get_world_size(self._group), len(index))
-        sums = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        known: dict[tuple[str, Region], Tensor] = {}
-        for bucket in self._plan.buckets:
-            for transfer in (*bucket.local, *(t for part in bucket.sends for t in part)):
-                key = (transfer.source, transfer.region)
-                if key not in known:
-                    piece = self._piece(transfer, local)
-                    known[key] = self._fingerprint(*key, piece, self._destination.dtype)
-                sums[transfer.receiver, index[transfer.parameter]] += known[key]
-        arrived = torch.empty_like(sums)
-        dist.all_to_all_single(arrived, sums, group=self._group)
-        return arrived.sum(0)
-
-    def _found(self) -> Tensor:
-        """[parameters] int64: fingerprints of what this rank's live parameters hold."""
-        index = {name: i for i, name in enumerate(self._plan.parameters)}
-        sums = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        for copy in self._plan.copies:
-            view = _view(self._destination.tensors[copy.parameter], copy.destination)
-            sums[index[copy.parameter]] += self._fingerprint(
-                copy.source, copy.region, view, self._destination.dtype
+    def _log_plan(self) -> None:
+        """Say once what is slow, and what the layout costs."""
+        for name, refusal in self._destination.trace.refused.items():
+            logger.warning(
+                "%s is gathered whole at every reshard, which is slower and not verified: %s",
+                name,
+                refusal.reason,
             )
-        return sums
+        size = self._destination.dtype.itemsize
+        plan = self._plan
+        logger.info(
+            "reshard: %d local copies, %d buckets in %.0f MiB of staging memory; this rank "
+            "receives %.1f MiB, of which %.1f MiB could not be avoided by another layout",
+            len(plan.local),
+            len(plan.buckets),
+            self._staging.nbytes / 2**20,
+            plan.received * size / 2**20,
+            plan.unavoidable * size / 2**20,
+        )
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Take staging memory and look up where everything lies, which may have changed."""
+        self._staging.allocate()
+        shards = self._local_shards()
+        if self._buffers.place([*shards, *self._parameters(), *self._staging.halves]):
+            self._programs = build_programs(
+                self._tables, self._buffers, self._destination.dtype, self._hashes
+            )
+            self._sums.build(self._device)
+
+    def _parameters(self) -> list[Tensor]:
+        return [self._destination.tensors[name] for name in self._plan.parameters]
+
+    def _build_found(self) -> Copies:
+        """What reads the live parameters, which stay where they are."""
+        parameters = Buffers(self._device)
+        parameters.place(self._parameters())
+        pieces = self._tables.found()
+        dtype = self._destination.dtype
+        return build_copies(pieces, parameters, dtype, self._hashes, write=False)
+
+    def _local_shards(self) -> list[Tensor]:
+        tensors = []
+        for shard, source in zip(self._shards, self._sources, strict=True):
+            tensor = shard.local()
+            expected = source.region(self._rank).shape
+            if tuple(tensor.shape) != expected or not tensor.is_contiguous():
+                raise ReshardError(
+                    f"{shard.name}: this rank's shard has shape {tuple(tensor.shape)}, "
+                    f"planned was {expected} of {source.shape}, contiguous"
+                )
+            tensors.append(tensor)
+        return tensors
+
+    @torch.no_grad()
+    def _move(self, *, fingerprint: bool) -> None:
+        """Enqueue everything; on GPUs it runs on the current stream and on the group's own."""
+        destination, plan = self._destination, self._plan
+        if plan.gathered:
+            whole = set(plan.gathered)
+            destination.load(
+                (shard.name, gather(shard.local(), source, self._group))
+                for shard, source in zip(self._shards, self._sources, strict=True)
+                if shard.name in whole
+            )
+        for fill in plan.fills:
+            _view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
+        sums = self._sums.values.zero_() if fingerprint else None
+        self._run_buckets(sums)
+
+    def _run_buckets(self, sums: Tensor | None) -> None:
+        """Packing is always one bucket ahead, so that the links never wait for it.
+
+        A bucket's half of the staging memory is packed again only after the bucket was unpacked,
+        because both run on one stream. Local copies are spread over the buckets.
+        """
+        programs, count = self._programs, len(self._plan.buckets)
+        if not count:
+            programs.local.run(0, 1, sums)
+            return
+        programs.pack[0].run(0, 1, sums)
+        on_the_way = self._staging.start(0)
+        for number in range(count):
+            arriving = on_the_way
+            if number + 1 < count:
+                programs.pack[number + 1].run(0, 1, sums)
+                on_the_way = self._staging.start(number + 1)
+            programs.local.run(number, count, sums)
+            for work in arriving:
+                work.wait()
+            programs.unpack[number].run(0, 1, None)
 
 
-def _packed(parts: Sequence[Sequence[Transfer]], flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
-    """Each transfer of each peer with its place in a flat buffer."""
-    start = 0
-    for part in parts:
-        for transfer in part:
-            place = flat[start : start + transfer.numel]
-            start += transfer.numel
-            yield transfer, place.view(transfer.region.shape)
+class _Clock:
+    """Seconds between points at which the device has done everything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = self._now()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._last = self._last, self._now()
+        return self._last - before
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def _view(tensor: Tensor, region: Region) -> Tensor:
@@ -258,8 +296,3 @@ def _view(tensor: Tensor, region: Region) -> Tensor:
     for dim, (start, size) in enumerate(zip(region.offset, region.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

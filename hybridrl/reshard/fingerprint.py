@@ -1,80 +1,95 @@
 """Fingerprints of regions of tensors: equal on both sides of a reshard, or something went wrong.
 
-fingerprint(region) = salt(source) * sum over its elements of bits * hash_0(i_0) * hash_1(i_1) ...
+fingerprint(region) = salt(source) * sum over its elements of bits * row_hash(r) * column_hash(c)
 
-modulo 2^64, where bits is the element's bit pattern and (i_0, i_1, ...) its index in the WHOLE
-source tensor. Hashes and salts are odd, so no element's change is lost, and they differ between
-indices and tensors, so that swaps, shifts and mix-ups show. Because it is a sum, the
-fingerprint of a region is the sum of those of any pieces it is cut into; and because the hash
-is a product over dims, it needs a table per dim instead of a hash per element.
+modulo 2^64, where bits is the element's bit pattern, c its index in the last dim of the WHOLE
+source tensor and r its index in all dims before, row-major (0 in a vector). Hashes and salts are
+odd, so no element's change is lost, and they differ between indices and tensors, so that swaps,
+shifts and mix-ups show. Because it is a sum, the fingerprint of a region is the sum of those of
+any pieces it is cut into. Bits and column hashes have at most 32 bits each, so that on a GPU an
+element costs one multiply-add, and only a row's sum is multiplied by 64 bits.
 """
 
 import hashlib
-import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.distributed.regions import Region
-
 # Elements that are widened to int64 at a time: on a CPU they fit its cache, on a GPU they fill it.
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+BITS = {2: torch.int16, 4: torch.int32}
 
 
-class Fingerprinter:
-    """Computes fingerprints on one device.
+class Hashes(NamedTuple):
+    """The hashes of all indices that occur, on one device.
 
-    Args:
-        sizes: largest size of dim 0, 1, ... of the tensors to come.
-        device: of the tensors.
+    Attributes:
+        rows: [largest number of rows] int64, odd.
+        columns: [largest number of columns] int32, odd, no two alike.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
-        self._tables = [_odd_hashes(dim, size).to(device) for dim, size in enumerate(sizes)]
-
-    def __call__(self, source: str, region: Region, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """The fingerprint of a region, as a 0-dim int64 tensor on the device.
-
-        Args:
-            source: name of the tensor that the region belongs to.
-            region: where in that tensor the values are from.
-            values: of the region's shape, with any strides.
-            dtype: what the values are cast to first.
-        """
-        assert tuple(values.shape) == region.shape, (source, values.shape, region)
-        rows, *rest = (
-            table[start : start + size]
-            for table, start, size in zip(self._tables, region.offset, region.shape, strict=False)
-        )
-        columns = rows.new_ones(())
-        for table in rest:
-            columns = columns[..., None] * table
-        width = max(1, math.prod(region.shape[1:]))
-        total = rows.new_zeros(())
-        height = max(1, CHUNK_ELEMENTS[values.device.type] // width)
-        for start in range(0, region.shape[0], height):
-            chunk = values[start : start + height].to(dtype).contiguous()
-            bits = chunk.view(_BITS[dtype.itemsize]).to(torch.int64)
-            per_row = bits.mul_(columns).flatten(1).sum(1) if rest else bits
-            total += (per_row * rows[start : start + height]).sum()
-        return total * _salt(source)
+    rows: Tensor
+    columns: Tensor
 
 
-def _odd_hashes(dim: int, size: int) -> Tensor:
-    """[size] odd int64: SplitMix64 of (dim, index), https://doi.org/10.1145/2714064.2660195."""
-    x = torch.arange(size, dtype=torch.int64) + dim * (1 << 40)
+def hashes(num_rows: int, num_columns: int, device: torch.device) -> Hashes:
+    """The hashes of so many rows and columns."""
+    return Hashes(row_hashes(num_rows).to(device), column_hashes(num_columns).to(device))
+
+
+def row_hashes(size: int) -> Tensor:
+    """[size] odd int64: SplitMix64 of the index, https://doi.org/10.1145/2714064.2660195."""
+    x = torch.arange(size, dtype=torch.int64)
     x = x * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shift_right(x, 31)) | 1
 
 
-def _salt(source: str) -> int:
-    """An odd number for a tensor's name."""
+def column_hashes(size: int) -> Tensor:
+    """[size] odd int32: 2 p(index) + 1 for a permutation p of the numbers of 31 bits.
+
+    p multiplies by odd numbers modulo 2^31 and folds high bits into low ones, which can be undone.
+    """
+    mask = (1 << 31) - 1
+    x = torch.arange(size, dtype=torch.int64)
+    for factor in (0x2C1B3C6D, 0x297A2D39, 0x165667B1):
+        x = ((x ^ (x >> 16)) * factor + 0x1B873593) & mask
+    x ^= x >> 15
+    return (2 * x + 1).to(torch.int32)  # wraps around: the same 32 bits
+
+
+def salt(source: str) -> int:
+    """An odd number for a tensor's name, as an int64."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
     return _signed(int.from_bytes(digest, "big") | 1)
+
+
+def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor:
+    """The fingerprint, not salted, of a rectangle that begins at (row, column) of its tensor.
+
+    The definition, and the way on CPUs; on GPUs a kernel does the same while it copies.
+
+    Args:
+        values: [rows, columns] of a dtype of 2 or 4 bytes, with any strides.
+        row, column: where the values are from in the whole tensor.
+        hashes: of all rows and columns there are.
+
+    Returns:
+        0-dim int64 on the values' device.
+    """
+    rows = hashes.rows[row : row + values.shape[0]]
+    columns = hashes.columns[column : column + values.shape[1]].to(torch.int64)
+    assert len(rows) == values.shape[0] and len(columns) == values.shape[1]
+    total = rows.new_zeros(())
+    height = max(1, CHUNK_ELEMENTS[values.device.type] // max(1, values.shape[1]))
+    for start in range(0, len(rows), height):
+        chunk = values[start : start + height].contiguous()
+        bits = chunk.view(BITS[values.dtype.itemsize]).to(torch.int64)
+        total += (bits.mul_(columns).sum(1) * rows[start : start + height]).sum()
+    return total
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

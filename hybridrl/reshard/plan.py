@@ -1,68 +1,21 @@
 """Which bytes go where in a reshard: a pure function of layouts and traces.
 
-Every rank computes the same global sequence of transfers and keeps its own part of it; because
+Every rank computes the same global sequence of messages and keeps its own part of it; because
 the sequence is the same, no sizes or headers are exchanged when data moves.
 
-    source layouts (FSDP2 shards)  ---+
-                                      +--> intersect -> windows of rows -> buckets
-    traces (what vLLM's loader does) -+
+    source layouts (FSDP2 shards)  ---+                +-> local copies
+                                      +--> intersect --+
+    traces (what vLLM's loader does) -+                +-> messages -> sections -> buckets
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.reshard.layout import SourceLayout, intersect
-
-
-class Transfer(NamedTuple):
-    """One move: a region of a source tensor from one shard to a parameter of another.
-
-    `sender` and `receiver` number the ranks of the shard group. `offset` is where the region
-    lies in the parameter; its shape there is the region's.
-    """
-
-    source: str
-    region: Region
-    sender: int
-    receiver: int
-    parameter: str
-    offset: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements moved."""
-        return math.prod(self.region.shape)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One rank's part of the transfers that move together.
-
-    Attributes:
-        local: within this rank.
-        sends: from this rank, by receiver, in the global order for each.
-        receives: to this rank, by sender, in the global order for each.
-        moves_data: whether any rank of the group sends in this bucket.
-    """
-
-    local: list[Transfer]
-    sends: list[list[Transfer]]
-    receives: list[list[Transfer]]
-    moves_data: bool
-
-    @property
-    def send_sizes(self) -> list[int]:
-        """Elements for each receiver."""
-        return [sum(transfer.numel for transfer in part) for part in self.sends]
-
-    @property
-    def receive_sizes(self) -> list[int]:
-        """Elements from each sender."""
-        return [sum(transfer.numel for transfer in part) for part in self.receives]
+from hybridrl.reshard.messages import Bucket, bucket_of, common_part, fill_buckets, windows
 
 
 @dataclass(frozen=True)
@@ -70,19 +23,25 @@ class Plan:
     """What one rank does in a reshard.
 
     Attributes:
-        buckets: as many on every rank of the group.
-        copies: the whole regions this rank receives, before they were cut into transfers.
+        local: copies out of this rank's own shards; regions of whole source tensors.
+        buckets: what is exchanged, in order; as many on every rank of the group.
+        copies: the whole regions this rank receives, before they were cut into pieces.
         fills: constants (vocabulary padding), written every time.
         gathered: sources that are gathered whole and go through the loader, for parameters that
             some rank's trace refused.
         parameters: names of the engine's parameters, in one order on all ranks.
+        received: elements this rank receives from others.
+        unavoidable: elements it would receive if its own shards were all of use to it.
     """
 
+    local: list[TracedCopy]
     buckets: list[Bucket]
     copies: list[TracedCopy]
     fills: list[TracedFill]
     gathered: list[str]
     parameters: list[str]
+    received: int
+    unavoidable: int
 
 
 def build_plan(
@@ -97,8 +56,8 @@ def build_plan(
         sources: layout of every checkpoint tensor over the group.
         traces: of the group's ranks, in order.
         rank: position in the group.
-        bucket_elements: most elements that any rank sends or receives in one bucket, as long as
-            one row of one tensor fits.
+        bucket_elements: most elements of staging memory that any rank needs for one bucket, for
+            what it sends and receives together, as long as one row of one tensor fits.
 
     Raises:
         ValueError: the group's models differ, or an element of a parameter would be written not
@@ -109,24 +68,30 @@ def build_plan(
         raise ValueError("the ranks' engines have different parameters")
     for trace in traces:
         check_coverage(trace)
-    taken: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
-    for receiver, trace in enumerate(traces):
-        for copy in trace.copies:
-            taken[copy.source].append((receiver, copy))
-    windows = [
+    takers = _takers(sources, traces)
+    messages = [
         window
         for source in sources
-        for window in _windows(source, taken[source.name], bucket_elements // len(traces))
+        for window in windows(source, takers[source.name], bucket_elements)
     ]
+    buckets = [bucket_of(part, rank) for part in fill_buckets(messages, bucket_elements)]
+    taken = traces[rank].copies
+    local = [
+        piece
+        for source in sources
+        for receiver, copy in takers[source.name]
+        if receiver == rank and (piece := common_part(copy, source.region(rank))) is not None
+    ]
+    held = sum(math.prod(s.region(rank).shape) for s in sources if takers[s.name])
     return Plan(
-        buckets=[
-            _bucket(part, rank, len(traces))
-            for part in _fill_buckets(windows, len(traces), bucket_elements)
-        ],
-        copies=traces[rank].copies,
+        local=local,
+        buckets=buckets,
+        copies=taken,
         fills=traces[rank].fills,
         gathered=_gathered(sources, traces),
         parameters=parameters,
+        received=sum(bucket.received for bucket in buckets),
+        unavoidable=max(0, sum(math.prod(copy.region.shape) for copy in taken) - held),
     )
 
 
@@ -164,82 +129,15 @@ def check_coverage(trace: Trace) -> None:
         )
 
 
-def _windows(
-    source: SourceLayout, taken: Sequence[tuple[int, TracedCopy]], window_elements: int
-) -> Iterator[list[Transfer]]:
-    """The transfers of a source to who takes them, a few rows of each shard at a time.
-
-    All shards go through their rows together, so that in a bucket every rank has something to
-    send; a rank sends or receives at most `window_elements` times the group's size in a window.
-    """
-    row = math.prod(source.shape[1:])
-    step = max(1, window_elements // max(1, row))
-    for start in range(0, source.rows_per_shard, step):
-        yield list(_transfers(source, taken, start, min(step, source.rows_per_shard - start)))
-
-
-def _transfers(
-    source: SourceLayout, taken: Sequence[tuple[int, TracedCopy]], start: int, rows: int
-) -> Iterator[Transfer]:
-    """What moves of rows [start, start + rows) of every shard."""
-    for receiver, copy in taken:
-        first, size = copy.region.offset[0], copy.region.shape[0]
-        holders = range(
-            first // source.rows_per_shard,
-            min(-(-(first + size) // source.rows_per_shard), source.num_shards),
-        )
-        for sender in holders:
-            shard = source.region(sender)
-            height = min(rows, shard.shape[0] - start)
-            window = Region(
-                (shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:])
-            )
-            region = intersect(window, copy.region)
-            if region is not None:
-                offset = tuple(
-                    at + r - c
-                    for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
-                )
-                yield Transfer(source.name, region, sender, receiver, copy.parameter, offset)
-
-
-def _fill_buckets(
-    windows: Sequence[list[Transfer]], num_ranks: int, bucket_elements: int
-) -> Iterator[list[Transfer]]:
-    """Join consecutive windows as long as no rank sends or receives more than a bucket."""
-    current: list[Transfer] = []
-    load = [0] * (2 * num_ranks)
-    for window in windows:
-        added = [0] * (2 * num_ranks)
-        for transfer in window:
-            if transfer.sender != transfer.receiver:
-                added[transfer.sender] += transfer.numel
-                added[num_ranks + transfer.receiver] += transfer.numel
-        total = [a + b for a, b in zip(load, added, strict=True)]
-        if current and max(total) > bucket_elements:
-            yield current
-            current, total = [], added
-        current.extend(window)
-        load = total
-    if current:
-        yield current
-
-
-def _bucket(transfers: Sequence[Transfer], rank: int, num_ranks: int) -> Bucket:
-    bucket = Bucket(
-        local=[t for t in transfers if t.sender == rank == t.receiver],
-        sends=[[] for _ in range(num_ranks)],
-        receives=[[] for _ in range(num_ranks)],
-        moves_data=any(t.sender != t.receiver for t in transfers),
-    )
-    for transfer in transfers:
-        if transfer.sender == transfer.receiver:
-            continue
-        if transfer.sender == rank:
-            bucket.sends[transfer.receiver].append(transfer)
-        if transfer.receiver == rank:
-            bucket.receives[transfer.sender].append(transfer)
-    return bucket
+def _takers(
+    sources: Sequence[SourceLayout], traces: Sequence[Trace]
+) -> dict[str, list[tuple[int, TracedCopy]]]:
+    """Who copies what of each source, over all ranks of the group."""
+    takers: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
+    for receiver, trace in enumerate(traces):
+        for copy in trace.copies:
+            takers[copy.source].append((receiver, copy))
+    return takers
 
 
 def _gathered(sources: Sequence[SourceLayout], traces: Sequence[Trace]) -> list[str]:

@@ -80,4 +80,5 @@ def _run_rank(
         timeout=timedelta(seconds=60),
     )
     torch.save(function(*args), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    if dist.is_initialized():  # vLLM destroys the group where an engine is collected
+        dist.destroy_process_group()

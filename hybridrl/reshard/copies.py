@@ -1,0 +1,145 @@
+"""Carries out many small copies at once: on GPUs in one kernel launch, elsewhere in a loop.
+
+pieces (numbers) + buffers (where they lie now) -> cast, copy, and fingerprint on the way
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridrl.reshard.fingerprint import Hashes, fingerprint
+from hybridrl.reshard.pieces import Piece
+
+logger = logging.getLogger(__name__)
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Buffers:
+    """Contiguous tensors by number, which may come to lie elsewhere between two reshards.
+
+    Args:
+        device: of the tensors.
+
+    Attributes:
+        tensors: flat views; none between `release` and `place`.
+        addresses: [buffers] int64 on the device: what kernels read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.addresses = torch.empty(0, dtype=torch.int64, device=device)
+        self._known: list[int] = []
+        self._kinds: list[tuple[torch.dtype, int]] = []
+
+    def place(self, tensors: Sequence[Tensor]) -> bool:
+        """Take these from now on; return whether copies must be built anew for them.
+
+        They must if dtypes, or addresses modulo the width of a vector access, have changed.
+        """
+        self.tensors = [tensor.view(-1) for tensor in tensors]
+        known = [tensor.data_ptr() for tensor in tensors]
+        assert all(at or not tensor.numel() for tensor, at in zip(tensors, known, strict=True)), (
+            "a tensor to copy has no memory now"
+        )
+        if known != self._known:
+            self._known = known
+            self.addresses = torch.tensor(known, dtype=torch.int64).to(self.device)
+        kinds = [(tensor.dtype, at % 16) for tensor, at in zip(tensors, known, strict=True)]
+        before, self._kinds = self._kinds, kinds
+        return before != kinds
+
+    def release(self) -> None:
+        """Keep no tensor alive; their owners may free or move them."""
+        self.tensors = []
+
+    def view(self, buffer: int, start: int, size: tuple[int, int], stride: int) -> Tensor:
+        """[rows, columns] of a buffer, whose rows begin `stride` elements apart."""
+        flat = self.tensors[buffer]
+        return flat.as_strided(size, (stride, 1), flat.storage_offset() + start)
+
+
+class Copies(Protocol):
+    """Many pieces that are read, cast to one dtype, and written."""
+
+    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+        """Do one of `shares` nearly equal parts of the work.
+
+        Args:
+            share: which part.
+            shares: how many parts there are.
+            sums: [sums] int64, to which salted fingerprints are added; None: leave them out.
+        """
+        ...
+
+
+def build_copies(
+    pieces: Sequence[Piece],
+    buffers: Buffers,
+    dtype: torch.dtype,
+    hashes: Hashes,
+    write: bool,
+) -> Copies:
+    """What the device does these copies with.
+
+    Args:
+        pieces: what to copy; no two write the same element.
+        buffers: where they lie.
+        dtype: to which values are cast; that of the targets.
+        hashes: for fingerprints.
+        write: false: only read the sources, for their fingerprints.
+    """
+    if buffers.device.type == "cpu":
+        return TorchCopies(pieces, buffers, dtype, hashes, write)
+    odd = {buffers.tensors[piece.source].dtype for piece in pieces} | {dtype}
+    if not odd <= set(KERNEL_DTYPES):
+        logger.warning(
+            "copies between %s take a launch per piece, %d in all: the kernel knows %s",
+            sorted(map(str, odd)),
+            len(pieces),
+            sorted(map(str, KERNEL_DTYPES)),
+        )
+        return TorchCopies(pieces, buffers, dtype, hashes, write)
+    # Triton comes with torch for GPUs only.
+    from hybridrl.reshard.triton_copies import TritonCopies
+
+    return TritonCopies(pieces, buffers, dtype, hashes, write)
+
+
+class TorchCopies:
+    """A loop over the pieces; arguments as for `build_copies`."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        buffers: Buffers,
+        dtype: torch.dtype,
+        hashes: Hashes,
+        write: bool,
+    ) -> None:
+        self._pieces = pieces
+        self._buffers = buffers
+        self._dtype = dtype
+        self._hashes = hashes
+        self._write = write
+
+    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+        """Do one part of the work; see `Copies`."""
+        count = len(self._pieces)
+        for piece in self._pieces[count * share // shares : count * (share + 1) // shares]:
+            size = (piece.rows, piece.columns)
+            values = self._buffers.view(
+                piece.source, piece.source_start, size, piece.source_stride
+            ).to(self._dtype)
+            if self._write:
+                self._buffers.view(
+                    piece.target, piece.target_start, size, piece.target_stride
+                ).copy_(values)
+            if sums is not None:
+                sums[piece.sum] += (
+                    fingerprint(values, piece.row, piece.column, self._hashes) * piece.salt
+                )

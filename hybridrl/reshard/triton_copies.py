@@ -1,0 +1,207 @@
+"""Cast, copy and fingerprint on a GPU: one launch for any number of pieces.
+
+A program looks up which piece it belongs to and works on a block of its columns, from a tile of
+rows to the next. All numbers come from tables on the device, so that nothing is built per launch.
+
+    owners[program] -> piece -> addresses[buffer] + offset -> tiles
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrl.reshard.copies import Buffers
+from hybridrl.reshard.fingerprint import Hashes
+from hybridrl.reshard.pieces import Piece
+
+# A tile is what a program holds in registers at a time. 256 columns are runs of 512 bytes in
+# bfloat16; hidden sizes are multiples of 128 or 256.
+TILE_ROWS, TILE_COLUMNS, NUM_TILES, NUM_WARPS = 16, 256, 8, 4
+# Elements of one vector access of the narrow dtypes.
+VECTOR = 8
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_FIELDS = tl.constexpr(13)
+
+
+class _Launch(NamedTuple):
+    """Pieces of one kind, and the programs that they need."""
+
+    source_dtype: torch.dtype
+    aligned: bool
+    table: Tensor
+    owners: Tensor
+
+
+class TritonCopies:
+    """One kernel launch per kind of piece, mostly one in all; arguments as for `build_copies`.
+
+    A kind is the dtype read and whether 16-byte accesses are possible everywhere.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        buffers: Buffers,
+        dtype: torch.dtype,
+        hashes: Hashes,
+        write: bool,
+    ) -> None:
+        self._buffers = buffers
+        self._dtype = dtype
+        self._hashes = hashes
+        self._write = write
+        kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
+        for piece in pieces:
+            source_dtype = buffers.tensors[piece.source].dtype
+            kinds.setdefault((source_dtype, self._is_aligned(piece)), []).append(piece)
+        self._launches = [
+            _Launch(*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
+            for kind, part in kinds.items()
+        ]
+
+    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+        """Do one part of the work; see `Copies`."""
+        for launch in self._launches:
+            count = len(launch.owners)
+            first, end = count * share // shares, count * (share + 1) // shares
+            if first == end:
+                continue
+            copy_kernel[(end - first,)](
+                self._buffers.addresses,
+                launch.table,
+                launch.owners,
+                first,
+                self._hashes.rows,
+                self._hashes.columns,
+                self._hashes.rows if sums is None else sums,
+                SOURCE=_DTYPES[launch.source_dtype],
+                TARGET=_DTYPES[self._dtype],
+                BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
+                WRITE=self._write,
+                FINGERPRINT=sums is not None,
+                ALIGNED=launch.aligned,
+                TILE_ROWS=TILE_ROWS,
+                TILE_COLUMNS=TILE_COLUMNS,
+                NUM_TILES=NUM_TILES,
+                num_warps=NUM_WARPS,
+            )
+
+    def _is_aligned(self, piece: Piece) -> bool:
+        """Whether every row begins and ends at a vector's boundary, on both sides."""
+        numbers = [piece.source_start, piece.source_stride, piece.columns]
+        buffers = [piece.source]
+        if self._write:
+            numbers += [piece.target_start, piece.target_stride]
+            buffers.append(piece.target)
+        return all(number % VECTOR == 0 for number in numbers) and all(
+            self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
+        )
+
+
+def _tables(
+    pieces: Sequence[Piece], source_itemsize: int, target_itemsize: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """[pieces, fields] int64 in the kernel's order, and [programs] int32: each one's piece."""
+    programs = torch.tensor(
+        [
+            triton.cdiv(piece.columns, TILE_COLUMNS)
+            * triton.cdiv(piece.rows, TILE_ROWS * NUM_TILES)
+            for piece in pieces
+        ]
+    )
+    first = programs.cumsum(0) - programs
+    table = torch.tensor(
+        [
+            (
+                0,
+                piece.source,
+                piece.source_start * source_itemsize,
+                piece.source_stride,
+                piece.target,
+                piece.target_start * target_itemsize,
+                piece.target_stride,
+                piece.rows,
+                piece.columns,
+                piece.row,
+                piece.column,
+                piece.salt,
+                piece.sum,
+            )
+            for piece in pieces
+        ],
+        dtype=torch.int64,
+    )
+    table[:, 0] = first
+    owners = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(programs)
+    return table.to(device), owners.to(device)
+
+
+@triton.jit
+def copy_kernel(  # type: ignore[no-untyped-def]
+    addresses,
+    table,
+    owners,
+    first_program,
+    row_hashes,
+    column_hashes,
+    sums,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    WRITE: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+) -> Any:
+    """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) one block of a piece."""
+    program = first_program + tl.program_id(0)
+    piece = table + tl.load(owners + program).to(tl.int64) * _FIELDS
+    block = (program - tl.load(piece)).to(tl.int32)
+    source = tl.load(addresses + tl.load(piece + 1)) + tl.load(piece + 2)
+    source_stride = tl.load(piece + 3)
+    rows = tl.load(piece + 7).to(tl.int32)
+    columns = tl.load(piece + 8).to(tl.int32)
+    source = source.to(tl.pointer_type(SOURCE))
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        source_stride = tl.multiple_of(source_stride, 8)
+        columns = tl.multiple_of(columns, 8)
+    if WRITE:
+        target = tl.load(addresses + tl.load(piece + 4)) + tl.load(piece + 5)
+        target_stride = tl.load(piece + 6)
+        target = target.to(tl.pointer_type(TARGET))
+        if ALIGNED:
+            target = tl.multiple_of(target, 16)
+            target_stride = tl.multiple_of(target_stride, 8)
+
+    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    top = (block // across) * (TILE_ROWS * NUM_TILES)
+    column = (block % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = column < columns
+    if FINGERPRINT:
+        row_hashes += tl.load(piece + 9)
+        column_hash = tl.load(column_hashes + tl.load(piece + 10) + column, mask=inside, other=0)
+        column_hash = column_hash.to(tl.int64)
+        total = tl.zeros((TILE_ROWS,), tl.int64)
+    for start in range(top, tl.minimum(top + TILE_ROWS * NUM_TILES, rows), TILE_ROWS):
+        row = start + tl.arange(0, TILE_ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None]
+        values = tl.load(source + at * source_stride + column[None, :], mask=mask, other=0.0)
+        values = values.to(TARGET)
+        if WRITE:
+            tl.store(target + at * target_stride + column[None, :], values, mask=mask)
+        if FINGERPRINT:
+            bits = values.to(BITS, bitcast=True).to(tl.int64)
+            row_hash = tl.load(row_hashes + row, mask=row < rows, other=0)
+            total += tl.sum(bits * column_hash[None, :], axis=1) * row_hash
+    if FINGERPRINT:
+        salted = tl.sum(total, axis=0) * tl.load(piece + 11)
+        tl.atomic_add(sums + tl.load(piece + 12), salted, sem="relaxed")
