@@ -18,6 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from hybridrl.distributed.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
+
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hybridrl_packed"
@@ -53,7 +55,8 @@ def packed_attention(
         attention_mask: must be None.
         scaling: factor on the scores; None: D ** -0.5.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are needed; sliding_window is
-            honoured (a token sees that many, itself included).
+            honoured (a token sees that many, itself included). shared_tokens says that the N
+            tokens are this rank's piece, and of what; cu_seq_lens_q is that of the whole.
 
     Returns:
         [1, N, H, D], and None in place of the attention weights.
@@ -65,15 +68,21 @@ def packed_attention(
     if attention_mask is not None or kwargs.get("dropout") or changed:
         raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
     attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    shared = kwargs.get("shared_tokens")
+    if shared is not None:
+        q, k, v = heads_of_all_tokens(q, k, v, shared)
     output = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        q,
+        k,
+        v,
         kwargs["cu_seq_lens_q"],
         kwargs["max_length_q"],
         scaling,
         kwargs.get("sliding_window"),
     )
+    if shared is not None:
+        output = tokens_of_all_heads(output, query.shape[2], shared)
     return output[None], None
 
 
@@ -159,6 +168,6 @@ def _padded(
         attn_mask=window,
         is_causal=window is None,
         scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        enable_gqa=True,
     )
     return output.transpose(1, 2).flatten(0, 1).index_select(0, slot)

@@ -1,11 +1,28 @@
-"""Responses of a micro-batch as one packed model input."""
+"""Responses of a micro-batch as one packed model input, or one rank's piece of it."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.distributed.sequence_parallel import SequenceGroup, SharedTokens, piece_sizes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank that shares a packed input knows beside its own tokens.
+
+    Attributes:
+        group: the ranks that share it.
+        tokens: what attention needs to know.
+        num_responses: response tokens that each rank predicts.
+    """
+
+    group: SequenceGroup
+    tokens: SharedTokens
+    num_responses: list[int]
 
 
 @dataclass(frozen=True)
@@ -20,6 +37,9 @@ class Packed:
         state_index: [R] int64, for each response token the position before it, whose hidden state
             predicts it.
         response_ids: [R] int64, the response tokens, in the order of the batch.
+        piece: None if one rank has it all. Otherwise input_ids and position_ids are those of this
+            rank's piece, state_index counts within it, and state_index and response_ids are of
+            the response tokens whose state lies there; sequences are still those of the whole.
     """
 
     input_ids: Tensor
@@ -28,10 +48,11 @@ class Packed:
     max_length: int
     state_index: Tensor
     response_ids: Tensor
+    piece: Piece | None = None
 
 
-def pack(batch: RolloutBatch, device: torch.device) -> Packed:
-    """The batch's prompts and responses, packed on `device`.
+def pack(batch: RolloutBatch, device: torch.device, group: SequenceGroup | None = None) -> Packed:
+    """The batch's prompts and responses, packed on `device`; of a group, this rank's piece.
 
     Raises:
         ValueError: a prompt is empty, so nothing predicts its response's first token.
@@ -46,13 +67,17 @@ def pack(batch: RolloutBatch, device: torch.device) -> Packed:
     input_ids = torch.empty(total, dtype=torch.int64)
     input_ids[is_response] = responses.values
     input_ids[~is_response] = prompts.values
+    starts = torch.cat([ends.new_zeros(1), ends])
     parts = (
         input_ids,
         position_ids,
         is_response.nonzero().squeeze(1) - 1,
         responses.values,
-        torch.cat([ends.new_zeros(1), ends]),
+        starts,
     )
+    piece = None
+    if group is not None:
+        parts, piece = _cut(parts, group)
     moved = to_device(torch.cat(parts), device).split([len(part) for part in parts])
     return Packed(
         input_ids=moved[0][None],
@@ -61,7 +86,37 @@ def pack(batch: RolloutBatch, device: torch.device) -> Packed:
         max_length=int(lengths.max()),
         state_index=moved[2],
         response_ids=moved[3],
+        piece=piece,
     )
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, Piece]:
+    """This rank's part of input_ids, position_ids, state_index, response_ids, cu_seq_lens."""
+    input_ids, position_ids, state_index, response_ids, starts = whole
+    if len(input_ids) < group.size:
+        # Layers cannot run on no token at all: the last ranks get sequences of one token that
+        # predict nothing.
+        missing = torch.zeros(group.size - len(input_ids), dtype=torch.int64)
+        starts = torch.cat([starts, torch.arange(len(input_ids), group.size) + 1])
+        input_ids = torch.cat([input_ids, missing])
+        position_ids = torch.cat([position_ids, missing])
+    sizes = piece_sizes(len(input_ids), group.size)
+    bounds = torch.tensor([0, *accumulate(sizes)])
+    # State indices rise, so each rank's stand together.
+    counts = torch.searchsorted(state_index, bounds).diff().tolist()
+    own = group.rank
+    parts = (
+        input_ids.split(sizes)[own],
+        position_ids.split(sizes)[own],
+        state_index.split(counts)[own] - bounds[own],
+        response_ids.split(counts)[own],
+        starts,
+    )
+    tokens = SharedTokens(group.name, group.size, len(input_ids))
+    return parts, Piece(group, tokens, counts)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hybridrl.distributed.attention import has_kernel, warn_of_padding
 from hybridrl.distributed.log_probs import Entropy, KeptLogits, ResponseLogProbs, token_log_probs
 from hybridrl.distributed.packing import Packed
+from hybridrl.distributed.sequence_parallel import JoinedPieces
 
 
 class TokenLogProbs(nn.Module):
@@ -31,9 +32,12 @@ class TokenLogProbs(nn.Module):
         self.keep = keep
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
-        """Log-probs (and entropies) of packed.response_ids, [R] float32, nats."""
+        """Log-probs (and entropies) of response tokens, [R] float32, nats.
+
+        Of packed.response_ids, or of those of all ranks if the input is shared.
+        """
         hidden = response_states(self.lm.base_model, packed)
-        return token_log_probs(
+        own = token_log_probs(
             hidden,
             packed.response_ids,
             self.lm.get_output_embeddings().weight,
@@ -41,6 +45,10 @@ class TokenLogProbs(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
             keep=self.keep,
+        )
+        return ResponseLogProbs(
+            joined(own.log_probs, packed),
+            None if own.entropy is None else joined(own.entropy, packed),
         )
 
 
@@ -59,10 +67,13 @@ class TokenValues(nn.Module):
         )
 
     def forward(self, packed: Packed) -> Tensor:
-        """V(s_t) before each response token, [R] float32: the state that predicts the token."""
+        """V(s_t) before each response token, [R] float32: the state that predicts the token.
+
+        Of packed.response_ids, or of those of all ranks if the input is shared.
+        """
         values = self.head(response_states(self.backbone, packed).float())
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
-        return values.squeeze(-1).clone()
+        return joined(values.squeeze(-1).clone(), packed)
 
     def initial_head(self, seed: int) -> dict[str, Tensor]:
         """The new head's weights, a function of the seed: values start near 0."""
@@ -73,7 +84,7 @@ class TokenValues(nn.Module):
 
 
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
-    """[R, H]: final hidden states of the positions before the response tokens."""
+    """[R, H]: final hidden states of the positions before packed.response_ids."""
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -82,9 +93,17 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         cu_seq_lens_k=packed.cu_seq_lens,
         max_length_q=packed.max_length,
         max_length_k=packed.max_length,
+        **({} if packed.piece is None else {"shared_tokens": packed.piece.tokens}),
     )
     hidden = output.last_hidden_state[0]
     head_size = backbone.layers[0].self_attn.head_dim
     if hidden.is_cuda and not has_kernel(hidden.device, hidden.dtype, head_size):
         warn_of_padding(hidden.dtype, head_size)
     return hidden.index_select(0, packed.state_index)
+
+
+def joined(own: Tensor, packed: Packed) -> Tensor:
+    """Numbers of packed.response_ids from all ranks that share the input, [R] on each of them."""
+    if packed.piece is None:
+        return own
+    return JoinedPieces.apply(own, packed.piece.num_responses, packed.piece.group)

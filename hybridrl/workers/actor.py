@@ -15,7 +15,6 @@ from hybridrl.distributed.export import write_hf_folder
 from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.packing import pack
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import model_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
@@ -141,7 +140,7 @@ class ActorWorker(ModelWorker):
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Log-probs, and entropy if wanted, of the response tokens, on the worker's device."""
-        return self.model(pack(micro, self.device), self.config.temperature, entropy)
+        return self.model(self.pack(micro), self.config.temperature, entropy)
 
     def named_shards(self) -> list[NamedShard]:
         """This rank's shards of the weights, for a reshard in the same process."""

@@ -10,7 +10,6 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.packing import pack
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
@@ -90,7 +89,7 @@ class CriticWorker(ModelWorker):
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """V(s_t) before each response token, [R] float32, on the worker's device."""
-        return self.model(pack(micro, self.device))
+        return self.model(self.pack(micro))
 
 
 def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import reshard
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
-from hybridrl.distributed.packing import to_device
+from hybridrl.distributed.packing import Packed, pack, to_device
+from hybridrl.distributed.sequence_parallel import sequence_group
 from hybridrl.workers.base import Worker
 
 
@@ -31,7 +32,13 @@ class ModelWorker(Worker):
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.device = device_of(mesh)
+        self.sequence_group = sequence_group(config.fsdp.ulysses_size)
         self.others: Iterable[Worker] = ()
+
+    @classmethod
+    def ranks_per_shard(cls, config: Any) -> int:
+        """Ranks that share each sequence."""
+        return config.fsdp.ulysses_size
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Know the roles to which this one takes turns on the device."""
@@ -49,6 +56,10 @@ class ModelWorker(Worker):
     def rest(self) -> None:
         """Let the weights idle in host memory under idle_all."""
         self.weights.offload()
+
+    def pack(self, micro: RolloutBatch) -> Packed:
+        """What this rank computes of a micro-batch, on its device."""
+        return pack(micro, self.device, self.sequence_group)
 
     def on_device(self, values: Ragged | None) -> Tensor:
         """The flat values of a field of the batch, which must be there, on the rank's device."""

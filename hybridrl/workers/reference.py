@@ -10,7 +10,6 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.packing import pack
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 
@@ -38,5 +37,5 @@ class ReferenceWorker(ModelWorker):
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """Log-probs of the response tokens, [R] float32, nats, on the worker's device."""
-        packed = pack(micro, self.device)
+        packed = self.pack(micro)
         return self.model(packed, self.config.temperature, Entropy.omit).log_probs

@@ -92,7 +92,10 @@ class Training:
             those not taken, because their gradient was not finite.
         """
         total = torch.stack(self.losses).sum()
-        sums = sum_over_ranks({"loss": total, **self.sums}, self.device)
+        # Ranks that share sequences all report the same tokens.
+        shared = self.fsdp.ulysses_size
+        everywhere = sum_over_ranks({"loss": total, **self.sums}, self.device)
+        sums = {name: value / shared for name, value in everywhere.items()}
         loss = sums.pop("loss") / len(self.grad_norms)
         norms = torch.stack(self.grad_norms).tolist()
         finite = [norm for norm in norms if math.isfinite(norm)]

@@ -1,0 +1,224 @@
+"""Ulysses sequence parallelism: the ranks of a group share each packed forward.
+
+Shapes:  N = packed tokens   n = tokens of this rank's piece   U = ranks of the group
+         H, K = query, key heads   h, k = those of one rank   D = head size   F = features
+
+Rank r runs tokens N r / U to N (r + 1) / U through everything that looks at one token at a time.
+Attention looks at all of them, but at each head alone; there a rank has all tokens and a U-th of
+the heads, by one all-to-all before it and one after:
+
+    [n, H + 2 K, D] -> all-to-all -> [N, h + 2 k, D] -> attention -> [N, h, D]
+                    -> all-to-all -> [n, H, D]
+
+The exchanges are operators of their own: torch.compile keeps them as they are, with their backward,
+in one graph with the layer around them.
+
+Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+
+TAG = "hybridrl_sequence"
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks with which this one shares sequences.
+
+    Attributes:
+        name: of the process group, by which operators find it.
+        size: its ranks, U > 1.
+        rank: this one's number there.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+
+class SharedTokens(NamedTuple):
+    """What the attention of a shared forward needs to know.
+
+    Attributes:
+        group_name: of the process group.
+        num_ranks: U.
+        num_tokens: N, of the whole packed input.
+    """
+
+    group_name: str
+    num_ranks: int
+    num_tokens: int
+
+
+def sequence_group(size: int) -> SequenceGroup | None:
+    """This rank's group of `size` consecutive global ranks; a collective over all ranks.
+
+    All roles of a process get the same one, with one set of communication buffers: torch keeps it
+    under a tag and forgets it with the default group.
+
+    Args:
+        size: fsdp.ulysses_size, a divisor of the number of ranks.
+
+    Returns:
+        The group; None for groups of one.
+    """
+    if size == 1:
+        return None
+    world = dist.get_world_size()
+    assert world % size == 0, (world, size)
+    first = dist.get_rank() // size * size
+    mine = list(range(first, first + size))
+    group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
+    if group is None:
+        for start in range(0, world, size):
+            distributed_c10d._new_group_with_tag(list(range(start, start + size)), pg_tag=TAG)
+        group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
+    assert dist.get_process_group_ranks(group) == mine
+    return SequenceGroup(group.group_name, size, dist.get_rank() - first)
+
+
+def piece_sizes(num_tokens: int, num_ranks: int) -> list[int]:
+    """Tokens of each rank's piece: they differ by one at most, and add up."""
+    ends = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def heads_of_all_tokens(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedTokens
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's heads of all tokens, from all heads of its piece of them.
+
+    Where there are fewer key heads than ranks, each is sent to all ranks that have a query head of
+    its group, and the gradients they send back are added.
+
+    Args:
+        query: [n, H, D]; U divides H.
+        key, value: [n, K, D]; U divides K or K divides U.
+        shared: among whom.
+
+    Returns:
+        [N, h, D] and twice [N, k, D], views.
+    """
+    num_ranks = shared.num_ranks
+    if key.shape[1] < num_ranks:
+        copies = num_ranks // key.shape[1]
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    blocks = [x.unflatten(1, (num_ranks, -1)) for x in (query, key, value)]
+    heads = [block.shape[2] for block in blocks]
+    # [n, U, heads, D] -> [U, n, heads, D]: what goes to one rank lies together.
+    sent = torch.cat(blocks, dim=2).transpose(0, 1).flatten(0, 1)
+    received = tokens_to_heads(sent.flatten(1), shared.num_tokens, shared.group_name)
+    q, k, v = received.unflatten(1, (-1, query.shape[2])).split(heads, dim=1)
+    return q, k, v
+
+
+def tokens_of_all_heads(output: Tensor, num_tokens: int, shared: SharedTokens) -> Tensor:
+    """All heads of this rank's piece, from its heads of all tokens.
+
+    Args:
+        output: [N, h, D].
+        num_tokens: n.
+        shared: among whom.
+
+    Returns:
+        [n, H, D].
+    """
+    num_rows = shared.num_ranks * num_tokens
+    received = heads_to_tokens(output.flatten(1), num_rows, shared.group_name)
+    by_rank = received.view(shared.num_ranks, num_tokens, *output.shape[1:])
+    return by_rank.transpose(0, 1).flatten(1, 2)
+
+
+@torch.library.custom_op("hybridrl::tokens_to_heads", mutates_args=())
+def tokens_to_heads(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
+    """[U n, F], whose r-th n rows are for rank r -> [N, F], from all ranks in their order.
+
+    Args:
+        rows: what this rank sends; n is the size of its piece.
+        num_rows: N.
+        group_name: of the process group.
+    """
+    group = _group_named(group_name)
+    size = group.size()
+    send, receive = [rows.shape[0] // size] * size, piece_sizes(num_rows, size)
+    return _all_to_all(rows, send, receive, group)
+
+
+@torch.library.custom_op("hybridrl::heads_to_tokens", mutates_args=())
+def heads_to_tokens(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
+    """The way back: [N, F], of which each rank gets its piece -> [U n, F], n rows of each rank.
+
+    Args:
+        rows: what this rank sends.
+        num_rows: U n.
+        group_name: of the process group.
+    """
+    group = _group_named(group_name)
+    size = group.size()
+    send, receive = piece_sizes(rows.shape[0], size), [num_rows // size] * size
+    return _all_to_all(rows, send, receive, group)
+
+
+@tokens_to_heads.register_fake
+@heads_to_tokens.register_fake
+def _received(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
+    return rows.new_empty(num_rows, rows.shape[1])
+
+
+def _remember_way_back(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
+    rows, _, ctx.group_name = inputs
+    ctx.num_rows = rows.shape[0]
+
+
+def _gradient_of_tokens(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return heads_to_tokens(grad, ctx.num_rows, ctx.group_name), None, None
+
+
+def _gradient_of_heads(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return tokens_to_heads(grad, ctx.num_rows, ctx.group_name), None, None
+
+
+tokens_to_heads.register_autograd(_gradient_of_tokens, setup_context=_remember_way_back)
+heads_to_tokens.register_autograd(_gradient_of_heads, setup_context=_remember_way_back)
+
+
+class JoinedPieces(torch.autograd.Function):
+    """[r] of each rank -> [R] on all of them, in rank order; backward takes the own piece.
+
+    Every rank computes the same loss of the joined values. Its gradient with respect to a rank's
+    own piece is taken by that rank alone, so that the sum over ranks, which FSDP2 forms, is the
+    gradient of one loss and not of U.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: Sequence[int], group: SequenceGroup) -> Tensor:
+        """`counts[r]` values come from rank r."""
+        ctx.counts, ctx.rank = counts, group.rank
+        send = [len(values)] * group.size
+        return _all_to_all(values.repeat(group.size), send, counts, _group_named(group.name))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the own piece."""
+        return grads[0].split(ctx.counts)[ctx.rank], None, None
+
+
+def _group_named(name: str) -> ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)
+
+
+def _all_to_all(
+    values: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    """Rows from each rank, after it was sent its own; both in rank order."""
+    received = values.new_empty(sum(receive), *values.shape[1:])
+    dist.all_to_all_single(received, values.contiguous(), list(receive), list(send), group=group)
+    return received
