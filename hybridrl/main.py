@@ -9,15 +9,17 @@ Exit codes: 0 done, 1 failed, 2 the config is wrong, 130 Ctrl-C, 143 SIGTERM. No
 imported before the config has passed its checks, so that a wrong key is answered at once.
 """
 
+import importlib
 import logging
 import math
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -45,7 +47,11 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder
+from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
+
+if TYPE_CHECKING:
+    from hybridrl.data.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 
@@ -118,19 +124,20 @@ def run(cfg: DictConfig) -> float:
         state.overrides.task, recipe_files(state.runtime.choices, state.runtime.config_sources)
     )
     in_sweep = state.mode == RunMode.MULTIRUN
+    setup = SetupTimes(time.time() if in_sweep else program_start())
     if not cfg.run.dry:  # first of all: what does not fit breaks the imports of the other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
-    examined = _examine(cfg, machine, Given() if in_sweep else given)
+    examined, prompts = _examine(cfg, machine, Given() if in_sweep else given)
     if examined.report.problems:
         raise ConfigError(*examined.report.problems)
     config, shape = examined.config, examined.shape
     if in_sweep:
         for text in effect_problems(config, given):
             log.warning("%s", text)
-    assert shape is not None
+    assert shape is not None and prompts is not None
     config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
     if config.run.dry:
         console = Console()
@@ -139,10 +146,17 @@ def run(cfg: DictConfig) -> float:
     model_folder(config.model)  # a download, if any, is made once and not by every worker
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
-    from hybridrl.trainer.session import train
 
-    with ray_runtime(config.cluster, config.hardware.accelerator):
-        return train(config, Path(state.runtime.output_dir), machine)
+    setup.mark("checks")
+    with ThreadPoolExecutor(1) as importing:  # torch takes as long as Ray's start
+        session = importing.submit(importlib.import_module, "hybridrl.trainer.session")
+        with ray_runtime(config.cluster, config.hardware.accelerator):
+            setup.mark("Ray")
+            session.result()
+            from hybridrl.trainer.session import train
+
+            folder = Path(state.runtime.output_dir)
+            return train(config, folder, machine, prompts, setup)
 
 
 def look() -> Machine:
@@ -174,7 +188,7 @@ def _checked_overrides(line: CommandLine) -> list[str]:
     problems = list(composed.problems)
     if problems:
         if composed.cfg is not None and not line.args.multirun:
-            examined = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
+            examined, _ = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
             problems += examined.report.problems
         raise ConfigError(*problems)
     return line.overrides
@@ -189,19 +203,26 @@ def _hardware_overrides(machine: Machine) -> list[str]:
     return [f"hardware={name}", f"hardware.reason={quoted(reason)}"]
 
 
-def _examine(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
-    """All checks of config and, where that makes sense, data."""
+def _examine(
+    cfg: DictConfig, machine: Machine, given: Given
+) -> tuple[Examined, "PromptSets | None"]:
+    """All checks of config and, where that makes sense, data, which is returned if it is right."""
     from hybridrl.models.resolve import read_model_config
 
+    prompts = None
     examined = examine(cfg, machine=machine, read_model=read_model_config, given=given)
     if examined.report.usable(DATA_NEEDS):
-        from hybridrl.data.prompts import data_problems
+        from hybridrl.data.prompts import examine_prompts
 
-        config = examined.config
-        problems = data_problems(config.data, config.model.path, config.rollout.max_prompt_tokens)
+        data, model, rollout = (
+            examined.config.data,
+            examined.config.model,
+            examined.config.rollout,
+        )
+        prompts, problems = examine_prompts(data, model.path, rollout.max_prompt_tokens)
         for problem in problems:
             examined.report.add(problem, broken="data")
-    return examined
+    return examined, prompts
 
 
 def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:

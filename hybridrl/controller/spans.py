@@ -1,7 +1,8 @@
 """When the processes of a pool were at work."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple
 
@@ -62,3 +63,21 @@ class SpanLog:
         """What was noted since the last call, by rank."""
         taken, self._spans = self._spans, [[] for _ in self._spans]
         return taken
+
+
+class PartTimes:
+    """Wall seconds of the parts of something that happens once, in the order they began.
+
+    Attributes:
+        seconds: by the part's name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside under `name`."""
+        with Stopwatch(name) as watch:
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + watch.span.seconds

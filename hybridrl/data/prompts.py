@@ -88,13 +88,14 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
     return PromptSets(kept_train, kept_held_out, sets.source, dropped, notes)
 
 
-def data_problems(config: DataConfig, model_path: str, max_prompt_tokens: int) -> list[str]:
-    """What is wrong with a run's data, as texts for a ConfigError; costs what loading costs."""
+def examine_prompts(
+    config: DataConfig, model_path: str, max_prompt_tokens: int
+) -> tuple[PromptSets | None, list[str]]:
+    """A run's prompts, or what is wrong with its data, as texts for a ConfigError."""
     try:
-        load_prompts(config, model_path, max_prompt_tokens)
+        return load_prompts(config, model_path, max_prompt_tokens), []
     except ConfigError as error:
-        return error.problems
-    return []
+        return None, error.problems
 
 
 class PromptSource:

@@ -31,8 +31,10 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
+from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
 
@@ -77,6 +79,12 @@ class PPOTrainer:
             config.rollout.straggler_ratio, lambda engine: engine_place(workers.rollout, engine)
         )
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
+        self.profiler = StepProfiler(
+            config.trainer.profile_steps,
+            workers.pool,
+            reporter.run_dir,
+            lambda: self.phases.timeline,
+        )
         self.metrics: dict[str, float | None] = {}
         self.weight_version = 0
         self.rollout_version: int | None = None
@@ -89,7 +97,7 @@ class PPOTrainer:
             self.evaluate(step=0)
         self.log(step=0)
         for step in range(1, last + 1):
-            with self.phases.step():
+            with self.profiler.step(step), self.phases.step():
                 self.reshard()
                 batch, prompts = self.rollout(step)
                 batch = self.reward(batch, prompts, step)
@@ -131,7 +139,10 @@ class PPOTrainer:
         batch = rollout.batch
         assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
         lengths = batch.responses.lengths.float()
+        prompt_tokens = int(batch.prompts.lengths.sum())
         self.metrics |= {
+            TOKENS: float(prompt_tokens + lengths.sum()),
+            RESPONSES: float(len(lengths)),
             "rollout/tokens_per_second": float(lengths.sum()) / self.phases.seconds("rollout"),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),

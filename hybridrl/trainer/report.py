@@ -10,6 +10,7 @@ from hybridrl.trainer.plot import plot_run
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.summary import summarize
+from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Row, Tracker
 
 # Counts that stop no run but should not pass unseen.
@@ -28,15 +29,22 @@ class Reporter:
         run_dir: existing directory of the run.
         console: where the user looks.
         tracker: where metrics go.
+        throughput: what a step's times say of its speed.
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, console: RunConsole, tracker: Tracker
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        console: RunConsole,
+        tracker: Tracker,
+        throughput: Throughput,
     ) -> None:
         self.run_dir = run_dir
         self._config = config
         self._console = console
         self._tracker = tracker
+        self._throughput = throughput
 
     def phase(self, name: str) -> None:
         """A phase begins."""
@@ -48,6 +56,7 @@ class Reporter:
 
     def log(self, step: int, metrics: Row) -> None:
         """Keep and show one step's metrics, and say what went wrong in it."""
+        metrics = metrics | self._throughput.metrics(metrics)
         self._console.step(self._tracker.log(step, metrics))
         for name, what in WORTH_A_WARNING.items():
             if count := metrics.get(name):

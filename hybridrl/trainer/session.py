@@ -1,6 +1,6 @@
 """One training run from a checked config to a trained model: opens what the loop needs, in order.
 
-prompts, reward processes        on the driver, at once
+reward processes                 on the driver, at once
 worker processes                 all roles on all ranks (controller/)
 header, manifest                 what is about to run
 PPOTrainer.fit                   the loop
@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hybridrl.config.check_sizes import world_size
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import model_shape
+from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.prompts import PromptSets, PromptSource, load_prompts
+from hybridrl.data.prompts import PromptSets, PromptSource
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.rewards.scorer import RewardScorer
@@ -27,6 +29,8 @@ from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter
 from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.setup_times import SetupTimes
+from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 
@@ -34,13 +38,17 @@ from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
-def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
+def train(
+    config: RunConfig, run_dir: Path, machine: Machine, prompts: PromptSets, setup: SetupTimes
+) -> float:
     """Run PPO as configured; to be called inside `ray_runtime`.
 
     Args:
         config: checked and resolved.
         run_dir: existing directory; everything the run writes goes there.
         machine: what the run may use.
+        prompts: the run's.
+        setup: times what happens before the loop.
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
@@ -50,7 +58,6 @@ def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
         write_manifest(run_dir, config, machine, started=datetime.now(UTC))
-        prompts = load_prompts(config.data, config.model.path, config.rollout.max_prompt_tokens)
         _show_header(config, run_dir, machine, prompts, console)
         decode = decoder(load_tokenizer(config.model.path))
         scorer = stack.enter_context(_reward_scorer(config))
@@ -59,9 +66,11 @@ def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
         stack.push(
             lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
         )
+        setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
+        setup.mark("workers", workers.pool.start_times.seconds)
         console.header("workers", [("", host.describe()) for host in workers.pool.hosts])
-        reporter = Reporter(config, run_dir, console, tracker)
+        reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
             workers,
@@ -72,6 +81,9 @@ def train(config: RunConfig, run_dir: Path, machine: Machine) -> float:
             evaluator,
             reporter,
         )
+        setup.mark("driver")
+        console.header("setup", [("", str(setup))])
+        trainer.metrics |= setup.metrics()
         return trainer.fit()
 
 
@@ -126,6 +138,16 @@ def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
     if workers.critic is None:
         return NoCritic()
     return Critic(workers.critic, config.trainer.critic_warmup_steps)
+
+
+def _throughput(config: RunConfig, machine: Machine) -> Throughput:
+    """What the run's times say of its speed: with GPUs of several kinds, no share of a peak."""
+    peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
+    return Throughput(
+        shape=model_shape(read_model_config(config.model.path)),
+        epochs=config.actor.epochs,
+        peak=None if peak is None else peak * world_size(config),
+    )
 
 
 def _show_header(

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 ACCURACY = "eval/accuracy"
+# Times that are of no phase: the whole step, and what is outside its computations.
+NO_PHASES = frozenset({"time/step_s", "time/outside_s"})
 
 Metrics = Mapping[str, float | None]
 
@@ -53,7 +55,7 @@ def summarize(rows: Sequence[Metrics]) -> Summary:
 def phase_shares(rows: Sequence[Metrics]) -> list[Share]:
     """Phases by the time they took, longest first; `other` is what no phase covers."""
     total = _total(rows, "time/step_s")
-    names = {name for row in rows for name in row if name.startswith("time/")} - {"time/step_s"}
+    names = {name for row in rows for name in row if name.startswith("time/")} - NO_PHASES
     seconds = {name.removeprefix("time/").removesuffix("_s"): _total(rows, name) for name in names}
     seconds["other"] = max(0.0, total - sum(seconds.values()))
     ordered = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))

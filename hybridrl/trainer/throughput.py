@@ -2,23 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybridrl.config.flops import forward_flops, training_flops
 from hybridrl.config.model_shape import ModelShape
 
-
-class Work(NamedTuple):
-    """What one forward over a step's batch covers.
-
-    Attributes:
-        tokens: of all responses and their prompts; a prompt counts with each of its responses.
-        sequences: responses.
-    """
-
-    tokens: int
-    sequences: int
-
+# Metrics of the batch that a step computes on: tokens of all responses and of their prompts (a
+# prompt counts with each of its responses), and responses.
+TOKENS, RESPONSES = "batch/tokens", "batch/responses"
 
 # Phases that run every sequence forward once, and phases that train on each `epochs` times; the
 # policy's have an MFU (a critic has no head over the vocabulary, which the formula counts).
@@ -41,24 +31,28 @@ class Throughput:
     epochs: int
     peak: float | None
 
-    def metrics(self, work: Work, seconds: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
         """tokens_per_s/<phase> and, where the peak is known, mfu/<phase> (config/flops.py).
 
         The time of an update includes its optimizer steps; recomputed activations do not count as
         operations.
 
         Args:
-            work: the step's batch.
-            seconds: of each phase; those that did not run are left out.
+            step: metrics of a step; phases without a time, and steps without a batch, have no
+                throughput.
         """
-        metrics = {}
+        if TOKENS not in step:
+            return {}
+        tokens, responses = int(step[TOKENS] or 0), int(step[RESPONSES] or 0)
+        metrics: dict[str, float | None] = {}
         for phase in (*FORWARDS, *UPDATES):
-            if phase not in seconds or seconds[phase] <= 0:
+            seconds = step.get(f"time/{phase}_s")
+            if not seconds:
                 continue
             passes = self.epochs if phase in UPDATES else 1
-            metrics[f"tokens_per_s/{phase}"] = passes * work.tokens / seconds[phase]
+            metrics[f"tokens_per_s/{phase}"] = passes * tokens / seconds
             if phase in WITH_MFU and self.peak is not None:
                 count = training_flops if phase in UPDATES else forward_flops
-                done = passes * count(self.shape, work.tokens, work.sequences)
-                metrics[f"mfu/{phase}"] = done / seconds[phase] / self.peak
+                done = passes * count(self.shape, tokens, responses)
+                metrics[f"mfu/{phase}"] = done / seconds / self.peak
         return metrics

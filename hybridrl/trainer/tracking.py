@@ -25,7 +25,11 @@ PROMISED = (
     "time/reshard_s",
     "time/rollout_s",
     "time/update_actor_s",
+    "time/outside_s",
     "time/step_s",
+    "idle/fraction",
+    "mfu/old_log_probs",
+    "mfu/update_actor",
 )
 
 Row = dict[str, float | None]

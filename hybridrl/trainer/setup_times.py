@@ -1,0 +1,54 @@
+"""Where the time goes between the start of the program and its first step."""
+
+import time
+from collections.abc import Mapping
+
+import psutil
+
+# Parts shorter than this are not shown.
+MIN_SHOWN_S = 0.05
+
+
+class SetupTimes:
+    """Wall seconds of the parts of the setup, which follow each other without gaps.
+
+    Args:
+        began: when the setup began, in seconds since the epoch.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._last = began
+        self._seconds: dict[str, float] = {}
+
+    def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
+        """Let what happened since the last mark be a part.
+
+        Args:
+            part: its name.
+            inside: seconds of pieces of it that count as parts of their own; it keeps the rest.
+        """
+        now = time.time()
+        pieces = dict(inside or {})
+        pieces[part] = now - self._last - sum(pieces.values())
+        for name, seconds in pieces.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """setup/<part>_s, and setup/total_s up to the last mark."""
+        parts = {f"setup/{name}_s": seconds for name, seconds in self._seconds.items()}
+        return parts | {"setup/total_s": self._last - self._began}
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {seconds:.1f}"
+            for name, seconds in self._seconds.items()
+            if seconds >= MIN_SHOWN_S
+        ]
+        return f"{self._last - self._began:.1f} s: {', '.join(parts)}"
+
+
+def program_start() -> float:
+    """When this process was started, in seconds since the epoch."""
+    return psutil.Process().create_time()
