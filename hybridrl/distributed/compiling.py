@@ -1,37 +1,52 @@
-"""Compiled layers (fsdp.compile): one graph for every packed length, with and without gradients.
+"""Compiled layers (fsdp.compile): one graph for all of them and every packed length.
 
 torch.compile makes different code for a forward that will be differentiated and for one that will
 not, and the two round differently. Old log-probs must have the very bits of the update's first
 forward, so a compiled layer always runs the former; without gradients it forgets at once what
 backward would need.
 
-Token counts, sequence counts and the longest length differ from call to call; they are symbols in
-the compiled code. Anything that would break the graph is an error.
+Token counts, sequence counts and the longest length differ from call to call. They are symbols
+from the first call on, so that nothing is compiled a second time. Whatever would break the graph
+is an error.
 """
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def compile_layer(layer: nn.Module) -> None:
     """Compile the layer's forward. To be called before FSDP2 wraps it, whose hooks stay outside.
 
     Args:
-        layer: takes its hidden states first and returns nothing but the next ones.
+        layer: takes its hidden states first and returns nothing but the next ones; tensors it is
+            given have their tokens in dim 1, or in their only dim.
     """
-    layer.forward = _same_code(  # type: ignore[method-assign]
-        torch.compile(layer.forward, dynamic=True, fullgraph=True)
-    )
+    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
-def _same_code(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if torch.is_grad_enabled():
-            return compiled(hidden_states, *args, **kwargs)
-        with torch.enable_grad():
-            states = hidden_states.detach().requires_grad_()
-            return compiled(states, *args, **kwargs).detach()
+def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    # A plain int would first be compiled as a constant; a tensor's size can be a symbol at once.
+    sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
+    rest = {name: value for name, value in kwargs.items() if name not in sizes}
+    needs_grad = torch.is_grad_enabled()
+    states = hidden_states if needs_grad else hidden_states.detach().requires_grad_()
+    for leaf in tree_leaves((states, rest)):
+        if isinstance(leaf, Tensor):
+            torch._dynamo.maybe_mark_dynamic(leaf, min(leaf.dim() - 1, 1))
+    for size in sizes.values():
+        torch._dynamo.maybe_mark_dynamic(size, 0)
+    with torch.enable_grad():
+        output = _compiled(layer, states, sizes, rest)
+    return output if needs_grad else output.detach()
 
-    return forward
+
+@torch.compile(fullgraph=True)
+def _compiled(
+    layer: nn.Module, states: Tensor, sizes: dict[str, Tensor], rest: dict[str, Any]
+) -> Tensor:
+    ints = {name: size.shape[0] for name, size in sizes.items()}
+    return type(layer).forward(layer, states, **rest, **ints)

@@ -1,0 +1,47 @@
+"""What benchmarks share: a synchronised clock, medians with their spread, the hardware."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def seconds_per_call(
+    function: Callable[[], object], *, warmup: int = 3, repeats: int = 20
+) -> list[float]:
+    """Wall seconds of each of `repeats` calls, device work included, after `warmup` calls.
+
+    With a process group, every rank begins together and a call ends with its slowest rank.
+    """
+    for _ in range(warmup):
+        function()
+    seconds = []
+    for _ in range(repeats):
+        wait_for_all()
+        start = time.perf_counter()
+        function()
+        wait_for_all()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def wait_for_all() -> None:
+    """Wait for this process's device, and with a process group for every rank."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def min_median_max(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> list[float]:
+    """Smallest, median and largest value times `scale`, rounded."""
+    return [round(scale * pick(values), digits) for pick in (min, statistics.median, max)]
+
+
+def hardware() -> dict[str, Any]:
+    """The device's name and torch's version, as results name them."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": name, "torch": torch.__version__}

@@ -1,0 +1,344 @@
+"""What share of a GPU's peak do scoring and training reach?
+
+Question   How much of the dense bfloat16 peak do `ActorWorker.compute_log_probs` and `.update`
+           reach, and what do unequal lengths cost?
+Workload   Qwen2.5-1.5B's shape (tied, vocabulary 151,936), random weights, FSDP2 over all ranks,
+           float32 masters, bfloat16 compute. Per rank and optimizer step 32 sequences of 256 prompt
+           tokens and 4,096 in all, or log-normal (sigma 0.7) with the same total; 16,384 tokens a
+           micro-batch. One update is one optimizer step: AdamW, clipping and metrics included.
+Measures   MFU by DESIGN's formula, (6 N + 6 L h S) operations per token over 989 TFLOP/s, a third
+           of it forward; recomputation does not count. Tokens per second of all ranks. Peak memory
+           of tensors, beside what the planner predicts. Baseline in the same run: eager layers.
+Run        python benchmarks/training.py                    (one H200)
+           python benchmarks/training.py --ranks 4          (four)
+           python benchmarks/training.py --small --ranks 2  (CPU, a minute)
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
+from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.schema import (
+    Accumulation,
+    ActorConfig,
+    DType,
+    FSDPConfig,
+    Init,
+    KLConfig,
+    KLEstimator,
+    KLPlacement,
+    KLSchedule,
+    Layout,
+    LRSchedule,
+    ModelConfig,
+    Offload,
+    OptimConfig,
+)
+from hybridrl.config.training_memory import TrainingMemory, Workload
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule, update_sizes
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+
+GIB = 2**30
+QWEN2_5_1_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is computed.
+
+    Attributes:
+        sequences: per rank and optimizer step.
+        length: mean tokens of a sequence, prompt included.
+        prompt: tokens of each prompt.
+        max_tokens: budget of a micro-batch.
+        chunk_tokens: actor.log_prob_chunk_tokens.
+    """
+
+    sequences: int
+    length: int
+    prompt: int
+    max_tokens: int
+    chunk_tokens: int
+
+
+def main() -> None:
+    """Measure in one process per rank; print what rank 0 found."""
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        config = QWEN2_5_1_5B | (SMALL if arguments.small else {})
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        mp.spawn(_run_rank, (arguments, Path(folder)), nprocs=arguments.ranks)
+        print((Path(folder) / "result.json").read_text())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--sequences", type=int, default=32, help="per rank and optimizer step")
+    parser.add_argument("--length", type=int, default=4096, help="mean tokens of a sequence")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--chunk-tokens", type=int, default=4096, help="whose logits exist at once")
+    parser.add_argument("--variants", default="compiled,eager", help="layers: compiled, eager")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false")
+    parser.add_argument("--accumulation", default="full", choices=[a.value for a in Accumulation])
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
+    device_type = "cpu" if arguments.small else "cuda"
+    if arguments.small:
+        torch.set_num_threads(1)
+    else:
+        # Multicast over NVLink can take a shared host's GPUs out of service.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if arguments.small else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=arguments.ranks,
+    )
+    shape = model_shape(json.loads((folder / "config.json").read_text()))
+    size = Size(arguments.sequences, arguments.length, 256, arguments.max_tokens, 0)
+    size = replace(size, chunk_tokens=arguments.chunk_tokens)
+    if arguments.small:
+        size = Size(sequences=4, length=64, prompt=8, max_tokens=128, chunk_tokens=32)
+    result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
+    result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
+    for variant in arguments.variants.split(","):
+        fsdp = _fsdp(arguments, compiled=variant == "compiled")
+        result[variant] = _measure_variant(folder, fsdp, shape, size, device_type, arguments)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _measure_variant(
+    folder: Path,
+    fsdp: FSDPConfig,
+    shape: ModelShape,
+    size: Size,
+    device_type: str,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    config = _actor(folder, fsdp, size, arguments.ranks)
+    actor = ActorWorker(config, build_mesh(fsdp, device_type))
+    sizes = update_sizes(config, arguments.ranks, shape)
+    found: dict[str, Any] = {}
+    for name in ("equal", "lognormal"):
+        batch = _batch(_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
+        found[name] = _measure(actor, batch, sizes, shape, arguments.repeats)
+    found["unequal_over_equal"] = round(
+        found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
+    )
+    found["peak_gib"] = _peak_memory()
+    found["planned_gib"] = round(_planned_bytes(fsdp, shape, size) / GIB, 2)
+    del actor
+    if device_type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _measure(
+    actor: ActorWorker,
+    batch: RolloutBatch,
+    sizes: UpdateSizes,
+    shape: ModelShape,
+    repeats: int,
+) -> dict[str, Any]:
+    """MFU, tokens per second and seconds of scoring and of one optimizer step."""
+    dealt = schedule(batch, sizes, seed=1, step=1)
+    old_log_probs = _gathered(dealt, actor.compute_log_probs(_mine(dealt)))
+    mine = _mine(dealt.adding(old_log_probs=old_log_probs))
+    first = actor.update(mine, 1, 0.0)
+    score = seconds_per_call(lambda: actor.compute_log_probs(mine), warmup=1, repeats=repeats)
+    update = seconds_per_call(lambda: actor.update(mine, 1, 0.0), warmup=1, repeats=repeats)
+    num_tokens, ranks = int(batch.num_tokens.sum()), sizes.num_shards
+    peak = HOPPER_BF16_PEAK * ranks
+    score_s, update_s = statistics.median(score), statistics.median(update)
+    return {
+        "log_probs_mfu": round(forward_flops(shape, num_tokens, len(batch)) / score_s / peak, 4),
+        "update_mfu": round(training_flops(shape, num_tokens, len(batch)) / update_s / peak, 4),
+        "log_probs_tokens_per_s": round(num_tokens / score_s),
+        "update_tokens_per_s": round(num_tokens / update_s),
+        "log_probs_s_min_median_max": min_median_max(score),
+        "update_s_min_median_max": min_median_max(update),
+        "micro_batches": len(dealt.ranks[0][0][0]),
+        "longest": int(batch.num_tokens.max()),
+        "first_log_ratio_max": first["actor/first_log_ratio_max"],
+    }
+
+
+def _mine(dealt: ScheduledBatch) -> Any:
+    return dealt.shard(dist.get_world_size())[dist.get_rank()]
+
+
+def _gathered(dealt: ScheduledBatch, mine: Ragged) -> Ragged:
+    """Every rank's results in the order of the batch."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return dealt.join(parts)
+
+
+def _lengths(name: str, ranks: int, size: Size) -> torch.Tensor:
+    """Tokens of each sequence; both kinds have the same sum."""
+    num, total = ranks * size.sequences, ranks * size.sequences * size.length
+    if name == "equal":
+        return torch.full((num,), size.length)
+    draws = torch.randn(num, generator=torch.Generator().manual_seed(0)).mul(0.7).exp()
+    lengths = (draws / draws.sum() * total).long()
+    lengths = lengths.clamp(size.prompt + 1, size.max_tokens)
+    lengths[lengths.argmin()] += total - lengths.sum()
+    return lengths
+
+
+def _batch(lengths: torch.Tensor, prompt: int, vocab: int) -> RolloutBatch:
+    """Random tokens with made-up advantages, all of them sampled by the policy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(rows: torch.Tensor) -> Ragged:
+        return Ragged(torch.randint(0, vocab, (int(rows.sum()),), generator=generator), rows)
+
+    responses = tokens(lengths - prompt)
+    num = len(responses.values)
+    return RolloutBatch(
+        prompts=tokens(torch.full_like(lengths, prompt)),
+        responses=responses,
+        response_mask=responses.like(torch.ones(num, dtype=torch.bool)),
+        rollout_log_probs=responses.like(torch.zeros(num)),
+        group_id=torch.arange(len(lengths)),
+        weight_version=torch.zeros(len(lengths), dtype=torch.int64),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        advantages=responses.like(torch.randn(num, generator=generator)),
+    )
+
+
+def _peak_memory() -> dict[str, float] | None:
+    """Most that tensors took, and that the allocator held for them, on the fullest rank."""
+    if not torch.cuda.is_available():
+        return None
+    wait_for_all()
+    peaks = torch.tensor(
+        [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], dtype=torch.float64
+    )
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    allocated, reserved = (peaks / GIB).round(decimals=2).tolist()
+    return {"allocated": allocated, "reserved": reserved}
+
+
+def _planned_bytes(fsdp: FSDPConfig, shape: ModelShape, size: Size) -> float:
+    """The planner's prediction for the tensors of an update: weights, AdamW, the rest."""
+    assert fsdp.dp_shard is not None
+    share = 1 - size.prompt / size.length
+    work = Workload(
+        tokens=size.max_tokens,
+        response_tokens=int(size.max_tokens * share),
+        micro_batches=-(-size.sequences * size.length // size.max_tokens),
+        chunk_tokens=size.chunk_tokens,
+        fused_logits=True,
+    )
+    always = 12 * shape.parameters / fsdp.dp_shard
+    return always + sum(TrainingMemory(fsdp, shape, work, has_head=True).update().values())
+
+
+def _fsdp(arguments: argparse.Namespace, *, compiled: bool) -> FSDPConfig:
+    return FSDPConfig(
+        dp_shard=arguments.ranks,
+        dp_replicate=1,
+        reshard_after_forward=not arguments.keep_gathered,
+        param_dtype=DType.float32 if arguments.small else DType.bfloat16,
+        reduce_dtype=DType.float32,
+        activation_checkpointing=arguments.checkpointing,
+        accumulation=Accumulation(arguments.accumulation),
+        layout=Layout.plain,
+        tensor_parallel_size=1,
+        columns=None,
+        ulysses_size=1,
+        offload=Offload.none,
+        compile=compiled,
+    )
+
+
+def _actor(folder: Path, fsdp: FSDPConfig, size: Size, ranks: int) -> ActorConfig:
+    return ActorConfig(
+        worker="hybridrl.workers.actor.ActorWorker",
+        model=ModelConfig(path=str(folder), init=Init.random, seed=0),
+        fsdp=fsdp,
+        kl=KLConfig(
+            placement=KLPlacement.reward,
+            estimator=KLEstimator.k1,
+            coef=0.0,
+            schedule=KLSchedule.fixed,
+            target=1.0,
+            horizon=1000,
+        ),
+        total_steps=100,
+        temperature=1.0,
+        mini_batch_size=ranks * size.sequences,
+        epochs=1,
+        max_tokens_per_gpu=size.max_tokens,
+        clip_ratio=0.2,
+        entropy_coef=0.0,
+        log_prob_chunk_tokens=size.chunk_tokens,
+        optim=OptimConfig(
+            lr=1.0e-6,
+            betas=[0.9, 0.999],
+            eps=1.0e-8,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            schedule=LRSchedule.constant,
+            warmup_steps=0,
+            min_lr_ratio=0.0,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()
