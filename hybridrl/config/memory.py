@@ -1,29 +1,34 @@
-"""What a run needs of each GPU, or of RAM where there is none, phase by phase.
+"""What a run is predicted to need of each GPU, or of RAM where there is none, phase by phase.
 
-Weights, gradients and optimizer states are exact; activations are a lower bound (what autograd must
-keep), so that a run refused here could not have fitted.
+On GPUs weights, gradients, optimizer states and, for eager layers, activations are counted
+(training_memory.py); the process and what vLLM keeps asleep are measured constants, and compiled
+layers estimates. Meant to be within 10 % of the peak of a full micro-batch. Allocators need some
+more, as far as there is more. On CPUs activations are a lower bound: attention pads there.
 
 Units: bytes, of one rank unless said otherwise.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybridrl.config.check_sizes import world_size
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.machine import GIB, Machine
+from hybridrl.config.machine import GIB
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accelerator, DType, RunConfig
+from hybridrl.config.schema import Accelerator, Offload, RunConfig, SleepMode
+from hybridrl.config.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
 
 MIB = 2**20
-BYTES = {DType.float32: 4, DType.bfloat16: 2}
 # Resident set of a worker with torch, transformers and vLLM loaded (0.6 GiB) and its pools.
 CPU_PROCESS_BYTES = GIB
 # The driver, Ray's own processes and its object store on a node.
 CPU_DRIVER_BYTES = GIB + GIB // 2
-# CUDA context, NCCL buffers and workspaces of a process.
-GPU_CONTEXT_BYTES = GIB + GIB // 2
-# Adam's two moments and the master weights are float32.
-MASTER_BYTES, ADAM_BYTES, GRADIENT_BYTES = 4, 8, 4
+# CUDA context, NCCL buffers, and the CUDA graphs of a vLLM that sleeps: 138 of an H200's 140 GiB
+# are free beside them.
+GPU_PROCESS_BYTES = 2 * GIB
+# Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
+GPU_PROCESS_RAM_BYTES = 4 * GIB
+# Adam's two moments are float32.
+ADAM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,26 @@ class Phase:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class Role:
+    """A role with a model: its elements on all ranks, and whether it has an optimizer."""
+
+    name: str
+    parameters: int
+    is_trained: bool
+
+
+def roles_of(config: RunConfig, shape: ModelShape) -> list[Role]:
+    """The roles of a run that hold sharded weights."""
+    roles = [Role("actor", shape.parameters, is_trained=True)]
+    if uses_critic(config):
+        # The backbone and a scalar head with bias.
+        roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
+    if config.algorithm.kl.coef > 0:
+        roles.append(Role("ref", shape.parameters, is_trained=False))
+    return roles
+
+
 def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> list[Phase]:
     """One rank's memory in each phase.
 
@@ -47,23 +72,64 @@ def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> 
         shape: the model's.
         gpu_bytes: memory of the smallest GPU; None for a CPU slot.
     """
-    always = _always(config, shape, gpu_bytes)
+    roles = roles_of(config, shape)
+    process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     rollout = _rollout(config, shape, gpu_bytes)
-    # On a GPU vLLM sleeps while the trainer computes; on CPU it cannot.
-    idle = {} if gpu_bytes is not None else rollout
-    weights = {"rollout weights": _rollout_weights(config, shape)}
-    bucket = min(config.rollout.reshard_bucket_mb * MIB, _rollout_weights(config, shape))
-    buckets = {"buckets": 2 * bucket}
+    asleep = process | _asleep(config, rollout, gpu_bytes)
+    weights = {"rollout weights": rollout["rollout weights"]}
+    bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
+    # vLLM's share of a GPU includes what its process needs.
+    awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
+    policy = TrainingMemory(config.fsdp, shape, workload(config), has_head=True)
+    resident = _resident(config, roles, "actor")
     phases = [
-        Phase("reshard", always | idle | weights | buckets),
-        Phase("rollout", always | rollout),
-        Phase("score", always | idle | _forward(config, shape)),
+        Phase("reshard", resident | asleep | weights | {"buckets": 2 * bucket}),
+        Phase("rollout", _resident(config, roles, None) | awake),
+        Phase("score", resident | asleep | policy.score()),
     ]
-    if uses_critic(config):
-        update = _backward(config, shape, _critic_parameters(shape), head=False)
-        phases.append(Phase("update critic", always | idle | update))
-    update = _backward(config, shape, shape.parameters, head=True)
-    return [*phases, Phase("update actor", always | idle | update)]
+    for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
+        if role.is_trained:
+            has_head = role.name == "actor"
+            training = TrainingMemory(config.fsdp, shape, workload(config), has_head=has_head)
+            parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
+            phases.append(Phase(f"update {role.name}", parts))
+    return phases
+
+
+def workload(config: RunConfig) -> Workload:
+    """The largest forward that the config allows on one rank, responses all of it."""
+    rollout, world = config.rollout, world_size(config)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
+    mini_batch = -(-config.actor.mini_batch_size * longest // world)
+    return Workload(
+        tokens=min(budget, mini_batch),
+        response_tokens=min(budget, mini_batch),
+        micro_batches=-(-mini_batch // budget),
+        chunk_tokens=config.actor.log_prob_chunk_tokens,
+        fused_logits=config.hardware.accelerator is Accelerator.gpu,
+    )
+
+
+def pinned_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Page-locked host memory of one rank: everything that fsdp.offload ever moves there."""
+    assert config.fsdp.dp_shard is not None
+    total = 0
+    for role in roles_of(config, shape):
+        weights = config.fsdp.offload is Offload.idle_all
+        moments = config.fsdp.offload is not Offload.none and role.is_trained
+        each = (MASTER_BYTES if weights else 0, ADAM_BYTES if moments else 0)
+        total += sum(
+            -(-size * role.parameters // config.fsdp.dp_shard // MIB) * MIB for size in each
+        )
+    return total
+
+
+def node_ram(config: RunConfig, shape: ModelShape) -> int:
+    """RAM that GPU workers with offload and the driver need together on one node."""
+    assert config.cluster.gpus_per_node is not None
+    each = pinned_bytes(config, shape) + GPU_PROCESS_RAM_BYTES
+    return config.cluster.gpus_per_node * each + CPU_DRIVER_BYTES
 
 
 def node_peak(config: RunConfig, phases: list[Phase]) -> int:
@@ -73,86 +139,25 @@ def node_peak(config: RunConfig, phases: list[Phase]) -> int:
     return config.cluster.gpus_per_node * peak + CPU_DRIVER_BYTES
 
 
-def memory_problems(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[str]:
-    """Why the run cannot fit, if so: one text for GPUs or for RAM."""
-    if config.hardware.accelerator is Accelerator.gpu:
-        if machine.gpus:
-            gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-            yield from _gpu_problems(config, rank_phases(config, shape, gpu_bytes), gpu_bytes)
-        return
-    phases = rank_phases(config, shape, None)
-    available = min(node.memory_bytes for node in machine.nodes)
-    needed = node_peak(config, phases)
-    if needed > available:
-        worst = max(phases, key=lambda phase: phase.total)
-        yield (
-            f"cluster.gpus_per_node = {config.cluster.gpus_per_node} CPU slots need at least "
-            f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
-            f"{describe(worst)}.\n"
-            f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
-            f"name a smaller model."
-        )
-
-
-def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Iterator[str]:
-    for phase in phases:
-        if phase.total <= gpu_bytes:
-            continue
-        if phase.name == "rollout":
-            share = config.rollout.gpu_memory_utilization
-            yield (
-                f"rollout.gpu_memory_utilization = {share}: vLLM and what the other roles keep "
-                f"need {describe(phase)}, the GPU has {gib(gpu_bytes)}.\n"
-                f"Lower rollout.gpu_memory_utilization, or spread the weights over more GPUs "
-                f"(cluster.gpus_per_node, fsdp.dp_shard)."
-            )
-        else:
-            yield (
-                f"model.path = {config.model.path}: {phase.name} needs at least "
-                f"{describe(phase)}, the GPU has {gib(gpu_bytes)}.\n"
-                f"Take more GPUs (cluster.gpus_per_node, fsdp.dp_shard), lower "
-                f"actor.max_tokens_per_gpu, set fsdp.activation_checkpointing=true, or name a "
-                f"smaller model."
-            )
-    budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
-    weights = phases[0].parts["rollout weights"]
-    if config.rollout.kv_cache_mb is None and weights >= budget:
-        yield (
-            f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization} gives vLLM "
-            f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
-            f"Raise it, or raise rollout.tensor_parallel_size."
-        )
-
-
-def _always(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
-    """Shards that stay in every phase, and what the process itself takes."""
-    shards = config.fsdp.dp_shard
+def _resident(
+    config: RunConfig, roles: list[Role], active: str | None, *, updates: bool = False
+) -> dict[str, int]:
+    """Shards on the device while the `active` role works (the rollout: None)."""
+    offload, shards = config.fsdp.offload, config.fsdp.dp_shard
     assert shards is not None
-    process = CPU_PROCESS_BYTES if gpu_bytes is None else GPU_CONTEXT_BYTES
-    state = MASTER_BYTES + ADAM_BYTES
-    parts = {
-        "process": process,
-        "actor weights and AdamW": state * shape.parameters // shards,
-    }
-    if uses_critic(config):
-        parts["critic weights and AdamW"] = state * _critic_parameters(shape) // shards
-    if config.algorithm.kl.coef > 0:
-        parts["ref weights"] = MASTER_BYTES * shape.parameters // shards
+    parts = {}
+    for role in roles:
+        if role.name == active or offload is not Offload.idle_all:
+            parts[f"{role.name} weights"] = MASTER_BYTES * role.parameters // shards
+        if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
+            parts[f"{role.name} AdamW"] = ADAM_BYTES * role.parameters // shards
     return parts
-
-
-def _critic_parameters(shape: ModelShape) -> int:
-    """Elements of the backbone and a scalar head with bias."""
-    return shape.backbone_parameters + shape.hidden + 1
-
-
-def _rollout_weights(config: RunConfig, shape: ModelShape) -> int:
-    return BYTES[config.rollout.dtype] * shape.parameters // config.rollout.tensor_parallel_size
 
 
 def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
     """What vLLM holds while it generates."""
-    weights = _rollout_weights(config, shape)
+    size = BYTES[config.rollout.dtype]
+    weights = size * shape.parameters // config.rollout.tensor_parallel_size
     if config.rollout.kv_cache_mb is not None:
         return {"rollout weights": weights, "KV cache": config.rollout.kv_cache_mb * MIB}
     if gpu_bytes is None:
@@ -161,50 +166,13 @@ def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dic
     return {"rollout weights": weights, "KV cache and vLLM's buffers": max(0, budget - weights)}
 
 
-def _gathered(config: RunConfig, shape: ModelShape) -> int:
-    """Weights that FSDP has gathered at one time: all of them, or the root's and two layers'."""
-    size = BYTES[config.fsdp.param_dtype]
-    if not config.fsdp.reshard_after_forward:
-        return size * shape.parameters
-    return size * (
-        shape.parameters - (shape.layers - min(2, shape.layers)) * shape.layer_parameters
-    )
-
-
-def _logits(config: RunConfig, shape: ModelShape) -> int:
-    """Logits of a chunk in float32, and once more for their exponentials or gradients."""
-    chunk = min(config.actor.log_prob_chunk_tokens, config.actor.max_tokens_per_gpu)
-    return 2 * 4 * chunk * shape.vocab
-
-
-def _layer_activations(config: RunConfig, shape: ModelShape) -> int:
-    """What autograd keeps of one layer for a packed forward of max_tokens_per_gpu tokens."""
-    size = BYTES[config.fsdp.param_dtype]
-    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    per_token = size * (4 * shape.hidden + heads + 4 * shape.intermediate)
-    return config.actor.max_tokens_per_gpu * per_token
-
-
-def _forward(config: RunConfig, shape: ModelShape) -> dict[str, int]:
-    return {
-        "gathered weights": _gathered(config, shape),
-        "activations": _layer_activations(config, shape),
-        "logits": _logits(config, shape),
-    }
-
-
-def _backward(config: RunConfig, shape: ModelShape, elements: int, head: bool) -> dict[str, int]:
-    shards = config.fsdp.dp_shard
-    assert shards is not None
-    layer = _layer_activations(config, shape)
-    kept = config.actor.max_tokens_per_gpu * shape.hidden * BYTES[config.fsdp.param_dtype]
-    checkpointing = config.fsdp.activation_checkpointing
-    parts = {
-        "gradients": GRADIENT_BYTES * elements // shards,
-        "gathered weights": _gathered(config, shape),
-        "activations": shape.layers * kept + layer if checkpointing else shape.layers * layer,
-    }
-    return parts | ({"logits": _logits(config, shape)} if head else {})
+def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:
+    """What of that stays between rollouts: by rollout.sleep; on CPU vLLM cannot sleep."""
+    if gpu_bytes is None or config.rollout.sleep is SleepMode.none:
+        return rollout
+    if config.rollout.sleep is SleepMode.kv_cache:
+        return {"rollout weights": rollout["rollout weights"]}
+    return {}
 
 
 def gib(size: float) -> str:
@@ -213,11 +181,11 @@ def gib(size: float) -> str:
 
 
 def describe(phase: Phase) -> str:
-    """'12.3 GiB (actor weights and AdamW 8.0 GiB, ...)', largest first, small parts left out."""
+    """'12.3 GiB (actor weights 4.0 GiB, ...)', largest first, small parts left out."""
     return f"{gib(phase.total)} ({largest_parts(phase)})"
 
 
 def largest_parts(phase: Phase) -> str:
-    """'actor weights and AdamW 8.0 GiB, ...': parts of at least 1 %, largest first."""
+    """'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
     parts = sorted(phase.parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in parts if size * 100 >= phase.total)

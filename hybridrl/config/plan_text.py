@@ -8,7 +8,14 @@ from hybridrl.config.check_sizes import world_size, world_text
 from hybridrl.config.layout import is_nested, ranks_by_shard
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.machine import Machine
-from hybridrl.config.memory import gib, largest_parts, node_peak, rank_phases
+from hybridrl.config.memory import (
+    gib,
+    largest_parts,
+    node_peak,
+    node_ram,
+    pinned_bytes,
+    rank_phases,
+)
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import Accelerator, Init, Layout, RunConfig
 
@@ -153,16 +160,29 @@ def _memory(config: RunConfig, shape: ModelShape, machine: Machine) -> Renderabl
     phases = rank_phases(config, shape, gpu_bytes)
     if not on_gpu:
         there = min(node.memory_bytes for node in machine.nodes)
-        limit = f"{gib(node_peak(config, phases))} on a node with the driver; it has {gib(there)}"
+        known = f"at least; {gib(node_peak(config, phases))} on a node with the driver"
+        limit = f"{known}; it has {gib(there)}"
     else:
-        limit = f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown"
-    title = f"Memory of one rank by phase, at least ({limit}); parts below 1 % left out"
+        limit = "predicted; " + (f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown")
+    title = f"Memory of one rank by phase ({limit}); parts below 1 % left out"
     table = Table()
     for name in ("phase", "total", "of which"):
         table.add_column(name)
     for phase in phases:
         table.add_row(phase.name, gib(phase.total), largest_parts(phase))
-    return Group(title, table)
+    return Group(title, table, *_pinned(config, shape, machine))
+
+
+def _pinned(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
+    """The host memory that offload takes, if it is on."""
+    pinned = pinned_bytes(config, shape)
+    if not pinned:
+        return []
+    there = f"; it has {gib(min(n.memory_bytes for n in machine.nodes))}" if machine.gpus else ""
+    return [
+        f"Pinned host memory (fsdp.offload = {config.fsdp.offload}): {gib(pinned)} of each rank, "
+        f"{gib(node_ram(config, shape))} of a node with its processes{there}."
+    ]
 
 
 def _remarks(config: RunConfig, machine: Machine) -> list[str]:

@@ -10,13 +10,13 @@ from hybridrl.config import check_resources as resources
 from hybridrl.config import check_sizes as sizes
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_kl import kl_problems
+from hybridrl.config.check_memory import memory_problems, offload_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
 from hybridrl.config.given import Given
 from hybridrl.config.layout import layout_problems
 from hybridrl.config.machine import Machine
-from hybridrl.config.memory import memory_problems
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
@@ -38,6 +38,10 @@ MEMORY = (
     "rollout.kv_cache_mb",
     "rollout.gpu_memory_utilization",
     "rollout.reshard_bucket_mb",
+    "rollout.sleep",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "actor.mini_batch_size",
 )
 CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]], ...] = (
     (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
@@ -62,6 +66,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
         sizes.temperature_problems,
         ("rollout.temperature", "actor.temperature", "ref.temperature"),
     ),
+    (offload_problems, ("hardware.accelerator", "fsdp.offload")),
     (resources.kv_cache_problems, ("hardware.accelerator", "rollout.kv_cache_mb")),
     (resources.package_problems, ("tracking",)),
 )

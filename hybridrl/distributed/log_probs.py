@@ -69,6 +69,8 @@ def token_log_probs(
         entropy: whether to return it, and with gradient or not.
         keep: whether backward recomputes the logits; float32 logits are never kept.
     """
+    if not torch.is_grad_enabled():
+        keep = KeptLogits.none  # a Function cannot tell: its inputs require gradients all the same
     log_probs, entropies = _TokenLogProbs.apply(
         hidden, weight, targets, temperature, chunk_tokens, entropy, keep
     )
@@ -91,7 +93,6 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts, kept = [], []
         keeps = keep is KeptLogits.all and hidden.dtype != torch.float32
-        keeps = keeps and any(ctx.needs_input_grad)
         for states, ids in zip(
             hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
         ):
@@ -99,6 +100,7 @@ class _TokenLogProbs(torch.autograd.Function):
             parts.append(softmax_rows(logits, ids, temperature))
             if keeps:
                 kept.append(logits)
+            del logits  # before the next chunk's take their place
         rows = Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, targets, *rows)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept

@@ -1,10 +1,11 @@
 """What the machine has, and what a run needs of it: parsing, counts against real models, sums."""
 
+import functools
 import json
 
 import pytest
 import torch
-from composing import GPU_NODE, LAPTOP, QWEN, TINY, examined
+from composing import GPU_NODE, H200, LAPTOP, QWEN, TINY, examined, problems
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config.machine import (
@@ -17,7 +18,7 @@ from hybridrl.config.machine import (
     parse_nvidia_smi,
     visible_gpus,
 )
-from hybridrl.config.memory import node_peak, rank_phases
+from hybridrl.config.memory import node_peak, pinned_bytes, rank_phases, workload
 from hybridrl.config.model_shape import model_shape
 
 SIZES = {
@@ -55,18 +56,109 @@ def test_qwen_0_5b_has_its_published_size():
     assert model_shape(QWEN).parameters == 494_032_768
 
 
+@functools.cache
+def gpu_phases(*overrides, gpu_bytes=140 * GIB):
+    config = examined(["hardware=gpu", *overrides], machine=GPU_NODE).config
+    return {p.name: p.parts for p in rank_phases(config, model_shape(QWEN), gpu_bytes)}
+
+
 def test_memory_of_an_update_is_the_sum_of_its_parts():
-    """P parameters on 8 ranks: actor 12 bytes (weights, two moments) and 4 of gradients each."""
-    config = examined(["hardware=gpu"], machine=GPU_NODE).config
-    shape = model_shape(QWEN)
-    update = {p.name: p for p in rank_phases(config, shape, 140 * GIB)}["update actor"]
-    assert update.parts["actor weights and AdamW"] == 12 * shape.parameters // 8
-    assert update.parts["gradients"] == 4 * shape.parameters // 8
-    assert update.parts["ref weights"] == 4 * shape.parameters // 8
+    """P parameters on 8 ranks: weights 4 bytes each, two moments 8."""
+    parameters = model_shape(QWEN).parameters
+    parts = gpu_phases()["update actor"]
+    assert parts["actor weights"] == parts["ref weights"] == 4 * parameters // 8
+    assert parts["actor AdamW"] == 8 * parameters // 8
     # Tied, so a critic lacks no head of its own; it has a scalar one of 896 weights and a bias.
-    assert update.parts["critic weights and AdamW"] == 12 * (shape.parameters + 897) // 8
-    assert "rollout weights" not in update.parts  # vLLM sleeps
-    assert update.total == sum(update.parts.values())
+    assert parts["critic weights"] == 4 * (parameters + 897) // 8
+    assert parts["critic AdamW"] == 8 * (parameters + 897) // 8
+    assert "rollout weights" not in parts  # vLLM sleeps
+
+
+def test_activations_and_logits_of_half_a_billion_parameters():
+    """16,384 tokens of Qwen2.5-0.5B, worked by hand from hidden 896, MLP 4864, 14 heads of 64.
+
+    A layer keeps, per token: norms 16 x 896 + 8, attention 8 x 14 x 64 + 4 x 14, MLP 8 x 4864.
+    Beside 24 layers: rotary tables and ids 4 x 64 + 8, the last norm 6 x 896 + 4, and of every
+    response token its state and that one's gradient, 4 x 896, and 20. Logits: 2 x 151,936.
+    """
+    config = examined(["hardware=gpu", "actor.mini_batch_size=1024"], machine=GPU_NODE).config
+    assert workload(config).micro_batches == 8  # 128 responses of 1024 tokens on each of 8 ranks
+    parts = gpu_phases("actor.mini_batch_size=1024")["update actor"]
+    layer = 14_344 + 7_224 + 38_912
+    assert parts["activations"] == 16_384 * (24 * layer + 264 + 5_380 + 3_604)
+    assert parts["logits"] == 16_384 * 303_872
+    assert parts["gradients"] == 4 * model_shape(QWEN).parameters  # accumulation=full
+    assert parts["gradient of the head"] == 4 * 151_936 * 896
+
+
+def test_gradients_of_one_micro_batch_appear_as_activations_go():
+    """At the loss there are none yet; sharded accumulation holds an eighth."""
+    assert gpu_phases("actor.mini_batch_size=128")["update actor"]["gradients"] == 0
+    sharded = gpu_phases("fsdp.accumulation=sharded", "actor.mini_batch_size=1024")
+    assert sharded["update actor"]["gradients"] == 4 * model_shape(QWEN).parameters // 8
+
+
+WEIGHTS = {"actor weights", "critic weights", "ref weights"}
+MOMENTS = {"actor AdamW", "critic AdamW"}
+
+
+@pytest.mark.parametrize(
+    ("offload", "phase", "present"),
+    [
+        ("none", "rollout", WEIGHTS | MOMENTS),
+        ("idle_optimizer", "rollout", WEIGHTS),
+        ("idle_optimizer", "score", WEIGHTS),
+        ("idle_optimizer", "update critic", WEIGHTS | {"critic AdamW"}),
+        ("idle_all", "reshard", {"actor weights"}),
+        ("idle_all", "rollout", set()),
+        ("idle_all", "score", {"actor weights"}),
+        ("idle_all", "update critic", {"critic weights", "critic AdamW"}),
+        ("idle_all", "update actor", {"actor weights", "actor AdamW"}),
+    ],
+)
+def test_offload_leaves_what_the_phase_uses(offload, phase, present):
+    parts = gpu_phases(f"fsdp.offload={offload}")[phase]
+    assert parts.keys() & (WEIGHTS | MOMENTS) == present
+
+
+@pytest.mark.parametrize(
+    ("sleep", "present"),
+    [
+        ("all", set()),
+        ("kv_cache", {"rollout weights"}),
+        ("none", {"rollout weights", "KV cache and vLLM's buffers"}),
+    ],
+)
+def test_what_vllm_keeps_asleep_counts_in_training(sleep, present):
+    parts = gpu_phases(f"rollout.sleep={sleep}")["update actor"]
+    assert parts.keys() & {"rollout weights", "KV cache and vLLM's buffers"} == present
+
+
+def test_a_run_that_does_not_fit_is_told_of_offload():
+    small = Machine((Node("small", 16, 512 * GIB, gpus=(GPU("L4", 22 * GIB),)),))
+    (problem,) = problems("hardware=gpu", "actor.mini_batch_size=16", machine=small)[:1]
+    assert "GPU has 22.0 GiB" in problem and "fsdp.offload=idle_all" in problem
+
+
+def test_pinned_memory_must_fit_the_node():
+    """0.5 B parameters on one GPU: 12 bytes of actor and critic, 4 of ref, 28 in all: 12.9 GiB."""
+    node = Node("tight", 16, 18 * GIB, gpus=(H200,))
+    overrides = ["hardware=gpu", "fsdp.offload=idle_all", "actor.mini_batch_size=16"]
+    config = examined(overrides, machine=Machine((node,))).config
+    pinned = pinned_bytes(config, model_shape(QWEN))
+    assert pinned == pytest.approx(28 * 494_032_768, rel=1e-3)
+    (problem,) = problems(*overrides, machine=Machine((node,)))
+    assert "fsdp.offload = idle_all page-locks 12.9 GiB" in problem
+    assert "the node (or its cgroup) has 18.0 GiB" in problem
+    roomy = Machine((Node("roomy", 16, 64 * GIB, gpus=(H200,)),))
+    assert not problems(*overrides, machine=roomy)
+    assert not problems(*overrides[::2], machine=Machine((node,)))
+
+
+def test_offload_without_a_gpu_is_refused():
+    (problem,) = problems("hardware=cpu", "fsdp.offload=idle_optimizer")
+    assert problem.startswith("fsdp.offload = idle_optimizer, expected none with hardware = cpu")
+    assert not problems("hardware=cpu", "fsdp.offload=none")
 
 
 def test_on_cpu_vllm_stays_in_memory_and_slots_add_up():

@@ -1,0 +1,101 @@
+"""Whether a run fits into the memory of its GPUs and nodes, by the prediction of memory.py."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.machine import Machine
+from hybridrl.config.memory import (
+    Phase,
+    describe,
+    gib,
+    node_peak,
+    node_ram,
+    pinned_bytes,
+    rank_phases,
+)
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.schema import Accelerator, Offload, RunConfig
+
+
+def memory_problems(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[str]:
+    """Why the run cannot fit, if so."""
+    if config.hardware.accelerator is not Accelerator.gpu:
+        yield from _slot_problems(config, rank_phases(config, shape, None), machine)
+    elif machine.gpus:
+        gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
+        yield from _gpu_problems(config, rank_phases(config, shape, gpu_bytes), gpu_bytes)
+        yield from _pinned_problems(config, shape, machine)
+
+
+def offload_problems(config: RunConfig) -> Iterator[str]:
+    """Offload moves device memory to the host; without a GPU they are the same."""
+    if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
+        yield (
+            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu: there is no "
+            f"GPU memory that it could free.\n"
+            f"Set fsdp.offload=none."
+        )
+
+
+def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:
+    available = min(node.memory_bytes for node in machine.nodes)
+    needed = node_peak(config, phases)
+    if needed > available:
+        worst = max(phases, key=lambda phase: phase.total)
+        yield (
+            f"cluster.gpus_per_node = {config.cluster.gpus_per_node} CPU slots need at least "
+            f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
+            f"{describe(worst)}.\n"
+            f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
+            f"name a smaller model."
+        )
+
+
+def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Iterator[str]:
+    for phase in phases:
+        if phase.total <= gpu_bytes:
+            continue
+        if phase.name == "rollout":
+            share = config.rollout.gpu_memory_utilization
+            yield (
+                f"rollout.gpu_memory_utilization = {share}: vLLM and what the other roles keep "
+                f"need {describe(phase)}, the GPU has {gib(gpu_bytes)}.\n"
+                f"Lower rollout.gpu_memory_utilization, spread the weights over more GPUs "
+                f"(cluster.gpus_per_node, fsdp.dp_shard){_offload_remedy(config)}."
+            )
+        else:
+            yield (
+                f"model.path = {config.model.path}: {phase.name} needs {describe(phase)}, the GPU "
+                f"has {gib(gpu_bytes)}.\n"
+                f"Take more GPUs (cluster.gpus_per_node, fsdp.dp_shard), lower "
+                f"actor.max_tokens_per_gpu, set fsdp.activation_checkpointing=true, name a smaller "
+                f"model{_offload_remedy(config)}."
+            )
+    budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
+    weights = phases[0].parts["rollout weights"]
+    if config.rollout.kv_cache_mb is None and weights >= budget:
+        yield (
+            f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization} gives vLLM "
+            f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
+            f"Raise it, or raise rollout.tensor_parallel_size."
+        )
+
+
+def _offload_remedy(config: RunConfig) -> str:
+    return "" if config.fsdp.offload is Offload.idle_all else ", or set fsdp.offload=idle_all"
+
+
+def _pinned_problems(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[str]:
+    available = min(node.memory_bytes for node in machine.nodes)
+    pinned, needed = pinned_bytes(config, shape), node_ram(config, shape)
+    if pinned and needed > available:
+        yield (
+            f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)} of RAM for each of a "
+            f"node's {config.cluster.gpus_per_node} GPUs; with the processes that makes "
+            f"{gib(needed)}, the node (or its cgroup) has {gib(available)}.\n"
+            f"Set fsdp.offload to none{_smaller_offload(config)}, or spread the weights over more "
+            f"nodes (cluster.nodes, fsdp.dp_shard)."
+        )
+
+
+def _smaller_offload(config: RunConfig) -> str:
+    return " or idle_optimizer" if config.fsdp.offload is Offload.idle_all else ""

@@ -1,0 +1,210 @@
+"""The memory prediction against what the real forwards and backwards allocate, on fake tensors.
+
+The code is the one that runs on a GPU, attention kernel included, whose fake implementation says
+what it returns and keeps. The kernels of the softmax have none: they allocate nothing but their
+results. Weights and their gradients are left out; FSDP2 moves them.
+"""
+
+import json
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from hybridrl.config import activations
+from hybridrl.config.model_shape import model_shape
+from hybridrl.config.schema import Accumulation, DType
+from hybridrl.config.training_memory import TrainingMemory, Workload
+from hybridrl.distributed import attention, log_probs
+from hybridrl.distributed.fsdp import _checkpoint_activations
+from hybridrl.distributed.log_probs import Entropy, KeptLogits
+from hybridrl.distributed.packing import Packed
+from hybridrl.distributed.softmax_rows import Rows
+from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
+from tests.allocations import Allocations
+from tests.role_configs import fsdp_config
+
+TOKENS, RESPONSES, CHUNK, LAYERS = 4096, 3072, 1024, 3
+# Key heads as many as query heads: torch 2.11's kernel wants them repeated, later ones do not.
+QWEN = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=12,
+    num_key_value_heads=12,
+    tie_word_embeddings=True,
+)
+# Its norms weigh more than its MLP.
+WIDE = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    tie_word_embeddings=True,
+)
+HEAD_NORMS = Qwen3Config(
+    vocab_size=1000,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def gpu_code(monkeypatch):
+    """Take the branches that a GPU takes."""
+    attention.register_packed_attention()
+    monkeypatch.setattr(attention, "has_kernel", lambda *of: True)
+    new = lambda logits: torch.empty(len(logits), dtype=torch.float32)  # noqa: E731
+    monkeypatch.setattr(log_probs, "softmax_rows", lambda x, *rest: Rows(new(x), new(x), new(x)))
+    monkeypatch.setattr(log_probs, "logits_gradient_", lambda logits, *rest: logits)
+    monkeypatch.setattr(log_probs, "_add_product", sum_in_float32)
+
+
+def sum_in_float32(total, gradient, states, num_tokens):
+    """`torch.addmm(..., out_dtype=float32, out=total)`, which CPUs do not have."""
+    if total is not None:
+        return total
+    dtype = gradient.dtype if len(states) == num_tokens else torch.float32
+    return torch.empty(gradient.shape[1], states.shape[1], dtype=dtype)
+
+
+def model(config, checkpointing=False):
+    lm = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=attention.PACKED_ATTENTION
+    ).eval()
+    for layer in lm.model.layers if checkpointing else ():
+        _checkpoint_activations(layer)
+    return lm
+
+
+def packed_input():
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    response = torch.zeros(RESPONSES, dtype=torch.int64)
+    return Packed(ids, ids.clone(), torch.zeros(5, dtype=torch.int32), TOKENS, response, response)
+
+
+def shape_of(config):
+    return model_shape(json.loads(config.to_json_string()))
+
+
+def prediction(config, checkpointing, has_head):
+    """What is predicted beside weights, which the model here does not gather, and gradients."""
+    fsdp = fsdp_config(
+        dp_shard=1,
+        param_dtype=DType.bfloat16,
+        accumulation=Accumulation.sharded,
+        activation_checkpointing=checkpointing,
+    )
+    work = Workload(TOKENS, RESPONSES, micro_batches=1, chunk_tokens=CHUNK, fused_logits=True)
+    return TrainingMemory(fsdp, shape_of(config), work, has_head=has_head)
+
+
+def without_weights(parts):
+    names = ("activations", "logits", "gradient of the head")
+    return sum(parts.get(name, 0) for name in names)
+
+
+def root_of(lm, has_head, keep):
+    root = TokenLogProbs(lm, CHUNK, keep) if has_head else TokenValues(lm.model)
+    for param in root.parameters():  # as FSDP2, which reduces them at once
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    return root
+
+
+def answers(root, has_head):
+    packed = packed_input()
+    return root(packed, 1.0, Entropy.report).log_probs if has_head else root(packed)
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["actor", "critic"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
+def test_peak_of_an_update_is_predicted_to_the_percent(config, checkpointing, has_head):
+    with FakeTensorMode():
+        keep = KeptLogits.none if checkpointing else KeptLogits.all
+        root = root_of(model(config, checkpointing), has_head, keep)
+        with Allocations() as counted:
+            counted.ignore(*root.parameters(), *root.buffers())
+            loss = answers(root, has_head).sum()
+            counted.peak = 0
+            loss.backward()
+    memory = prediction(config, checkpointing, has_head)
+    points = [*memory._layer_points(), *([memory._loss_point()] if has_head else [])]
+    assert max(map(without_weights, points)) == pytest.approx(counted.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["actor", "critic"])
+@pytest.mark.parametrize("config", [QWEN, WIDE], ids=["qwen", "wide"])
+def test_peak_of_scoring_is_predicted_to_a_tenth(config, has_head):
+    with FakeTensorMode(), torch.no_grad():
+        root = root_of(model(config), has_head, KeptLogits.all)
+        with Allocations() as counted:
+            counted.ignore(*root.parameters(), *root.buffers())
+            answers(root, has_head)
+    predicted = without_weights(prediction(config, False, has_head).score())
+    assert predicted == pytest.approx(counted.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("config", [QWEN, WIDE, HEAD_NORMS], ids=["qwen", "wide", "head norms"])
+def test_what_layers_keep_is_counted_to_the_byte(config):
+    """Over all layers and what surrounds them, the head's [R, h] states apart."""
+    saved = {}
+
+    def note(tensor):
+        saved[id(tensor.untyped_storage())] = tensor
+        return tensor
+
+    with FakeTensorMode():
+        root = model(config).model
+        weights = {id(param.untyped_storage()) for param in root.parameters()}
+        packed = packed_input()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            root(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                use_cache=False,
+                cu_seq_lens_q=packed.cu_seq_lens,
+                max_length_q=packed.max_length,
+            )
+    found = sum(t.untyped_storage().nbytes() for k, t in saved.items() if k not in weights)
+    # Sequence boundaries (5 int32) and, of each layer, the kernel's random state (2 uint64).
+    found -= 5 * 4 + LAYERS * 2 * 8
+    shape = shape_of(config)
+    per_token = (
+        LAYERS * activations.kept_by_layer(shape, 2, compiled=False)
+        + activations.kept_by_all_layers(shape, 2)
+        + activations.kept_by_last_norm(shape, 2)
+    )
+    if attention.VARLEN_TAKES_GQA:
+        repeated = shape.heads - shape.kv_heads
+        per_token -= LAYERS * 2 * 2 * repeated * shape.head_dim  # bf16, key and value
+    assert found == TOKENS * per_token
+
+
+def test_scoring_keeps_no_logits():
+    """Two chunks' worth of logits would show: R x V is three chunks."""
+    with FakeTensorMode(), torch.no_grad():
+        hidden = torch.zeros(RESPONSES, 64, dtype=torch.bfloat16)
+        weight = torch.zeros(50_000, 64, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(RESPONSES, dtype=torch.int64)
+        with Allocations() as counted:
+            counted.ignore(hidden, weight)
+            log_probs.token_log_probs(
+                hidden,
+                targets,
+                weight,
+                temperature=1.0,
+                chunk_tokens=CHUNK,
+                entropy=Entropy.omit,
+                keep=KeptLogits.all,
+            )
+    assert counted.peak == pytest.approx(CHUNK * 50_000 * 2, rel=0.01)
