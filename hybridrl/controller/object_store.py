@@ -17,6 +17,9 @@ class ObjectStore:
     def __init__(self) -> None:
         self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
 
+    def __len__(self) -> int:
+        return len(self._stored)
+
     def reference(self, piece: Piece) -> ObjectRef:
         """Where workers find the piece's content."""
         if piece not in self._stored:

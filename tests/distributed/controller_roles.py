@@ -76,6 +76,12 @@ class Adder(Worker):
         """Results carry the rank in the thousands."""
         return Numbers([v + amount * times + 1000 * self.rank for v in numbers.values])
 
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def add_slowly(self, numbers, seconds):
+        """Add nothing; take some time over it."""
+        time.sleep(seconds)
+        return self.add(numbers, 0)
+
     @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
     def total(self, numbers):
         total = torch.tensor(sum(numbers.values))

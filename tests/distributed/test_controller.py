@@ -1,5 +1,6 @@
 """Worker groups on real Ray: dispatch, logs, and whose fault a failure is."""
 
+import gc
 import os
 import re
 import time
@@ -15,7 +16,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
-from hybridrl.controller.worker_group import build_roles
+from hybridrl.controller.worker_group import Call, build_roles, call_together
+from hybridrl.data.shardable import Piece
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,9 +45,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def groups(runtime, folder):
-    """Role `single` with one rank per shard, role `engine` with both ranks in one."""
+    """Roles `single` and `second` with one rank per shard, `engine` with both ranks in one."""
+    roles = {"single": AdderConfig(), "second": AdderConfig(), "engine": AdderConfig(engine=2)}
     with Pool(pool_config(folder, engine=2)) as pool:
-        yield build_roles(pool, {"single": AdderConfig(), "engine": AdderConfig(engine=2)})
+        yield build_roles(pool, roles)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -67,6 +70,84 @@ def test_reduced_results_are_rank_zeros(groups):
     assert result == {"total": 10, "rank": 0}
 
 
+def test_roles_answer_together(groups):
+    """One call, two roles, one batch; each result is put together as its method promises."""
+    calls = {
+        "sum": Call(groups["single"], "add", (10,), {"times": 3}),
+        "total": Call(groups["second"], "total"),
+        "slow": Call(groups["second"], "add_slowly", (0.2,)),
+    }
+    outcomes = call_together(calls, Numbers([1, 2, 3]))
+    assert outcomes["sum"].value == Numbers([31, 1032, 33])
+    assert outcomes["total"].value == {"total": 6, "rank": 0}
+    assert outcomes["slow"].value == Numbers([1, 1002, 3])
+    assert outcomes["slow"].span.seconds >= 0.2 > outcomes["sum"].span.seconds
+    assert outcomes["slow"].span.name == "second.add_slowly"
+
+
+def test_roles_of_different_shards_cannot_be_called_together(groups):
+    calls = {name: Call(groups[name], "add", (1,)) for name in ("single", "engine")}
+    with pytest.raises(ValueError):
+        call_together(calls, Numbers([1]))
+
+
+def test_a_failure_among_calls_names_its_method(groups):
+    calls = {
+        "sum": Call(groups["single"], "add", (10,)),
+        "wrong": Call(groups["second"], "add", ("ten",)),
+    }
+    with pytest.raises(WorkerError, match=r"failed in second\.add: TypeError") as caught:
+        call_together(calls, Numbers([1, 2]))
+    assert caught.value.phase == "second.add"
+
+
+class Counted:
+    """Counts how often it is sent."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __reduce__(self):
+        self.times += 1
+        return (int, (5,))
+
+
+class Kept(Numbers):
+    """Numbers in pieces that are kept: the same number on all ranks, and one to add to it."""
+
+    def __init__(self, first: Piece, more: list[Piece]) -> None:
+        super().__init__([0, 0])
+        object.__setattr__(self, "cut", [[first, *more]] * 2)
+
+    def pieces(self, num_shards):
+        return self.cut
+
+    @staticmethod
+    def assemble(contents):
+        return Numbers([sum(contents)])
+
+
+def test_what_was_sent_is_not_sent_again(groups):
+    first, second = Counted(), Counted()
+    base = Piece(first)
+    assert groups["single"].call("add", Kept(base, []), 1).values == [6, 1006]
+    more = Kept(base, [Piece(second)])
+    assert groups["single"].call("add", more, 1).values == [11, 1011]
+    assert groups["second"].call("add", more, 1).values == [11, 1011]
+    assert (first.times, second.times) == (1, 1)
+
+
+def test_what_was_sent_is_let_go_with_its_piece(groups):
+    store = groups["single"].pool.store
+    before = len(store)
+    piece = Piece(Counted())
+    groups["single"].call("add", Kept(piece, []), 1)
+    assert len(store) == before + 1
+    del piece
+    gc.collect()
+    assert len(store) == before
+
+
 def test_broadcast_lists_ranks_and_rank_zero_answers_alone(groups):
     about = groups["single"].call("about")
     assert [(entry["RANK"], entry["LOCAL_RANK"]) for entry in about] == [("0", "0"), ("1", "1")]
@@ -82,7 +163,7 @@ def test_process_environment(groups):
         assert entry["HYBRIDRL_FROM_USER"] == "42"
         assert (entry["OMP_NUM_THREADS"], entry["threads"]) == ("1", 1)
         assert entry["mesh"] == (1, 2)
-        assert entry["others"] == ["engine", "single"]
+        assert entry["others"] == ["engine", "second", "single"]
         assert entry["main_thread"]
 
 

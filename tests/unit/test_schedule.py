@@ -62,6 +62,27 @@ def test_results_return_in_the_order_of_the_batch():
     assert joined.lengths.tolist() == lengths
 
 
+def test_a_field_that_is_added_is_a_piece_of_its_own():
+    """What the ranks have already stays the same object; the new field follows their rows."""
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
+    values = plan.batch.responses.like(plan.batch.responses.values * 2.0)
+    more = plan.adding(values=values)
+    for before, after, rank in zip(plan.pieces(2), more.pieces(2), more.shard(2), strict=True):
+        assert after[:-1] == before and len(before) == 1
+        assert list(after[-1].content) == ["values"]
+        assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
+        assert rank.epochs == before[0].content.epochs
+    assert more.batch.values is values and plan.batch.values is None
+
+
+def test_a_field_that_is_added_again_replaces_the_former():
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
+    first = plan.batch.responses.like(plan.batch.responses.values * 2.0)
+    again = plan.adding(values=first).adding(values=first.like(first.values + 1))
+    for rank in again.shard(2):
+        assert torch.equal(rank.batch.values.values, rank.batch.responses.values * 2.0 + 1)
+
+
 def test_mini_batches_of_a_rank_are_its_micro_batches():
     rank = scheduled([5, 1, 7, 3, 2, 9, 4, 8]).shard(2)[0]
     minis = list(rank.mini_batches())

@@ -1,0 +1,115 @@
+"""AdvantageEstimator: the named function gets what it takes; whitening; the listed estimators."""
+
+import inspect
+
+import pytest
+import torch
+
+from hybridrl.config.classes import locate
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
+from hybridrl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.trainer.advantage import AdvantageEstimator
+from hybridrl.trainer.value_function import Critic, NoCritic
+from tests.batches import batch_of
+
+KL = KLConfig(
+    placement=KLPlacement.loss,
+    estimator=KLEstimator.k3,
+    coef=0.0,
+    schedule=KLSchedule.fixed,
+    target=1.0,
+    horizon=10,
+)
+
+
+def config(advantage: str, whiten: bool = False) -> AlgorithmConfig:
+    return AlgorithmConfig(advantage=advantage, gamma=0.5, lam=1.0, whiten_advantages=whiten, kl=KL)
+
+
+def scored():
+    """Two responses to one prompt, of 3 and 1 tokens, with outcomes 2 and 0 and values of 1."""
+    batch = batch_of([3, 1])
+    like = batch.responses.like
+    scores = like(torch.tensor([0.0, 0.0, 2.0, 0.0]))
+    values = like(torch.ones(4))
+    group_id = torch.zeros(2, dtype=torch.int64)
+    return type(batch)(**vars(batch) | {"group_id": group_id, "scores": scores, "values": values})
+
+
+def doubled(rewards, group_id, response_mask, gamma, extra=2.0):
+    """An estimator of a user's, with a setting of its own."""
+    assert group_id.tolist() == [0, 0] and gamma == 0.5
+    assert response_mask.tolist() == [[True, True, True], [True, False, False]]
+    return extra * rewards, None
+
+
+def test_gae_gets_values_discount_and_lambda():
+    batch = scored()
+    found = AdvantageEstimator(config("gae")).estimate(batch, batch.scores)
+    # Returns with discount 1/2: 0.5, 1, 2 and 0; less the values of 1.
+    assert found["returns"].values.tolist() == [0.5, 1.0, 2.0, 0.0]
+    assert found["advantages"].values.tolist() == [-0.5, 0.0, 1.0, -1.0]
+
+
+def test_grpo_needs_no_values_and_returns_no_targets():
+    batch = batch_of([3, 1])
+    batch = type(batch)(**vars(batch) | {"group_id": torch.zeros(2, dtype=torch.int64)})
+    found = AdvantageEstimator(config("grpo")).estimate(batch, scored().scores)
+    # 2 and 0: mean 1, std sqrt(2).
+    assert list(found) == ["advantages"]
+    assert found["advantages"].values.tolist() == pytest.approx([2**-0.5] * 3 + [-(2**-0.5)])
+
+
+def test_whitening_covers_the_response_tokens_of_the_batch():
+    found = AdvantageEstimator(config("gae", whiten=True)).estimate(scored(), scored().scores)
+    # -0.5, 0, 1, -1: mean -1/8, variance (1/4 + 1 + 1) / 4 - 1/64 = 35/64.
+    std = (35 / 64) ** 0.5
+    expected = [(a + 0.125) / std for a in (-0.5, 0.0, 1.0, -1.0)]
+    assert found["advantages"].values.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_estimator_by_dotted_path():
+    path = f"{__name__}.doubled"
+    found = AdvantageEstimator(config(path)).estimate(scored(), scored().scores)
+    assert found["advantages"].values.tolist() == [0.0, 0.0, 4.0, 0.0]
+    assert not estimator_of(path).uses_critic
+    assert estimator_of(path).compares_groups
+
+
+@pytest.mark.parametrize("name", BUILT_IN_ESTIMATORS)
+def test_the_list_of_estimators_agrees_with_the_functions(name):
+    listed = BUILT_IN_ESTIMATORS[name]
+    function = locate("algorithm.advantage", listed.path)
+    assert tuple(inspect.signature(function).parameters) == listed.takes
+    assert set(listed.takes) <= {*TENSORS, *SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "words"),
+    [
+        ("gea", "one of gae, grpo or a dotted path"),
+        ("nowhere.estimate", "importing nowhere failed"),
+        ("math.pi", "is no function"),
+        ("statistics.fmean", "takes data"),
+    ],
+)
+def test_what_is_no_estimator_is_refused(advantage, words):
+    with pytest.raises(ConfigError, match=words):
+        estimator_of(advantage)
+
+
+def test_without_a_critic_nothing_is_called_and_the_policy_trains_at_once():
+    nobody = NoCritic()
+    assert nobody.scores() == nobody.updates(1) == nobody.metrics(batch_of([1])) == {}
+    assert nobody.warmup_steps == 0
+
+
+def test_a_critic_computes_values_and_trains():
+    critic = Critic(None, warmup_steps=3)  # the group is only named
+    assert [call.method for call in critic.scores().values()] == ["compute_values"]
+    (update,) = critic.updates(5).values()
+    assert (update.method, update.args) == ("update", (5,))
+    batch = scored()
+    batch = batch.adding(returns=batch.responses.like(torch.tensor([1.0, 2.0, 3.0, 6.0])))
+    assert critic.metrics(batch) == {"critic/value_mean": 1.0, "critic/return_mean": 3.0}
