@@ -182,6 +182,8 @@ def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
         seen["asleep"] = error_of(lambda: worker.generate(prompts()))
     seen["greedy"] = greedy_pair(worker)
     seen["nobody"] = len(worker.generate(prompts(count=0)).batch)
+    if worker.mesh.device_type == "cpu":
+        seen["kept"] = kept(worker)
     seen["corrupted"] = corrupted(worker)
     seen |= refusals(worker, actor)
     return seen
@@ -198,6 +200,25 @@ def greedy_pair(worker: RolloutWorker) -> tuple[list[int], list[int]]:
     worker.reshard(3)
     first, second, *_ = worker.generate(prompts(temperature=0.0)).batch.responses.rows()
     return first.tolist(), second.tolist()
+
+
+def kept(worker: RolloutWorker) -> dict[str, tuple[int | None, list[int]]]:
+    """By sleep mode: the version that stays, and what is sampled before and after, without reshard.
+
+    Only without a GPU may an engine change its mode.
+    """
+    found = {}
+    for mode in SleepMode:
+        worker.config.sleep = mode
+        worker.reshard(3)
+        batches = [worker.generate(prompts()).batch]
+        version = worker.sleep()
+        if version is not None:
+            batches.append(worker.generate(prompts()).batch)
+        found[mode.value] = (version, [batch.responses.values.tolist() for batch in batches])
+    assert worker.config.sleep is SleepMode.all, "as it was"
+    worker.reshard(3)
+    return found
 
 
 def corrupted(worker: RolloutWorker) -> dict[str, str]:

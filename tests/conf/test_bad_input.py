@@ -75,6 +75,8 @@ ONE_PROBLEM = [
     ),
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
     (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
+    (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot give memory back"]),
+    (["rollout.straggler_ratio=0.5"], ["rollout.straggler_ratio", "no effect", "one rollout eng"]),
     (["model.seed=3"], ["model.seed", "no effect", "set model.init=random"]),
     (["fsdp.layout=plain"], ["fsdp.layout", "no effect", "tensor_parallel_size = 1"]),
     (
@@ -93,6 +95,19 @@ ONE_PROBLEM = [
     (
         ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2", "fsdp.columns=3"],
         ["fsdp.columns = 3", "a list such as [a, b] or null"],
+    ),
+    (
+        ["cluster.gpus_per_node=2", "fsdp.ulysses_size=4", "actor.mini_batch_size=256"],
+        ["fsdp.ulysses_size = 4", "fsdp.dp_shard = 2", "one of 1, 2"],
+    ),
+    (
+        ["cluster.gpus_per_node=2", "fsdp.dp_replicate=2", "fsdp.ulysses_size=2"],
+        ["fsdp.ulysses_size = 2", "fsdp.dp_shard = 1", "one copy of the weights"],
+    ),
+    (["fsdp.ulysses_size=0"], ["fsdp.ulysses_size = 0", "at least 1"]),
+    (
+        ["cluster.gpus_per_node=6", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
+        ["256 does not divide over 3 groups of fsdp.ulysses_size = 2", "multiple of 3"],
     ),
     (["critic.optim.min_lr_ratio=0.1"], ["critic.optim.min_lr_ratio", "schedule = constant"]),
     (["tracking.mlflow_uri=http://x"], ["tracking.mlflow_uri", "pip install mlflow"]),
@@ -232,6 +247,35 @@ def test_tensor_parallel_sizes_of_qwen_0_5b(tp, words):
     for word in words:
         assert word in found[0]
         assert "one of 1, 2." in found[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "words"),
+    [
+        (4, TINY | {"num_attention_heads": 14}, ["14 attention heads"]),
+        (4, TINY | {"num_attention_heads": 12, "num_key_value_heads": 6}, ["6 KV heads"]),
+        (2, TINY, []),
+        # fewer KV heads than ranks
+        (4, TINY, []),
+    ],
+)
+def test_ranks_that_share_sequences_have_equally_many_heads(size, model, words):
+    """TINY has 4 heads and 2 KV heads."""
+    overrides = ["cluster.gpus_per_node=4", f"fsdp.ulysses_size={size}"]
+    found = problems("+recipe=gsm8k_ppo", "hardware=cpu", *overrides, model=model)
+    assert len(found) == bool(words), found
+    for word in words:
+        assert f"fsdp.ulysses_size = {size}" in found[0]
+        assert word in found[0]
+        assert "to one of 1, 2." in found[0]
+
+
+def test_a_mini_batch_divides_over_groups_that_share_sequences():
+    """A mini-batch of 2 for 4 ranks: refused, unless two of them share each sequence."""
+    args = ["+recipe=gsm8k_ppo", "hardware=cpu", "cluster.gpus_per_node=4"]
+    args += ["actor.mini_batch_size=2"]
+    assert "actor.mini_batch_size = 2" in problems(*args)[0]
+    assert problems(*args, "fsdp.ulysses_size=2") == []
 
 
 def test_kv_heads_may_be_divided_or_divide():

@@ -77,6 +77,7 @@ def check_case(case, by_rank):
     for rank, one in enumerate(by_rank):
         check_weights(case, one)
         check_rollouts(case, one)
+        check_sleep(case, one)
         check_guards(case, one, rank, len(by_rank))
     if case.tp > 1:
         for which in "AB":
@@ -108,6 +109,15 @@ def check_rollouts(case, one):
     assert first.tolist() != second.tolist(), "two samples of a prompt have seeds of their own"
     assert one["greedy"][0] == one["greedy"][1]
     assert one["nobody"] == 0
+
+
+def check_sleep(case, one):
+    """Weights that stay need no reshard, and say so by their version."""
+    assert [one["kept"][mode][0] for mode in ("none", "kv_cache", "all")] == [3, 3, None]
+    if case.dtype is FLOAT:
+        for mode in ("none", "kv_cache"):
+            before, after = one["kept"][mode][1]
+            assert before == after
 
 
 def check_guards(case, one, rank, ranks):

@@ -1,0 +1,259 @@
+"""How fast does a rollout worker generate, beside vLLM's own `LLM.generate`?
+
+Question   What do seeds, log-probs and our way around vLLM's output processor cost or save?
+Workload   One engine, random weights that never end a response: P prompts x n responses, prompts
+           of equal length without common prefixes, responses of equal length. Defaults on a GPU:
+           64 x 4, 256 + 256 tokens, bfloat16, CUDA graphs.
+Measures   Sampled tokens/s, from the call to the whole result, with an empty prefix cache:
+             worker  RolloutWorker.generate: a seed per response, log-probs, a RolloutBatch
+             plain   LLM.generate with n responses per request: no seeds, no log-probs
+             equal   LLM.generate with what the worker gives: seeds, log-probs of sampled tokens
+           Repeats alternate; medians with spread. Aim: worker at least 0.95 of plain.
+Run        python benchmarks/rollout.py --model smollm2_135m                      (one GPU)
+           python benchmarks/rollout.py --shape qwen2.5-1.5b                      (one GPU)
+           torchrun --nproc-per-node 2 benchmarks/rollout.py --shape qwen2.5-1.5b --tp 2
+           python benchmarks/rollout.py --small                                   (CPU, seconds)
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config
+
+from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
+from hybridrl.data.batch import PromptBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.models.resolve import resolve_model
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.rollout.sampling import sample_seeds
+from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.workers.rollout import RolloutWorker
+
+SHAPES = {
+    "qwen2.5-1.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "small": {
+        "vocab_size": 500,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+MIN_RATIO = 0.95
+
+
+class EndlessWorker(RolloutWorker):
+    """A rollout worker whose responses end by length alone, on weights that vLLM has made up."""
+
+    def build_engine(self) -> VLLMEngine:
+        """The engine, without tokens that end a response."""
+        return VLLMEngine(self.config, Path(self.config.model.path), [], self.mesh.device_type)
+
+    def take_random_weights(self) -> None:
+        """Let generation begin without a reshard."""
+        self.others = []
+        self.engine.wake(EnginePart.WEIGHTS)
+        self.weight_version = 0
+
+
+def main() -> None:
+    """Measure and print one JSON line."""
+    args = _arguments()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        _join_group(device_type, Path(folder))
+        worker = _worker(args, device_type, _model(args, Path(folder)))
+        ways = _ways(args, worker)
+        seconds = _alternate(ways, worker, args.repeats)
+        result = _result(args, ways, seconds, device_type)
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+        dist.barrier()
+        os._exit(0)  # vLLM and the process group end in either order only with warnings
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", help="as model.path; only its shape is used")
+    model.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--responses", type=int, default=4, help="per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--response-tokens", type=int, default=256)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    args = parser.parse_args()
+    if args.small:
+        args.shape, args.eager, args.repeats = "small", True, 3
+        args.prompts, args.prompt_tokens, args.response_tokens = 8, 24, 32
+    return args
+
+
+def _join_group(device_type: str, folder: Path) -> None:
+    """The process group of torchrun, or one of this process alone."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    by_torchrun = "RANK" in os.environ
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        init_method="env://" if by_torchrun else f"file://{folder}/rendezvous",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=10),
+    )
+
+
+def _model(args: argparse.Namespace, folder: Path) -> Path:
+    """A folder with the model's config.json."""
+    if args.model is not None:
+        return resolve_model(args.model)
+    config = Qwen2Config(**SHAPES[args.shape], max_position_embeddings=32768, eos_token_id=None)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> EndlessWorker:
+    on_gpu = device_type == "cuda"
+    config = RolloutConfig(
+        worker="",
+        model=ModelConfig(path=str(folder), init=Init.random, seed=1),
+        seed=1,
+        tensor_parallel_size=args.tp,
+        responses_per_prompt=args.responses,
+        temperature=1.0,
+        top_p=1.0,
+        max_prompt_tokens=args.prompt_tokens,
+        max_response_tokens=args.response_tokens,
+        dtype=DType.bfloat16 if on_gpu else DType.float32,
+        gpu_memory_utilization=0.5,
+        kv_cache_mb=None if on_gpu else 64,
+        max_num_seqs=args.prompts * args.responses,
+        enforce_eager=args.eager,
+        sleep=SleepMode.none,
+        straggler_ratio=0.0,
+        reshard_bucket_mb=64,
+        verify_reshard=False,
+    )
+    mesh = init_device_mesh(
+        device_type, (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    worker = EndlessWorker(config, mesh)
+    worker.take_random_weights()
+    return worker
+
+
+def _ways(args: argparse.Namespace, worker: EndlessWorker) -> dict[str, Callable[[], Any]]:
+    """The three ways to the same number of tokens."""
+    from vllm import SamplingParams, TokensPrompt
+
+    tokens = torch.randint(
+        3, 400, (args.prompts, args.prompt_tokens), generator=torch.Generator().manual_seed(0)
+    )
+    batch = PromptBatch(
+        prompts=Ragged.from_rows(list(tokens), torch.int64),
+        prompt_id=torch.arange(args.prompts),
+        step=1,
+        responses_per_prompt=args.responses,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    rows, llm = tokens.tolist(), worker.engine._llm  # type: ignore[attr-defined]
+    common = {"max_tokens": args.response_tokens, "ignore_eos": True, "detokenize": False}
+
+    def plain() -> Any:
+        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
+        return llm.generate(prompts, SamplingParams(n=args.responses, **common), use_tqdm=False)
+
+    def equal() -> Any:
+        prompts = [TokensPrompt(prompt_token_ids=r) for r in rows for _ in range(args.responses)]
+        params = [
+            SamplingParams(seed=seed, logprobs=0, flat_logprobs=True, **common)
+            for seed in sample_seeds(worker.config.seed, batch)
+        ]
+        return llm.generate(prompts, params, use_tqdm=False)
+
+    return {"worker": lambda: worker.generate(batch), "plain": plain, "equal": equal}
+
+
+def _alternate(
+    ways: dict[str, Callable[[], Any]], worker: EndlessWorker, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each way, one after the other in every round; the first round does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + repeats):
+        for name, way in ways.items():
+            worker.engine._llm.reset_prefix_cache()  # type: ignore[attr-defined]
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: taken[1:] for name, taken in seconds.items()}
+
+
+def _result(
+    args: argparse.Namespace,
+    ways: dict[str, Callable[[], Any]],
+    seconds: dict[str, list[float]],
+    device_type: str,
+) -> dict[str, Any]:
+    tokens = args.prompts * args.responses * args.response_tokens
+    rollout = ways["worker"]()
+    assert len(rollout.batch.responses.values) == tokens, "a response ended early"
+    same = [output.outputs[0].token_ids for output in ways["equal"]()]
+    pairs = zip(rollout.batch.responses.rows(), same, strict=True)
+    medians = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
+    on_gpu = device_type == "cuda"
+    return {
+        "bench": "rollout",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "model": args.model or args.shape,
+        "tp": args.tp,
+        "prompts": [args.prompts, args.responses, args.prompt_tokens, args.response_tokens],
+        "tokens_per_second": {name: round(value) for name, value in medians.items()},
+        "seconds_min_median_max": {
+            name: [round(f(taken), 3) for f in (min, statistics.median, max)]
+            for name, taken in seconds.items()
+        },
+        "worker_to_plain": round(medians["worker"] / medians["plain"], 3),
+        "worker_to_equal": round(medians["worker"] / medians["equal"], 3),
+        "aim": f"worker_to_plain >= {MIN_RATIO}",
+        "first_token_s": round(rollout.engines[0].first_token_s, 4),
+        "same_responses": sum(row.tolist() == list(other) for row, other in pairs),
+    }
+
+
+if __name__ == "__main__":
+    main()

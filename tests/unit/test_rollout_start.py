@@ -1,0 +1,101 @@
+"""Starting vLLM: graph sizes, what a GPU engine is asked for, and the times of a start's parts."""
+
+import time
+from itertools import pairwise
+
+import pytest
+
+from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
+from hybridrl.rollout.options import engine_options, graph_sizes
+from hybridrl.rollout.start import StartTimes, _replaced
+
+
+def config(**changes):
+    values = {
+        "worker": "",
+        "model": ModelConfig(path="", init=Init.random, seed=1),
+        "seed": 1,
+        "tensor_parallel_size": 1,
+        "responses_per_prompt": 2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_prompt_tokens": 100,
+        "max_response_tokens": 28,
+        "dtype": DType.bfloat16,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_mb": None,
+        "max_num_seqs": 24,
+        "enforce_eager": False,
+        "sleep": SleepMode.all,
+        "straggler_ratio": 0.7,
+        "reshard_bucket_mb": 1,
+        "verify_reshard": True,
+    }
+    return RolloutConfig(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (9, [1, 2, 4, 8, 9]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+        (130, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 130]),
+    ],
+)
+def test_graph_sizes_by_hand(max_num_seqs, sizes):
+    assert graph_sizes(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize("max_num_seqs", [17, 256, 1000, 1024])
+def test_graphs_reach_the_largest_batch_and_pad_it_little(max_num_seqs):
+    """From 32 sequences on a batch is padded by less than a quarter, or by less than 64."""
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs
+    for low, high in pairwise(sizes):
+        assert high - low <= max(8, min(64, low // 4))
+
+
+@pytest.mark.parametrize("mode", SleepMode)
+def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
+    options = engine_options(config(sleep=mode), "cuda")
+    assert options["enable_sleep_mode"] == (mode is not SleepMode.none)
+    assert options["enable_prefix_caching"]
+    assert options["max_model_len"] == 128
+    assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24]}
+
+
+def test_without_a_gpu_the_cache_has_a_size_and_prompts_are_whole():
+    options = engine_options(config(kv_cache_mb=3), "cpu")
+    assert options["kv_cache_memory_bytes"] == 3 * 2**20
+    assert options["enable_chunked_prefill"] is False
+    assert "enable_sleep_mode" not in options
+
+
+def test_parts_inside_parts_count_once():
+    times = StartTimes()
+    with times.part("outer"):
+        time.sleep(0.02)
+        with times.part("inner"):
+            time.sleep(0.05)
+    assert 0.02 <= times.seconds["outer"] < 0.05 <= times.seconds["inner"]
+    assert str(times) == "0.1 s (outer 0.0, inner 0.1)"
+
+
+def test_counted_methods_are_put_back():
+    class Base:
+        def load(self):
+            return "base"
+
+    class Worker(Base):
+        def run(self):
+            return "own"
+
+    times, before = StartTimes(), dict(vars(Worker))
+    counted = {name: times.counted(getattr(Worker, name), name) for name in ("load", "run")}
+    with _replaced(Worker, counted):
+        assert (Worker().load(), Worker().run()) == ("base", "own")
+    assert vars(Worker) == before
+    assert list(times.seconds) == ["load", "run"]
