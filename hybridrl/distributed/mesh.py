@@ -5,7 +5,8 @@ A copy of the weights lies on consecutive ranks; within it, config/layout.py say
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,8 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     """A process group whose rank k is global rank ranks[k]; a collective over all ranks.
 
     FSDP2 deals shards by the rank within the group, so a permuted DeviceMesh alone changes
-    nothing. torch < 2.13 sorts the ranks of every new group and has no switch for it: there,
-    while the group is made, the module sees a `sorted` that keeps the order. NCCL's communicator
-    follows, because it is made, or split off the default one, with the rank in the group as key.
+    nothing. NCCL's communicator follows, because it is made, or split off the default one, with
+    the rank in the group as its key.
 
     Returns:
         The group, or GroupMember.NON_GROUP_MEMBER on ranks outside it.
@@ -60,15 +60,26 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         group = dist.new_group(wanted, sort_ranks=False)
     else:
-        distributed_c10d.sorted = list  # type: ignore[attr-defined]
-        try:
+        with ranks_as_given():
             group = dist.new_group(wanted)
-        finally:
-            del distributed_c10d.sorted  # type: ignore[attr-defined]
     if dist.get_rank() in wanted:
         assert dist.get_process_group_ranks(group) == wanted
         assert dist.get_rank(group) == group.rank() == wanted.index(dist.get_rank())
     return group
+
+
+@contextmanager
+def ranks_as_given() -> Iterator[None]:
+    """Keep torch from sorting the ranks of groups made in here.
+
+    torch < 2.13 sorts them always; that is the only thing it sorts when it makes a group, so its
+    module is given a `sorted` of its own that does not.
+    """
+    distributed_c10d.sorted = list  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del distributed_c10d.sorted  # type: ignore[attr-defined]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

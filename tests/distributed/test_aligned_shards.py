@@ -17,7 +17,8 @@ from hybridrl.distributed.fsdp import (
     load_sharded_policy,
     named_shards,
 )
-from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.mesh import build_mesh, ranks_as_given
+from hybridrl.distributed.weights import RandomWeights
 from hybridrl.workers.actor import ActorWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, fsdp_config, model_config
@@ -29,29 +30,47 @@ COLUMNS = [
     for layer in range(2)
     for name in ("self_attn.o_proj", "mlp.down_proj")
 ]
-# (ranks, dp_replicate, tp) -> the ranks of each copy in the order of their shards
+# (ranks, dp_replicate), tp 2 -> the ranks of each copy in the order of their shards
 ORDERS = {
-    (2, 1, 2): [[0, 1]],
-    (4, 1, 2): [[0, 2, 1, 3]],
-    (4, 2, 2): [[0, 1], [2, 3]],
+    (2, 1): [[0, 1]],
+    (4, 1): [[0, 2, 1, 3]],
+    (4, 2): [[0, 1], [2, 3]],
+    (8, 2): [[0, 2, 1, 3], [4, 6, 5, 7]],
 }
+TP = 2
 
 
-def specs(replicas, tp):
+def specs(replicas):
     shards = dist.get_world_size() // replicas
-    plain = fsdp_config(shards, replicas, tensor_parallel_size=tp, layout=Layout.plain)
-    aligned = fsdp_config(shards, replicas, tensor_parallel_size=tp, columns=COLUMNS)
+    plain = fsdp_config(shards, replicas, tensor_parallel_size=TP, layout=Layout.plain)
+    aligned = fsdp_config(shards, replicas, tensor_parallel_size=TP, columns=COLUMNS)
     return plain, aligned
 
 
-def look(folder, replicas, tp):
-    """Everything the tests compare, of this rank."""
-    plain, aligned = specs(replicas, tp)
+def look(folder, numbers_of_copies):
+    """Everything the tests compare, of this rank, by the number of copies of the weights."""
+    seen = {replicas: look_at(folder, replicas) for replicas in numbers_of_copies}
+    return seen | {"groups": groups_of_older_torch()}
+
+
+def groups_of_older_torch():
+    """The ranks of a group made where torch is kept from sorting, and of one made after it."""
+    with ranks_as_given():
+        backwards = dist.new_group([1, 0])
+    return [
+        dist.get_process_group_ranks(group)
+        for group in (backwards, dist.new_group([1, 0]))
+        if group is not dist.GroupMember.NON_GROUP_MEMBER
+    ]
+
+
+def look_at(folder, replicas):
+    plain, aligned = specs(replicas)
     mesh = build_mesh(aligned, "cpu")
     policy = load_sharded_policy(model_config(folder), aligned, mesh, 7)
     critic = load_sharded_critic(model_config(folder), aligned, mesh, seed=3)
     whole = torch.arange(16.0).view(2, 8)
-    seen = {
+    return {
         "order": dist.get_process_group_ranks(mesh.get_group("dp_shard")),
         "copies": dist.get_process_group_ranks(mesh.get_group("dp_replicate")),
         "shard": mesh.get_local_rank("dp_shard"),
@@ -61,12 +80,10 @@ def look(folder, replicas, tp):
         "full": full_state_dict(policy),
         "critic": {n: p.detach().full_tensor() for n, p in critic.backbone.named_parameters()},
         "critic_cut": {n: p.placements[-1].dim for n, p in critic.backbone.named_parameters()},
-        "dealt": distribute_tensor(whole, mesh["dp_shard"], [Shard(1)]).to_local(),
         "gathered": distribute_tensor(whole, mesh["dp_shard"], [Shard(1)]).full_tensor(),
         "random": random_weights(folder, [plain, aligned]),
         "trained": [train(folder, spec) for spec in (plain, aligned)],
     }
-    return seen
 
 
 def random_weights(folder, layouts):
@@ -83,10 +100,11 @@ def random_weights(folder, layouts):
 
 
 def train(folder, spec):
-    """Weights and gradient norm after two updates of two clipped AdamW steps each."""
+    """Weights and gradient norm after two updates of clipped AdamW steps."""
     ranks = dist.get_world_size()
     actor = ActorWorker(actor_config(folder, spec), build_mesh(spec, "cpu"))
-    dealt = scheduled(training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30)
+    sizes = {"num_ranks": ranks, "mini_batch_size": max(4, ranks), "max_tokens": 30}
+    dealt = scheduled(training_batch(), **sizes)
     mine = dealt.shard(ranks)[dist.get_rank()]
     norms = [actor.update(mine, step=step, kl_coef=0.1)["actor/grad_norm"] for step in (1, 2)]
     return norms, full_state_dict(actor.model)
@@ -98,10 +116,27 @@ def folder(tmp_path_factory):
     return tiny_folder("qwen2", tmp_path_factory.mktemp("aligned") / "qwen2")
 
 
-@pytest.fixture(scope="module", params=ORDERS, ids="{0[0]} ranks, {0[1]} copies, tp {0[2]}".format)
-def seen(request, folder):
-    ranks, replicas, tp = request.param
-    return ORDERS[request.param], run_on_ranks(look, ranks, folder, replicas, tp)
+@pytest.fixture(scope="module")
+def seen_on(folder):
+    """What all ranks saw; one start of the processes serves all cases of a size."""
+    results = {}
+
+    def of(ranks):
+        if ranks not in results:
+            copies = [replicas for size, replicas in ORDERS if size == ranks]
+            results[ranks] = run_on_ranks(look, ranks, folder, copies)
+        return results[ranks]
+
+    return of
+
+
+@pytest.fixture(
+    params=[pytest.param(k, marks=pytest.mark.slow) if k[0] > 4 else k for k in ORDERS],
+    ids="{0[0]} ranks, {0[1]} copies".format,
+)
+def seen(request, seen_on):
+    ranks, replicas = request.param
+    return ORDERS[request.param], [one[replicas] for one in seen_on(ranks)]
 
 
 def test_process_groups_have_the_order_of_the_shards(seen):
@@ -186,8 +221,11 @@ def test_random_weights_depend_on_seed_and_name_alone(seen, folder):
 
 
 def one_process_weights(folder):
-    from hybridrl.distributed.weights import RandomWeights
-
     model = AutoModelForCausalLM.from_pretrained(folder)
     draw = RandomWeights(0.02, 11, torch.device("cpu"))
     return {name: draw(name, param.shape) for name, param in model.named_parameters()}
+
+
+def test_older_torch_can_be_kept_from_sorting_ranks(seen_on):
+    """torch 2.13 sorts unless told otherwise, older ones always, both in the same way."""
+    assert [one["groups"] for one in seen_on(2)] == [[[1, 0], [0, 1]]] * 2
