@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.schema import DType, RolloutConfig, SleepMode
+from hybridrl.config.schema import DType, FSDPConfig, Layout, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
@@ -55,16 +55,25 @@ class Case:
     tp: int
     dp_replicate: int = 1
     enforce_eager: bool = True
+    layout: Layout = Layout.aligned
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}"
+        return f"{self.model}-{self.dtype}-tp{self.tp}-replicas{self.dp_replicate}-{self.layout}"
+
+    def spec(self) -> FSDPConfig:
+        """The sharding spec on the ranks of the process group; columns not yet known."""
+        return fsdp_config(
+            dist.get_world_size() // self.dp_replicate,
+            self.dp_replicate,
+            layout=self.layout,
+            tensor_parallel_size=self.tp,
+        )
 
 
 class Actor:
     """Stands where the actor's worker would: it has weights, and they can be set."""
 
-    def __init__(self, folder: Path, mesh: Any) -> None:
-        spec = fsdp_config(mesh["dp_shard"].size(), mesh["dp_replicate"].size())
+    def __init__(self, folder: Path, spec: FSDPConfig, mesh: Any) -> None:
         self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64)
         self._policy = self._load(folder)
 
@@ -155,17 +164,16 @@ def forget_tensor_parallel_groups() -> None:
 
 
 def build_worker(case: Case, folder: Path, device_type: str) -> RolloutWorker:
-    dp_shard = dist.get_world_size() // case.dp_replicate
-    spec = fsdp_config(dp_shard=dp_shard, dp_replicate=case.dp_replicate)
-    return RolloutWorker(rollout_config(case, folder / "A"), build_mesh(spec, device_type))
+    return RolloutWorker(rollout_config(case, folder / "A"), build_mesh(case.spec(), device_type))
 
 
 def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
     if case.model == "qwen3_tied":
         write_oddly(worker, ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"])
-    actor = Actor(folder / "A", worker.mesh)
+    columns = worker.columns(case.spec())
+    actor = Actor(folder / "A", replace(case.spec(), columns=columns), worker.mesh)
     worker.connect({"actor": actor})
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"columns": columns}
     seen["shared_memory"] = shared_memory()
     seen["refused"] = sorted(worker.resharder._destination.trace.refused)
     seen["early"] = error_of(lambda: worker.generate(prompts()))

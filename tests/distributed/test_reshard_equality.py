@@ -6,7 +6,7 @@ Real processes, real FSDP2 shards, a real vLLM; tests/reshard_cases.py says what
 import pytest
 import torch
 
-from hybridrl.config.schema import DType
+from hybridrl.config.schema import DType, Layout
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, run_cases, write_folders
 
@@ -16,26 +16,32 @@ CASES = {
     1: [Case("qwen2", FLOAT, tp=1)],
     2: [
         Case("qwen2", FLOAT, tp=1),
-        Case("llama", BFLOAT, tp=2),
+        Case("llama", BFLOAT, tp=2, layout=Layout.plain),
         Case("qwen3_tied", FLOAT, tp=2),
         Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
     ],
     4: [
         Case("qwen2", BFLOAT, tp=2),
         Case("llama", FLOAT, tp=4),  # 2 KV heads on 4 ranks
-        Case("qwen3", FLOAT, tp=2, dp_replicate=2),
+        Case("qwen3", FLOAT, tp=2, dp_replicate=2, layout=Layout.plain),
         Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
     ],
 }
 SLOW_CASES = {
     3: [Case("llama_tied", FLOAT, tp=1), Case("qwen2_untied", BFLOAT, tp=1)],
     4: [
-        Case(model, dtype, tp=tp, dp_replicate=replicas)
+        Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
         for model in ("llama", "llama_tied", "qwen2", "qwen2_untied", "qwen3", "qwen3_tied")
         for dtype in (FLOAT, BFLOAT)
         for tp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))
+        for layout in (Layout if tp > 1 else [Layout.aligned])
     ],
 }
+ROW_PARALLEL = [
+    f"model.layers.{layer}.{name}.weight"
+    for layer in range(2)
+    for name in ("self_attn.o_proj", "mlp.down_proj")
+]
 ODDLY_WRITTEN = ["model.layers.0.self_attn.o_proj.weight", "model.norm.weight"]
 
 
@@ -75,7 +81,7 @@ def test_reshard_slow(ranks, case, seen):
 
 def check_case(case, by_rank):
     for rank, one in enumerate(by_rank):
-        check_weights(case, one)
+        check_weights(case, one, len(by_rank))
         check_rollouts(case, one)
         check_sleep(case, one)
         check_guards(case, one, rank, len(by_rank))
@@ -85,9 +91,12 @@ def check_case(case, by_rank):
             assert all(torch.equal(responses[0], other) for other in responses)
 
 
-def check_weights(case, one):
+def check_weights(case, one, ranks):
+    nested = case.layout is Layout.aligned and 1 < case.tp <= ranks // case.dp_replicate
+    refused = ODDLY_WRITTEN if case.model == "qwen3_tied" else []
+    assert one["columns"] == [name for name in ROW_PARALLEL if nested and name not in refused]
     assert one["differs_A"] == one["differs_B"] == []
-    assert one["refused"] == (ODDLY_WRITTEN if case.model == "qwen3_tied" else [])
+    assert one["refused"] == refused
 
 
 def check_rollouts(case, one):
@@ -141,6 +150,18 @@ def test_only_what_is_replicated_moves_where_layouts_agree(seen):
     """One replica per rank and no tensor parallelism: every byte is already where it belongs."""
     case = CASES[2][3]
     assert [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)] == [0, 0]
+
+
+def test_only_what_vllm_replicates_or_pads_moves_where_shards_lie_in_slices(seen):
+    """Four ranks, tp 4, float32, untied; the rest is local, columns of o_proj and down_proj too.
+
+    Norms: 3/4 of 256 come from others. KV heads: 2 of 64 rows on 4 ranks, so that a rank needs 64
+    rows of each k and v and holds 32. Vocabulary: shards of 126 rows, slices of 128.
+    """
+    received = [one["metrics_B"]["received_bytes"] for one in seen(CASES, 4, CASES[4][1])]
+    hidden, norms, key_values = 256, 5, 2 * 2
+    same = norms * hidden * 3 // 4 + key_values * 32 * hidden
+    assert received == [4 * (same + 2 * rows * hidden) for rows in (2, 4, 6, 0)]
 
 
 def test_no_more_is_received_than_lives_elsewhere(seen):
