@@ -20,8 +20,7 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
 
     Eager, in the order of the layer; what two operations save of one tensor counts once:
         RMSNorm, twice    input in float32 (4h), normalised (sh), output (sh), 1/rms (4)
-        attention         query and output (2sHD), key and value repeated to H heads (2sHD), since
-                          torch 2.11's kernel takes equally many, log-sum-exp (4H)
+        attention         query and output (2sHD), key and value (2sKD), log-sum-exp (4H)
         Qwen3's q_norm and k_norm    as RMSNorm over D, but for the output: (4 + s)D + 4 per head
         MLP               gate, silu(gate), up and their product (4sI)
     Compiled, what is cheap is computed again: layer input, both norms' outputs, o_proj's output
@@ -33,7 +32,7 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
         compiled: fsdp.compile.
     """
     h, inner = shape.hidden, shape.intermediate
-    attention = 4 * size * shape.heads * shape.head_dim + 4 * shape.heads
+    attention = 2 * size * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.heads
     if compiled:
         head_norms = 4 * (shape.heads + shape.kv_heads) if shape.kind == "qwen3" else 0
         return 4 * size * h + 8 + attention + head_norms + 3 * size * inner

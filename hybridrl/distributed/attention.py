@@ -26,7 +26,10 @@ PACKED_ATTENTION = "hybridrl_packed"
 
 # Arguments by which other architectures change the scores; ignoring one would be silently wrong.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# The kernel takes fewer key heads than query heads; from torch 2.12 on it wants to be told.
+TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def register_packed_attention() -> None:
@@ -114,13 +117,6 @@ def _varlen(
     sliding_window: int | None,
 ) -> Tensor:
     """The kernel for packed sequences; tensors are [N, heads, D]."""
-    grouped: dict[str, Any] = {}
-    if key.shape[1] != query.shape[1]:
-        if VARLEN_TAKES_GQA:
-            grouped = {"enable_gqa": True}
-        else:
-            groups = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -131,7 +127,7 @@ def _varlen(
         max_length,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **grouped,
+        **TAKES_FEWER_KEY_HEADS,
     )
 
 

@@ -5,8 +5,6 @@ sums s = sum exp(x - m) and t = sum exp(x - m) x; in the end log Z = m + log s, 
 Backward is elementwise. Both work in float32 on logits of any dtype.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -68,16 +66,16 @@ def logits_gradient_(
 
 
 @triton.jit
-def _forward(
-    logits: Any,
-    targets: Any,
-    log_probs: Any,
-    log_z: Any,
-    entropy: Any,
-    vocab: Any,
-    inverse_temperature: Any,
+def _forward(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    log_probs,
+    log_z,
+    entropy,
+    vocab,
+    inverse_temperature,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab
     largest = tl.full((), -float("inf"), tl.float32)
@@ -102,18 +100,18 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    logits: Any,
-    targets: Any,
-    log_z: Any,
-    entropy: Any,
-    grad_log_probs: Any,
-    grad_entropy: Any,
-    vocab: Any,
-    inverse_temperature: Any,
+def _backward(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    log_z,
+    entropy,
+    grad_log_probs,
+    grad_entropy,
+    vocab,
+    inverse_temperature,
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab

@@ -96,7 +96,7 @@ def test_packed_model_agrees_with_sdpa_on_each_sequence():
     assert float((packed_grads - alone_grads).norm() / alone_grads.norm()) < 0.03
 
 
-def train_step(folder, dtype, replicas, activation_checkpointing):
+def train_step(folder, dtype, replicas, activation_checkpointing, compile_layers=False):
     """A step's metrics, and the full gradients of the whole batch under three token budgets."""
     ranks = dist.get_world_size()
     spec = fsdp_config(
@@ -104,6 +104,7 @@ def train_step(folder, dtype, replicas, activation_checkpointing):
         dp_replicate=replicas,
         param_dtype=dtype,
         activation_checkpointing=activation_checkpointing,
+        compile=compile_layers,
     )
     mesh = build_mesh(spec, "cuda")
     actor = ActorWorker(actor_config(folder, spec), mesh)
@@ -151,6 +152,23 @@ def test_one_gpu_trains_and_its_first_ratio_is_one(folder, dtype, activation_che
     assert metrics["actor/log_ratio_max"] > 0.0
     assert metrics["actor/skipped_steps"] == metrics["critic/skipped_steps"] == 0
     assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiled_layers_train_like_eager_ones_and_their_first_ratio_is_one(
+    folder, activation_checkpointing
+):
+    """In bfloat16, with every packed length in one compiled graph."""
+    ((eager, _),) = run_on_ranks(
+        train_step, 1, folder, DType.bfloat16, 1, False, device_type="cuda"
+    )
+    ((compiled, metrics),) = run_on_ranks(
+        train_step, 1, folder, DType.bfloat16, 1, activation_checkpointing, True, device_type="cuda"
+    )
+    for found, wanted in zip(compiled, eager, strict=True):
+        assert float((flat(found) - flat(wanted)).norm() / flat(wanted).norm()) < 0.03
+    assert metrics["actor/first_log_ratio_max"] == 0.0
+    assert metrics["actor/log_ratio_max"] > 0.0
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")

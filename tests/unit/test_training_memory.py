@@ -184,9 +184,6 @@ def test_what_layers_keep_is_counted_to_the_byte(config):
         + activations.kept_by_all_layers(shape, 2)
         + activations.kept_by_last_norm(shape, 2)
     )
-    if attention.VARLEN_TAKES_GQA:
-        repeated = shape.heads - shape.kv_heads
-        per_token -= LAYERS * 2 * 2 * repeated * shape.head_dim  # bf16, key and value
     assert found == TOKENS * per_token
 
 

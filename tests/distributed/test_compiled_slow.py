@@ -1,0 +1,65 @@
+"""Compiled layers on CPU: the gradients of eager ones, ratio 1, nothing compiled per length."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.training import Training
+from tests.distributed.launch import run_on_ranks
+from tests.role_configs import actor_config, fsdp_config
+from tests.tiny_hf import tiny_folder
+from tests.training_batches import scheduled, training_batch
+
+# Every response alone, some together, all together: packed lengths from 6 to 77.
+BUDGETS = (15, 30, 200)
+
+
+def my_part(batch, mini_batch_size, max_tokens):
+    ranks = dist.get_world_size()
+    dealt = scheduled(
+        batch, num_ranks=ranks, mini_batch_size=mini_batch_size, max_tokens=max_tokens
+    )
+    return dealt, dealt.shard(ranks)[dist.get_rank()]
+
+
+def compiled_and_eager(folder):
+    """For each kind of layer: gradients by budget, metrics of an update, graphs compiled."""
+    found = {}
+    for compile_layers in (False, True):
+        spec = fsdp_config(
+            dp_shard=dist.get_world_size(),
+            compile=compile_layers,
+            activation_checkpointing=compile_layers,
+        )
+        actor = ActorWorker(actor_config(folder, spec), build_mesh(spec, "cpu"))
+        grads = []
+        for max_tokens in BUDGETS:
+            training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
+            (mini,) = my_part(training_batch(), 8, max_tokens)[1].mini_batches()
+            training.accumulate_gradients(mini)
+            full = [p.grad.full_tensor().flatten() for p in actor.model.parameters()]
+            grads.append(torch.cat(full))
+            actor.optimizer.adamw.zero_grad()
+        dealt, mine = my_part(training_batch(), 4, 30)
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, actor.compute_log_probs(mine))
+        batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
+        metrics = actor.update(my_part(batch, 4, 30)[1], 1, 0.1)
+        found[compile_layers] = (grads, metrics)
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path):
+    folder = tiny_folder("qwen2", tmp_path / "qwen2")
+    results = run_on_ranks(compiled_and_eager, 2, folder, time_limit_s=280)
+    for found, num_graphs in results:
+        (eager, _), (compiled, metrics) = found[False], found[True]
+        for one, other in zip(compiled, eager, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-5
+        assert metrics["actor/first_log_ratio_max"] == 0.0
+        assert metrics["actor/log_ratio_max"] > 1e-4
+        # One sequence or several; gradients of an earlier micro-batch there or not.
+        assert 1 <= num_graphs <= 4
