@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.schema import DType, FSDPConfig, Layout, RolloutConfig, SleepMode
+from hybridrl.config.schema import DType, FSDPConfig, Layout, Offload, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
-from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.mesh import build_mesh, device_of
+from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.reshard.engine import Resharder
 from hybridrl.rollout import compat
 from hybridrl.workers.rollout import RolloutWorker
@@ -71,23 +72,25 @@ class Case:
 
 
 class Actor:
-    """Stands where the actor's worker would: it has weights, and they can be set."""
+    """Stands where the actor's worker would: its weights can be set, and idle on the host."""
 
     def __init__(self, folder: Path, spec: FSDPConfig, mesh: Any) -> None:
         self._load = lambda path: load_sharded_policy(model_config(path), spec, mesh, 64)
         self._policy = self._load(folder)
+        self._weights = offloadable_weights(self._policy, Offload.idle_all, device_of(mesh))
 
     def named_shards(self) -> list[Any]:
         return named_shards(self._policy)
 
     def begin(self) -> None:
-        """Its weights never leave the device."""
+        self._weights.wait()
 
     def rest(self) -> None:
-        """So there is nothing to let go."""
+        self._weights.offload()
 
     @torch.no_grad()
     def take_weights(self, folder: Path) -> None:
+        self.begin()
         for own, other in zip(self.named_shards(), named_shards(self._load(folder)), strict=True):
             own.local().copy_(other.local())
 
@@ -254,11 +257,16 @@ def refusals(worker: RolloutWorker, actor: Actor) -> dict[str, str]:
     )
     cut = [replace(shard, local=lambda s=shard: s.local()[:-1]) for shard in shards]
     wrong_shards = Resharder(cut, destination, worker.mesh, 1)
+
+    def sync_cut_shards() -> None:
+        actor.begin()
+        wrong_shards.sync(1, verify=True)
+
     return {
         "buckets": error_of(lambda: Resharder(shards, destination, worker.mesh, 1 + rank)),
         "tokens": error_of(lambda: worker.engine._check_ranks_agree(tokens)),
         "long": error_of(lambda: worker.generate(long)),
-        "shape": error_of(lambda: wrong_shards.sync(1, verify=True)),
+        "shape": error_of(sync_cut_shards),
     }
 
 
