@@ -6,89 +6,15 @@ the same.
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.config.schema import Offload
-from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import HostBuffer, Offloadable
-from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
+from tests.offload_cases import assert_same_bits, every_schedule, part_of, shard_bytes
+from tests.role_configs import fsdp_config, reference_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import scheduled, training_batch
-
-# Phases of a step in the trainer's order; "reshard" stands for reading the actor's shards.
-PHASES = ("reshard", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
-
-
-def shard_bytes(worker):
-    """Bytes of the storages under a worker's weights, FSDP2's padding included."""
-    locals_ = (p.detach().to_local() for p in worker.weights._tensors())
-    return sum(local.untyped_storage().nbytes() for local in locals_)
-
-
-def moment_bytes(worker):
-    return sum(
-        state[name].to_local().untyped_storage().nbytes()
-        for state in worker.optimizer.adamw.state.values()
-        for name in ("exp_avg", "exp_avg_sq")
-    )
-
-
-def part_of(step):
-    ranks = dist.get_world_size()
-    dealt = scheduled(
-        training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30, step=step
-    )
-    return dealt.shard(ranks)[dist.get_rank()]
-
-
-def run_phase(phase, roles, step):
-    """Do what the controller would ask for; return what came of it."""
-    if phase == "reshard":
-        roles["actor"].begin()
-        shards = {shard.name: shard.local().clone() for shard in roles["actor"].named_shards()}
-        for role in roles.values():
-            role.rest()
-        return shards
-    if phase == "old_log_probs":
-        return roles["actor"].compute_log_probs(part_of(step)).values
-    if phase == "ref_log_probs":
-        return roles["ref"].compute_log_probs(part_of(step)).values
-    if phase == "values":
-        return roles["critic"].compute_values(part_of(step)).values
-    if phase == "update_critic":
-        return roles["critic"].update(part_of(step), step)
-    return roles["actor"].update(part_of(step), step, kl_coef=0.1)
-
-
-def two_steps(folder, offload):
-    """Everything two steps produce, and after each phase the bytes left on the device by role."""
-    spec = fsdp_config(dp_shard=dist.get_world_size(), offload=offload)
-    mesh = build_mesh(spec, "cpu")
-    roles = {
-        "actor": ActorWorker(actor_config(folder, spec), mesh),
-        "critic": CriticWorker(critic_config(folder, spec), mesh),
-        "ref": ReferenceWorker(reference_config(folder, spec), mesh),
-    }
-    for role in roles.values():
-        role.connect(roles)
-    results, weights, moments = [], [], []
-    for step in (1, 2):
-        for phase in PHASES:
-            results.append(run_phase(phase, roles, step))
-            weights.append({name: shard_bytes(role) for name, role in roles.items()})
-            moments.append({name: moment_bytes(roles[name]) for name in ("actor", "critic")})
-    roles["actor"].begin()
-    results.append(full_state_dict(roles["actor"].model))
-    return results, weights, moments
-
-
-def every_schedule(folder):
-    return {offload: two_steps(folder, offload) for offload in Offload}
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +28,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("offload", [Offload.idle_optimizer, Offload.idle_all])
 def test_results_are_those_without_offload_bit_for_bit(runs, offload):
     for (found, _, _), (wanted, _, _) in zip(runs[offload], runs[Offload.none], strict=True):
-        assert len(found) == len(wanted) == 13
-        for one, other in zip(found, wanted, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert torch.equal(one, other)
-            else:
-                assert one.keys() == other.keys()
-                assert all(
-                    torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one
-                )
+        assert_same_bits(found, wanted)
 
 
 def test_weights_idle_unless_their_role_was_last(runs):
