@@ -25,6 +25,11 @@ def world_text(config: RunConfig) -> str:
     )
 
 
+def data_shards(config: RunConfig) -> int:
+    """Ranks that train on responses of their own; of ranks that share sequences, their groups."""
+    return max(1, world_size(config) // config.fsdp.ulysses_size)
+
+
 def mesh_problems(config: RunConfig) -> Iterator[str]:
     """Whether dp_replicate copies of dp_shard shards are all ranks."""
     world, fsdp = world_size(config), config.fsdp
@@ -33,7 +38,7 @@ def mesh_problems(config: RunConfig) -> Iterator[str]:
             yield (
                 f"fsdp.dp_replicate = {fsdp.dp_replicate} does not divide the "
                 f"{world_text(config)}: every copy needs equally many ranks.\n"
-                f"Set fsdp.dp_replicate to one of {_listed(divisors(world))}."
+                f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
             )
     elif fsdp.dp_replicate * fsdp.dp_shard != world:
         yield (
@@ -52,7 +57,7 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide cluster.gpus_per_node = "
             f"{per_node}: the ranks of one engine must lie on one node.\n"
-            f"Set rollout.tensor_parallel_size to one of {_listed(divisors(per_node))}, or "
+            f"Set rollout.tensor_parallel_size to one of {listed(divisors(per_node))}, or "
             f"cluster.gpus_per_node to a multiple of {tp}."
         )
 
@@ -75,26 +80,28 @@ def mini_batch_problems(config: RunConfig) -> Iterator[str]:
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini = config.actor.mini_batch_size
     if prompts * each % mini:
-        fitting = [n for n in divisors(prompts * each) if n % world_size(config) == 0]
+        fitting = [n for n in divisors(prompts * each) if n % data_shards(config) == 0]
         yield (
             f"actor.mini_batch_size = {mini} does not divide the {prompts * each} responses of a "
             f"step (data.prompts_per_step = {prompts} x rollout.responses_per_prompt = {each}): "
             f"every optimizer step takes equally many.\n"
-            f"Set actor.mini_batch_size to one of {_listed(fitting or divisors(prompts * each))}."
+            f"Set actor.mini_batch_size to one of {listed(fitting or divisors(prompts * each))}."
         )
 
 
 def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
-    """Whether a mini-batch divides over the ranks."""
-    mini, world = config.actor.mini_batch_size, world_size(config)
-    if mini % world:
+    """Whether a mini-batch divides over the ranks, or over the groups that share sequences."""
+    mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
+    if mini % shards:
         total = config.data.prompts_per_step * config.rollout.responses_per_prompt
-        fitting = [n for n in divisors(total) if n % world == 0]
+        fitting = [n for n in divisors(total) if n % shards == 0]
+        ranks = world_text(config)
+        over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
         yield (
-            f"actor.mini_batch_size = {mini} does not divide over {world_text(config)}: "
-            f"every rank computes equally many responses of a mini-batch.\n"
+            f"actor.mini_batch_size = {mini} does not divide over {over}: every "
+            f"{'rank' if size == 1 else 'group'} computes equally many responses of a mini-batch.\n"
             f"Set actor.mini_batch_size to "
-            + (f"one of {_listed(fitting)}." if fitting else f"a multiple of {world}.")
+            + (f"one of {listed(fitting)}." if fitting else f"a multiple of {shards}.")
         )
 
 
@@ -168,7 +175,7 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide the model's "
             f"{', '.join(wrong)}: each rank of an engine holds an equal slice.\n"
-            f"Set rollout.tensor_parallel_size to one of {_listed(fitting)}."
+            f"Set rollout.tensor_parallel_size to one of {listed(fitting)}."
         )
 
 
@@ -182,5 +189,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """'1, 2, 4'."""
     return ", ".join(map(str, numbers))

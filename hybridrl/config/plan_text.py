@@ -4,9 +4,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from hybridrl.config.check_sizes import world_size, world_text
-from hybridrl.config.layout import is_nested, ranks_by_shard
+from hybridrl.config.check_sizes import data_shards, world_size, world_text
 from hybridrl.config.estimators import uses_critic
+from hybridrl.config.layout import is_nested, ranks_by_shard
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import (
     gib,
@@ -124,7 +124,8 @@ def _batches(config: RunConfig) -> Table:
     responses = data.prompts_per_step * rollout.responses_per_prompt
     minis = responses // actor.mini_batch_size
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    per_rank = actor.mini_batch_size // world
+    shards, sharing = data_shards(config), config.fsdp.ulysses_size
+    each = actor.mini_batch_size // shards
     steps = config.trainer.total_steps
     table = _facts("Batches")
     table.add_row(
@@ -138,9 +139,9 @@ def _batches(config: RunConfig) -> Table:
         f"{actor.epochs * minis}{' (actor and critic each)' if uses_critic(config) else ''}",
     )
     table.add_row(
-        "a rank's mini-batch",
-        f"{actor.mini_batch_size} / {world} = {per_rank} responses, at most {per_rank * longest:,} "
-        f"tokens, in micro-batches of at most {actor.max_tokens_per_gpu:,} tokens",
+        "a rank's mini-batch" if sharing == 1 else f"mini-batch of {sharing} ranks together",
+        f"{actor.mini_batch_size} / {shards} = {each} responses, at most {each * longest:,} "
+        f"tokens, in micro-batches of at most {actor.max_tokens_per_gpu * sharing:,} tokens",
     )
     table.add_row(
         "longest sequence",
@@ -189,12 +190,22 @@ def _remarks(config: RunConfig, machine: Machine) -> list[str]:
     """What a reader should notice although it is allowed."""
     remarks = []
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if config.actor.max_tokens_per_gpu < longest:
+    fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
+    share = -(-longest // fsdp.ulysses_size)
+    if config.actor.max_tokens_per_gpu < share:
         remarks.append(
             f"Note: actor.max_tokens_per_gpu = {config.actor.max_tokens_per_gpu} is less than the "
-            f"longest sequence ({longest}); such a one is a micro-batch of its own."
+            f"longest sequence ({longest}{f' / {fsdp.ulysses_size}' if share < longest else ''}); "
+            f"such a one is a micro-batch of its own."
         )
-    fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
+    per_node = config.cluster.gpus_per_node
+    assert per_node is not None
+    if per_node % fsdp.ulysses_size:
+        remarks.append(
+            f"Note: fsdp.ulysses_size = {fsdp.ulysses_size} does not divide cluster.gpus_per_node "
+            f"= {per_node}: ranks that share sequences lie on several nodes and exchange every "
+            f"layer's activations between these."
+        )
     if fsdp.layout is Layout.aligned and tp > 1 and not is_nested(fsdp):
         remarks.append(
             f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "

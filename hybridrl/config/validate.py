@@ -7,6 +7,7 @@ another and no check meets a value of the wrong type.
 from collections.abc import Callable, Iterable, Iterator
 
 from hybridrl.config import check_resources as resources
+from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_kl import kl_problems
@@ -24,6 +25,8 @@ from hybridrl.config.schema import RunConfig
 RANKS = ("cluster.nodes", "cluster.gpus_per_node")
 RESPONSES = ("data.prompts_per_step", "rollout.responses_per_prompt")
 TP = "rollout.tensor_parallel_size"
+SEQUENCES = ("fsdp.ulysses_size", "fsdp.dp_shard")
+MINI_BATCHES = (*RANKS, *RESPONSES, "actor.mini_batch_size", "fsdp.ulysses_size")
 MEMORY = (
     *RANKS,
     TP,
@@ -48,8 +51,9 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.engine_problems, (*RANKS, TP)),
     (layout_problems, (TP, "fsdp.tensor_parallel_size")),
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
-    (sizes.mini_batch_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
-    (sizes.mini_batch_rank_problems, (*RANKS, *RESPONSES, "actor.mini_batch_size")),
+    (sequences.sequence_problems, SEQUENCES),
+    (sizes.mini_batch_problems, MINI_BATCHES),
+    (sizes.mini_batch_rank_problems, MINI_BATCHES),
     (kl_problems, (*RESPONSES, "algorithm.kl")),
     (group_problems, ("algorithm.advantage", "rollout.responses_per_prompt")),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
@@ -82,6 +86,7 @@ MODEL_CHECKS: tuple[
 ] = (
     (sizes.length_problems, ("rollout.max_prompt_tokens", "rollout.max_response_tokens")),
     (sizes.tensor_parallel_problems, (TP,)),
+    (sequences.sequence_head_problems, SEQUENCES),
 )
 EFFECT_NEEDS = (
     "algorithm.advantage",
