@@ -233,6 +233,8 @@ class PPOTrainer:
         """Write the trained model as an ordinary HF folder."""
         if self.config.trainer.save_final_model:
             folder = self.reporter.run_dir / "final"
+            # Weights that idle on the host come back to be gathered: the engine makes room.
+            self.rollout_version = self.workers.rollout.call("sleep")[0]
             self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name)
 
