@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import ray
 
-from hybridrl.config.schema import Accelerator, FSDPConfig
+from hybridrl.config.schema import Accelerator, FSDPConfig, Init, ModelConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.placement import Slot, visible_index
@@ -158,6 +158,15 @@ class WorkerHost:
             device_id=device,
         )
         self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
+
+    @errors_as_text()
+    def read_ahead(self, model: ModelConfig) -> None:
+        """Read the model's checkpoint in the background, while something else is built."""
+        from hybridrl.models.read_ahead import read_ahead
+        from hybridrl.models.resolve import model_folder
+
+        if model.init is Init.pretrained:
+            read_ahead(model_folder(model))
 
     @errors_as_text()
     def build(self, role: str, worker: str, config: Any) -> None:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
 )
 
+from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.object_store import ObjectStore
@@ -94,6 +95,10 @@ class Pool:
         """
         timeout_s = self._config.cluster.call_timeout_s
         return self._call(self.hosts, method, arguments, phase, timeout_s, CALL_SETTING)
+
+    def read_ahead(self, model: ModelConfig) -> None:
+        """Let rank 0, which reads checkpoints for all, begin with the model's; returns at once."""
+        self._starting(self.hosts[:1], "read_ahead", [(model,)])
 
     def connect(self) -> None:
         """Show each process's roles to each other, once all are built."""

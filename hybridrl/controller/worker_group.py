@@ -1,8 +1,10 @@
 """The driver's view of the roles: one WorkerGroup per role, calls dealt as the methods say."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -153,15 +155,31 @@ def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
     return WorkerGroup(pool, role, config)
 
 
-def _build_run(pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig) -> dict[str, WorkerGroup]:
-    """Build the roles of a run: the rollout engine tells how the others are to be sharded."""
+def _build_run(
+    pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig, imported: Future[None]
+) -> dict[str, WorkerGroup]:
+    """Build the roles of a run: the rollout engine tells how the others are to be sharded.
+
+    Args:
+        pool: where.
+        configs: of the roles.
+        fsdp: the sharding spec as configured.
+        imported: done when the roles' modules are; awaited once the rollout engine stands.
+    """
+    pool.read_ahead(configs["actor"].model)
     groups = {"rollout": build_role(pool, "rollout", configs["rollout"])}
+    imported.result()
     spec = replace(fsdp, columns=groups["rollout"].call("columns", fsdp))
     for role, config in configs.items():
         if role not in groups:
             groups[role] = build_role(pool, role, replace(config, fsdp=spec))
     pool.connect()
     return groups
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
 
 
 @dataclass(frozen=True)
@@ -209,19 +227,21 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
     rollout = import_class(config.rollout.worker)
-    pool = Pool(
-        PoolConfig(
-            cluster=config.cluster,
-            accelerator=config.hardware.accelerator,
-            fsdp=config.fsdp,
-            ranks_per_engine=rollout.ranks_per_shard(config.rollout),
-            modules=[role.worker.rpartition(".")[0] for role in configs.values()],
-            log_folder=run_dir / "logs",
-        )
+    modules = [role.worker.rpartition(".")[0] for role in configs.values()]
+    pool_config = PoolConfig(
+        cluster=config.cluster,
+        accelerator=config.hardware.accelerator,
+        fsdp=config.fsdp,
+        ranks_per_engine=rollout.ranks_per_shard(config.rollout),
+        modules=modules,
+        log_folder=run_dir / "logs",
     )
-    with ExitStack() as undo:
+    with ThreadPoolExecutor(1) as importing, ExitStack() as undo:
+        # Calls look at the roles' classes, whose imports would hold up the processes.
+        imported = importing.submit(_import, modules)
+        pool = Pool(pool_config)
         undo.callback(pool.close)
-        groups = _build_run(pool, configs, config.fsdp)
+        groups = _build_run(pool, configs, config.fsdp, imported)
         undo.pop_all()
     return Workers(
         pool=pool,
