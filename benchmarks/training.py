@@ -4,7 +4,7 @@ Question   How much of the dense bfloat16 peak do `ActorWorker.compute_log_probs
            reach, and what do unequal lengths cost?
 Workload   Qwen2.5-1.5B's shape (tied, vocabulary 151,936), random weights, FSDP2 over all ranks,
            float32 masters, bfloat16 compute. Per rank and optimizer step 32 sequences of 256 prompt
-           tokens and 4,096 in all, or log-normal (sigma 0.7) with the same total; 16,384 tokens a
+           tokens and 4,096 in all, or log-normal (--sigma) with the same total; 16,384 tokens a
            micro-batch. One update is one optimizer step: AdamW, clipping and metrics included.
 Measures   MFU by DESIGN's formula, (6 N + 6 L h S) operations per token over 989 TFLOP/s, a third
            of it forward; recomputation does not count. Tokens per second of all ranks. Peak memory
@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class Size:
         prompt: tokens of each prompt.
         max_tokens: budget of a micro-batch.
         chunk_tokens: actor.log_prob_chunk_tokens.
+        sigma: standard deviation of log(length) where lengths are log-normal.
     """
 
     sequences: int
@@ -102,6 +103,7 @@ class Size:
     prompt: int
     max_tokens: int
     chunk_tokens: int
+    sigma: float
 
 
 def main() -> None:
@@ -126,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false")
     parser.add_argument("--accumulation", default="full", choices=[a.value for a in Accumulation])
+    parser.add_argument("--sigma", type=float, default=0.5, help="of log(length), log-normal")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -145,10 +148,16 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
         world_size=arguments.ranks,
     )
     shape = model_shape(json.loads((folder / "config.json").read_text()))
-    size = Size(arguments.sequences, arguments.length, 256, arguments.max_tokens, 0)
-    size = replace(size, chunk_tokens=arguments.chunk_tokens)
+    size = Size(
+        arguments.sequences,
+        arguments.length,
+        256,
+        arguments.max_tokens,
+        arguments.chunk_tokens,
+        arguments.sigma,
+    )
     if arguments.small:
-        size = Size(sequences=4, length=64, prompt=8, max_tokens=128, chunk_tokens=32)
+        size = Size(4, length=64, prompt=8, max_tokens=128, chunk_tokens=32, sigma=arguments.sigma)
     result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
     result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
     for variant in arguments.variants.split(","):
@@ -232,7 +241,7 @@ def _lengths(name: str, ranks: int, size: Size) -> torch.Tensor:
     num, total = ranks * size.sequences, ranks * size.sequences * size.length
     if name == "equal":
         return torch.full((num,), size.length)
-    draws = torch.randn(num, generator=torch.Generator().manual_seed(0)).mul(0.7).exp()
+    draws = torch.randn(num, generator=torch.Generator().manual_seed(0)).mul(size.sigma).exp()
     lengths = (draws / draws.sum() * total).long()
     lengths = lengths.clamp(size.prompt + 1, size.max_tokens)
     lengths[lengths.argmin()] += total - lengths.sum()

@@ -78,7 +78,10 @@ class TrainingMemory:
         points = [{"activations": inside}]
         if self.has_head:
             points.append({"activations": states, "logits": self._logits_chunk()})
-        return {"gathered weights": self._gathered()} | _largest(points)
+        # Scoring gathers once for all micro-batches where an update has room for the gradients.
+        full = self.fsdp.accumulation is Accumulation.full
+        gathered = self.size * self.elements if full else self._gathered()
+        return {"gathered weights": gathered} | _largest(points)
 
     def update(self) -> dict[str, int]:
         """The peak of an optimizer step's last forward and backward, gradients included."""

@@ -1,8 +1,12 @@
-"""Where the gradients of an optimizer step's micro-batches add up.
+"""What FSDP2 leaves out between the micro-batches of one step, given room for a whole model.
 
-FSDP2 would reduce-scatter after every backward. A sum over micro-batches can as well be reduced
-once, if every rank has room for the gradients of the whole model until then.
+FSDP2 would reduce-scatter after every backward, and gather weights again in every forward. A sum
+over micro-batches can as well be reduced once, if every rank has room for the gradients of the
+whole model until then; and where it has, it has room for the weights of a forward alone.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -29,3 +33,33 @@ def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
     else:
         root.set_requires_all_reduce(last)
     root.set_reshard_after_backward(last or fsdp.reshard_after_forward)
+
+
+@contextmanager
+def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
+    """Gather each weight once for all forwards in here, none of which has a backward.
+
+    Takes param_dtype for each parameter of the whole model, which is less than what accumulation =
+    full takes in an update; under sharded accumulation nothing changes. In the end all weights are
+    sharded again; without a backward, FSDP2 would keep at least the root's.
+
+    Args:
+        root: an FSDP2 root.
+        fsdp: the sharding spec.
+    """
+    assert isinstance(root, FSDPModule)
+    changes = fsdp.accumulation is Accumulation.full and fsdp.reshard_after_forward
+    if changes:
+        root.set_reshard_after_forward(False)
+    yield
+    reshard(root)
+    if changes:
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
+
+
+def reshard(root: nn.Module) -> None:
+    """Drop all gathered weights."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

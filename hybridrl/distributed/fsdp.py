@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.distributed.accumulation import reshard
 from hybridrl.distributed.compiling import compile_layer
 from hybridrl.distributed.log_probs import KeptLogits
 from hybridrl.distributed.mesh import device_of, sharding_mesh
@@ -80,23 +81,6 @@ def load_sharded_critic(
     for name, value in root.initial_head(seed).items():
         _keep_shard(root.get_parameter(name), value.to(device))
     return root.eval()
-
-
-def reshard(root: nn.Module) -> None:
-    """Drop all gathered weights. After a forward without backward FSDP2 keeps the root's."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def defer_all_reduce(root: nn.Module, defer: bool) -> None:
-    """Under hybrid sharding, leave (or do) the sum over replicas in the next backward.
-
-    Gradients are reduce-scattered in every backward all the same, so that only shards of them
-    accumulate; replicas need to be summed only once per optimizer step.
-    """
-    assert isinstance(root, FSDPModule)
-    root.set_requires_all_reduce(not defer)
 
 
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
-from hybridrl.distributed.fsdp import reshard
+from hybridrl.distributed.accumulation import gathered_once
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
 from hybridrl.distributed.packing import Packed, pack, to_device
@@ -72,11 +72,10 @@ class ModelWorker(Worker):
     ) -> Ragged:
         """`compute` on each micro-batch of the first epoch: one number per response token, on CPU.
 
-        Rows stand in the order of the micro-batches. A forward without backward leaves the
-        root's weights gathered, hence they are sharded again at the end. The results stay on the
-        device until then, so that it never waits between micro-batches.
+        Rows stand in the order of the micro-batches. The results stay on the device until the
+        end, so that it never waits between micro-batches.
         """
         self.begin()
-        result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro)))
-        reshard(self.model)
+        with gathered_once(self.model, self.config.fsdp):
+            result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro)))
         return result.like(result.values.cpu())

@@ -57,7 +57,7 @@ def test_bfloat16_gradients_are_a_rounding_from_exact_ones(keep, chunk_tokens):
     _, targets, weights = rows_of(torch.float32)
     outcomes = []
     for dtype in (torch.bfloat16, torch.float64):
-        states, head = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        states, head = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
         if dtype is torch.bfloat16:
             log_probs, entropy = token_log_probs(
                 states,
