@@ -66,13 +66,14 @@ class Buffers:
 class Copies(Protocol):
     """Many pieces that are read, cast to one dtype, and written."""
 
-    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+    def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one of `shares` nearly equal parts of the work.
 
         Args:
             share: which part.
             shares: how many parts there are.
             sums: [sums] int64, to which salted fingerprints are added; None: leave them out.
+            paced: leave part of the device to an exchange that runs at the same time.
         """
         ...
 
@@ -127,7 +128,7 @@ class TorchCopies:
         self._hashes = hashes
         self._write = write
 
-    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+    def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copies`."""
         count = len(self._pieces)
         for piece in self._pieces[count * share // shares : count * (share + 1) // shares]:

@@ -140,7 +140,7 @@ class Resharder:
         """
         names = self._plan.parameters
         found = torch.zeros(len(names), dtype=torch.int64, device=self._device)
-        self._found.run(0, 1, found)
+        self._found.run(0, 1, found, paced=False)
         expected = expected_sums(self._sums.cells(), self._group)
         problems = (found != expected).to(torch.uint8) * NOT_AS_SENT
         for fill in self._plan.fills:
@@ -258,19 +258,21 @@ class Resharder:
         """
         programs, count = self._programs, len(self._plan.buckets)
         if not count:
-            programs.local.run(0, 1, sums)
+            programs.local.run(0, 1, sums, paced=False)
             return
-        programs.pack[0].run(0, 1, sums)
+        paced = self._plan.mostly_exchanges
+        programs.pack[0].run(0, 1, sums, paced=False)
         on_the_way = self._staging.start(0)
         for number in range(count):
             arriving = on_the_way
             if number + 1 < count:
-                programs.pack[number + 1].run(0, 1, sums)
+                programs.pack[number + 1].run(0, 1, sums, paced=paced)
                 on_the_way = self._staging.start(number + 1)
-            programs.local.run(number, count, sums)
+            programs.local.run(number, count, sums, paced=paced)
             for work in arriving:
                 work.wait()
-            programs.unpack[number].run(0, 1, None)
+            is_last = number + 1 == count
+            programs.unpack[number].run(0, 1, None, paced=paced and not is_last)
 
 
 class _Clock:

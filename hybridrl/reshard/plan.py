@@ -43,6 +43,11 @@ class Plan:
     received: int
     unavoidable: int
 
+    @property
+    def mostly_exchanges(self) -> bool:
+        """Whether the links, not memory, bound the time: they are over ten times slower."""
+        return 4 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
+
 
 def build_plan(
     sources: Sequence[SourceLayout],

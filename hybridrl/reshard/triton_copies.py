@@ -21,6 +21,9 @@ from hybridrl.reshard.pieces import Piece
 # A tile is what a program holds in registers at a time. 256 columns are runs of 512 bytes in
 # bfloat16; hidden sizes are multiples of 128 or 256.
 TILE_ROWS, TILE_COLUMNS, NUM_TILES, NUM_WARPS = 16, 256, 8, 4
+# Programs per multiprocessor beside an exchange: enough for the exchange to hide them, and few
+# enough to leave it registers and memory bandwidth.
+PACED_PROGRAMS = 2
 # Elements of one vector access of the narrow dtypes.
 VECTOR = 8
 
@@ -55,6 +58,7 @@ class TritonCopies:
         self._dtype = dtype
         self._hashes = hashes
         self._write = write
+        self._paced_programs = PACED_PROGRAMS * _multiprocessors(buffers.device)
         kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
         for piece in pieces:
             source_dtype = buffers.tensors[piece.source].dtype
@@ -64,18 +68,20 @@ class TritonCopies:
             for kind, part in kinds.items()
         ]
 
-    def run(self, share: int, shares: int, sums: Tensor | None) -> None:
+    def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copies`."""
+        limit = self._paced_programs if paced else 1 << 30
         for launch in self._launches:
             count = len(launch.owners)
             first, end = count * share // shares, count * (share + 1) // shares
             if first == end:
                 continue
-            copy_kernel[(end - first,)](
+            copy_kernel[(min(end - first, limit),)](
                 self._buffers.addresses,
                 launch.table,
                 launch.owners,
                 first,
+                end,
                 self._hashes.rows,
                 self._hashes.columns,
                 self._hashes.rows if sums is None else sums,
@@ -101,6 +107,13 @@ class TritonCopies:
         return all(number % VECTOR == 0 for number in numbers) and all(
             self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
         )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """1 where Triton's interpreter stands in for a GPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tables(
@@ -146,7 +159,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     addresses,
     table,
     owners,
-    first_program,
+    first,
+    end,
     row_hashes,
     column_hashes,
     sums,
@@ -160,48 +174,53 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ) -> Any:
-    """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) one block of a piece."""
-    program = first_program + tl.program_id(0)
-    piece = table + tl.load(owners + program).to(tl.int64) * _FIELDS
-    block = (program - tl.load(piece)).to(tl.int32)
-    source = tl.load(addresses + tl.load(piece + 1)) + tl.load(piece + 2)
-    source_stride = tl.load(piece + 3)
-    rows = tl.load(piece + 7).to(tl.int32)
-    columns = tl.load(piece + 8).to(tl.int32)
-    source = source.to(tl.pointer_type(SOURCE))
-    if ALIGNED:
-        source = tl.multiple_of(source, 16)
-        source_stride = tl.multiple_of(source_stride, 8)
-        columns = tl.multiple_of(columns, 8)
-    if WRITE:
-        target = tl.load(addresses + tl.load(piece + 4)) + tl.load(piece + 5)
-        target_stride = tl.load(piece + 6)
-        target = target.to(tl.pointer_type(TARGET))
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)
-            target_stride = tl.multiple_of(target_stride, 8)
+    """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) blocks first to end.
 
-    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
-    top = (block // across) * (TILE_ROWS * NUM_TILES)
-    column = (block % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    inside = column < columns
-    if FINGERPRINT:
-        row_hashes += tl.load(piece + 9)
-        column_hash = tl.load(column_hashes + tl.load(piece + 10) + column, mask=inside, other=0)
-        column_hash = column_hash.to(tl.int64)
-        total = tl.zeros((TILE_ROWS,), tl.int64)
-    for start in range(top, tl.minimum(top + TILE_ROWS * NUM_TILES, rows), TILE_ROWS):
-        row = start + tl.arange(0, TILE_ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = row.to(tl.int64)[:, None]
-        values = tl.load(source + at * source_stride + column[None, :], mask=mask, other=0.0)
-        values = values.to(TARGET)
+    There may be fewer programs than blocks; then each takes every so many-th.
+    """
+    for number in range(first + tl.program_id(0), end, tl.num_programs(0)):
+        piece = table + tl.load(owners + number).to(tl.int64) * _FIELDS
+        block = (number - tl.load(piece)).to(tl.int32)
+        rows = tl.load(piece + 7).to(tl.int32)
+        columns = tl.load(piece + 8).to(tl.int32)
+        source = tl.load(addresses + tl.load(piece + 1)) + tl.load(piece + 2)
+        source = source.to(tl.pointer_type(SOURCE))
+        source_stride = tl.load(piece + 3)
+        if ALIGNED:
+            source = tl.multiple_of(source, 16)
+            source_stride = tl.multiple_of(source_stride, 8)
+            columns = tl.multiple_of(columns, 8)
         if WRITE:
-            tl.store(target + at * target_stride + column[None, :], values, mask=mask)
+            target = tl.load(addresses + tl.load(piece + 4)) + tl.load(piece + 5)
+            target = target.to(tl.pointer_type(TARGET))
+            target_stride = tl.load(piece + 6)
+            if ALIGNED:
+                target = tl.multiple_of(target, 16)
+                target_stride = tl.multiple_of(target_stride, 8)
+
+        across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+        top = (block // across) * (TILE_ROWS * NUM_TILES)
+        column = (block % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        inside = column < columns
         if FINGERPRINT:
-            bits = values.to(BITS, bitcast=True).to(tl.int64)
-            row_hash = tl.load(row_hashes + row, mask=row < rows, other=0)
-            total += tl.sum(bits * column_hash[None, :], axis=1) * row_hash
-    if FINGERPRINT:
-        salted = tl.sum(total, axis=0) * tl.load(piece + 11)
-        tl.atomic_add(sums + tl.load(piece + 12), salted, sem="relaxed")
+            first_row = tl.load(piece + 9)
+            hash_at = column_hashes + tl.load(piece + 10) + column
+            column_hash = tl.load(hash_at, mask=inside, other=0).to(tl.int64)
+            total = tl.zeros((TILE_ROWS, TILE_COLUMNS // 8), tl.int64)
+        for start in range(top, tl.minimum(top + TILE_ROWS * NUM_TILES, rows), TILE_ROWS):
+            row = start + tl.arange(0, TILE_ROWS)
+            mask = (row < rows)[:, None] & inside[None, :]
+            at = row.to(tl.int64)[:, None]
+            values = tl.load(source + at * source_stride + column[None, :], mask=mask, other=0.0)
+            values = values.to(TARGET)
+            if WRITE:
+                tl.store(target + at * target_stride + column[None, :], values, mask=mask)
+            if FINGERPRINT:
+                weighted = values.to(BITS, bitcast=True).to(tl.int64) * column_hash[None, :]
+                # A thread's own columns are summed first: threads meet only once, at the end.
+                own = tl.sum(tl.reshape(weighted, (TILE_ROWS, TILE_COLUMNS // 8, 8)), axis=2)
+                row_hash = tl.load(row_hashes + first_row + row, mask=row < rows, other=0)
+                total += own * row_hash[:, None]
+        if FINGERPRINT:
+            salted = tl.sum(total) * tl.load(piece + 11)
+            tl.atomic_add(sums + tl.load(piece + 12), salted, sem="relaxed")

@@ -1,0 +1,327 @@
+"""How near to the links and the memory does moving the actor's weights into vLLM come?
+
+Question   How long does a reshard take, beside what the hardware allows and beside the usual path?
+Workload   Qwen2 shapes, random float32 weights (norms and biases too) as FSDP2 shards, moved into a
+           real vLLM's bfloat16 parameters by a rollout worker's own resharder.
+Measures   Milliseconds of the slowest rank, each repetition begun together:
+             move      cast, exchange, write in place
+             verified  the same with fingerprints, and comparing them
+             prepare   before either: look up addresses, take staging memory
+             usual     full_tensor() of each parameter, then vLLM's load_weights: the faster of
+                       gathering float32 and of casting first
+           floor = max(6 bytes * elements cast / copy bandwidth, bytes received / all-gather
+           bandwidth) of the slowest rank, with both bandwidths measured in the same run: a large
+           cast copy float32 -> bfloat16, and the best of all-gathers of several sizes among the
+           ranks that hold parts of one tensor-parallel slice. Extra memory is the peak during a
+           sync, in buckets. Every parameter must equal the usual path's, bit for bit.
+Run        python benchmarks/reshard.py --gpus 4 --tp 4 --model-size 7b               (GPUs)
+           python benchmarks/reshard.py --gpus 4 --tp 2 --model-size 7b --layout plain
+           python benchmarks/reshard.py --gpus 2 --tp 2 --small                      (CPU, seconds)
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from hybridrl.config.schema import (
+    Accumulation,
+    DType,
+    FSDPConfig,
+    Init,
+    Layout,
+    ModelConfig,
+    Offload,
+    RolloutConfig,
+    SleepMode,
+)
+from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.shards import NamedShard
+from hybridrl.distributed.token_models import TokenLogProbs
+from hybridrl.rollout import compat
+from hybridrl.rollout.engine import EnginePart
+from hybridrl.workers.rollout import RolloutWorker
+
+# hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied
+SHAPES = {
+    "7b": (3584, 28, 28, 4, 18944, 152064, False),
+    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "tiny": (256, 2, 4, 2, 512, 501, False),
+}
+
+
+class Actor:
+    """Stands where the actor's worker would: it has weights."""
+
+    def __init__(self, policy: TokenLogProbs) -> None:
+        self.policy = policy
+
+    def named_shards(self) -> list[NamedShard]:
+        """This rank's shards."""
+        return named_shards(self.policy)
+
+
+def main() -> None:
+    """Start the ranks; rank 0 prints one JSON line."""
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_model_config(args.model_size)))
+        mp.spawn(_rank, (args, Path(folder)), nprocs=args.gpus)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=2, help="ranks; on a CPU its processes")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--model-size", choices=SHAPES, default="7b")
+    parser.add_argument("--layout", choices=[layout.value for layout in Layout], default="aligned")
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    args = parser.parse_args()
+    if args.small:
+        args.model_size, args.bucket_mb, args.repeats = "tiny", 1, 3
+    return args
+
+
+def _model_config(size: str) -> dict[str, Any]:
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[size]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """What one rank does."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.gpus))
+    os.environ.update(compat.NO_MULTICAST)
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=args.gpus,
+        timeout=timedelta(minutes=5),
+    )
+    device_type = "cuda" if on_gpu else "cpu"
+    bandwidths = _bandwidths(args, device_type)
+    worker, actor = _build(args, folder, device_type)
+    result = hardware() | vars(args) | bandwidths | _measure(args, worker, actor, bandwidths)
+    if rank == 0:
+        print(json.dumps({"bench": "reshard"} | result), flush=True)
+    dist.barrier()
+    os._exit(0)  # vLLM and the process group end in either order only with warnings
+
+
+def _bandwidths(args: argparse.Namespace, device_type: str) -> dict[str, float]:
+    """Bytes per second of a cast copy (read and written) and of an all-gather (received)."""
+    numel = 1 << (20 if args.small else 30)
+    target = torch.empty(numel, dtype=torch.bfloat16, device=device_type)
+    bandwidths = {"copy_bandwidth": _copy_bandwidth(target), "all_gather_bandwidth": 0.0}
+    groups = [dist.new_group(list(range(t, args.gpus, args.tp))) for t in range(args.tp)]
+    group, parts = groups[dist.get_rank() % args.tp], args.gpus // args.tp
+    if parts == 1:
+        return bandwidths
+    for share in (4, 2, 1):
+        gathered = target[: numel // share]
+        own = target.new_empty(len(gathered) // parts)
+
+        def gather(gathered: Tensor = gathered, own: Tensor = own) -> None:
+            dist.all_gather_into_tensor(gathered, own, group=group)
+
+        seconds = statistics.median(seconds_per_call(gather))
+        best = max(bandwidths["all_gather_bandwidth"], (parts - 1) * own.nbytes / seconds)
+        bandwidths["all_gather_bandwidth"] = best
+    return bandwidths
+
+
+def _copy_bandwidth(target: Tensor) -> float:
+    source = torch.empty(target.shape, device=target.device)
+    seconds = seconds_per_call(lambda: target.copy_(source))
+    return (source.nbytes + target.nbytes) / statistics.median(seconds)
+
+
+def _build(args: argparse.Namespace, folder: Path, device_type: str) -> tuple[RolloutWorker, Actor]:
+    """The rollout worker, connected to an actor whose every weight is a random number."""
+    if device_type == "cuda":
+        torch.cuda.empty_cache()
+    model = ModelConfig(path=str(folder), init=Init.random, seed=0)
+    spec = FSDPConfig(
+        dp_shard=args.gpus,
+        dp_replicate=1,
+        reshard_after_forward=True,
+        param_dtype=DType.bfloat16,
+        reduce_dtype=DType.float32,
+        activation_checkpointing=False,
+        accumulation=Accumulation.full,
+        layout=Layout(args.layout),
+        tensor_parallel_size=args.tp,
+        columns=None,
+        ulysses_size=1,
+        offload=Offload.none,
+        compile=False,
+    )
+    mesh = build_mesh(spec, device_type)
+    worker = RolloutWorker(_rollout(args, model), mesh)
+    spec = replace(spec, columns=worker.columns(spec))
+    actor = Actor(load_sharded_policy(model, spec, mesh, chunk_tokens=1024))
+    generator = torch.Generator(device_type).manual_seed(dist.get_rank())
+    for shard in actor.named_shards():
+        shard.local().normal_(generator=generator)
+    worker.connect({"actor": actor})
+    worker.engine.wake(EnginePart.WEIGHTS)
+    return worker, actor
+
+
+def _rollout(args: argparse.Namespace, model: ModelConfig) -> RolloutConfig:
+    return RolloutConfig(
+        worker="hybridrl.workers.rollout.RolloutWorker",
+        model=model,
+        seed=0,
+        tensor_parallel_size=args.tp,
+        responses_per_prompt=1,
+        temperature=1.0,
+        top_p=1.0,
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+        dtype=DType.bfloat16,
+        gpu_memory_utilization=0.5,
+        kv_cache_mb=64,
+        max_num_seqs=8,
+        enforce_eager=True,
+        sleep=SleepMode.all,
+        straggler_ratio=0.0,
+        reshard_bucket_mb=args.bucket_mb,
+        verify_reshard=True,
+    )
+
+
+def _measure(
+    args: argparse.Namespace,
+    worker: RolloutWorker,
+    actor: Actor,
+    bandwidths: dict[str, float],
+) -> dict[str, Any]:
+    """All times, compared."""
+    plain = _syncs(worker, args.repeats, verify=False)
+    verified = _syncs(worker, args.repeats, verify=True)
+    extra = _extra_bytes(lambda: worker.resharder.sync(0, verify=True))
+    moved = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
+    usual = {
+        how: _usual(worker, actor, cast_first=how == "cast_first")
+        for how in ("float32", "cast_first")
+    }
+    differing = [
+        name
+        for name, tensor in worker.engine.tensors().items()
+        if not torch.equal(tensor.view(torch.int16), moved[name].view(torch.int16))
+    ]
+    wrong: list[Any] = [None] * args.gpus
+    dist.all_gather_object(wrong, differing)
+    floor = _floor(actor, plain[0]["received_bytes"], bandwidths)
+    move = _slowest(plain, "move_s")
+    usual_s = min(statistics.median(seconds) for seconds in usual.values())
+    return {
+        "prepare_ms": min_median_max(_slowest(plain, "prepare_s"), 1e3),
+        "move_ms": min_median_max(move, 1e3),
+        "verified_ms": min_median_max(_slowest(verified, "move_s", "verify_s"), 1e3),
+        "received_bytes": plain[0]["received_bytes"],
+        "floor_ms": round(1e3 * floor, 3),
+        "times_floor": round(statistics.median(move) / floor, 2),
+        "usual_ms": {how: min_median_max(seconds, 1e3) for how, seconds in usual.items()},
+        "times_faster_than_usual": round(usual_s / statistics.median(move), 1),
+        "extra_memory_buckets": round(extra / (args.bucket_mb << 20), 2),
+        "parameters": len(moved),
+        "differing_parameters": wrong,
+    }
+
+
+def _syncs(worker: RolloutWorker, repeats: int, *, verify: bool) -> list[dict[str, float]]:
+    """This rank's metrics of each repetition, after three others."""
+    metrics = []
+    for version in range(3 + repeats):
+        wait_for_all()
+        metrics.append(worker.resharder.sync(version, verify=verify))
+    return metrics[3:]
+
+
+def _slowest(metrics: list[dict[str, float]], *keys: str) -> list[float]:
+    """Of each repetition the largest sum of these metrics on any rank."""
+    own = torch.tensor([sum(one[key] for key in keys) for one in metrics], dtype=torch.float64)
+    dist.all_reduce(own, dist.ReduceOp.MAX)  # on the host: gloo
+    return own.tolist()
+
+
+def _floor(actor: Actor, received: float, bandwidths: dict[str, float]) -> float:
+    """Seconds that the slowest rank would need at full bandwidth."""
+    storages = {shard.local().data_ptr(): shard.local().numel() for shard in actor.named_shards()}
+    floors = [6 * sum(storages.values()) / bandwidths["copy_bandwidth"]]
+    if bandwidths["all_gather_bandwidth"]:
+        floors.append(received / bandwidths["all_gather_bandwidth"])
+    slowest = torch.tensor(max(floors), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _extra_bytes(function: Callable[[], object]) -> int:
+    """Peak of allocated device memory during a call, above what was there before; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        function()
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _usual(worker: RolloutWorker, actor: Actor, *, cast_first: bool) -> list[float]:
+    """Seconds of gathering each parameter whole and giving it to vLLM's loader."""
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in actor.policy.lm.named_parameters():
+            cast = parameter.detach().to(torch.bfloat16) if cast_first else parameter.detach()
+            yield name, cast.full_tensor()  # type: ignore[attr-defined]
+
+    for tensor in worker.engine.tensors().values():
+        tensor.fill_(float("nan"))  # what a loader left out would show
+    with torch.no_grad():
+        return seconds_per_call(lambda: worker.engine.load(weights()), warmup=1, repeats=3)
+
+
+if __name__ == "__main__":
+    main()

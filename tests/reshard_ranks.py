@@ -1,0 +1,186 @@
+"""What the tests of the resharder run on every rank: random shards, and an engine without vLLM."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.regions import Region, Trace, TracedCopy
+from hybridrl.distributed.shards import NamedShard
+from hybridrl.reshard.engine import Destination, Resharder, ReshardError
+from hybridrl.reshard.layout import SourceLayout
+from hybridrl.rollout.trace import trace_loader
+from tests.role_configs import fsdp_config
+from tests.toy_engine import SOURCES, ToyEngine
+
+BFLOAT = torch.bfloat16
+EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank takes columns
+
+
+class FloatEngine(ToyEngine):
+    """The toy engine with bfloat16 parameters."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        super().__init__(rank, tp)
+        for name, parameter in list(self.named_parameters()):
+            values = parameter.data.to(BFLOAT)
+            setattr(self, name, nn.Parameter(values, requires_grad=False))
+
+
+class Side:
+    """One rank's shards and engine.
+
+    Args:
+        tp: size of the engine.
+        mesh: the training mesh; shards lie in the order of its dp_shard group.
+        by_columns: cut what each tp rank takes columns of along dim 1.
+        device: of shards and parameters.
+    """
+
+    def __init__(self, tp: int, mesh: DeviceMesh, by_columns: bool, device: str) -> None:
+        self.mesh, self.rank = mesh, dist.get_rank(mesh.get_group("dp_shard"))
+        shapes = SOURCES | {"experts": EXPERTS}
+        columns = ("o", "down") if by_columns else ()
+        count = mesh["dp_shard"].size()
+        self.layouts = [SourceLayout(n, s, count, int(n in columns)) for n, s in shapes.items()]
+        tp_rank = dist.get_rank() % tp
+        self.engine = FloatEngine(tp_rank, tp).to(device)
+        trace = trace_loader(self.engine, self.engine.load_weights, list(SOURCES.items()), BFLOAT)
+        self.tensors = {name: p.data for name, p in self.engine.named_parameters()}
+        width = EXPERTS[2] // tp
+        self.tensors["experts"] = torch.zeros((*EXPERTS[:2], width), dtype=BFLOAT, device=device)
+        slice_ = Region((0, 0, tp_rank * width), (*EXPERTS[:2], width))
+        self.trace = Trace(
+            [*trace.copies, TracedCopy("experts", slice_, "experts", (0, 0, 0))],
+            trace.fills,
+            trace.refused,
+            trace.parameters | {"experts": tuple(self.tensors["experts"].shape)},
+        )
+        self.local: dict[str, Tensor] = {}
+
+    def resharder(self, bucket_elements: int) -> Resharder:
+        shards = [
+            NamedShard(c.name, c.shape, lambda name=c.name: self.local[name], c.dim)
+            for c in self.layouts
+        ]
+        destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
+        return SmallBuckets(shards, destination, self.mesh, bucket_elements)
+
+    def take_weights(self, seed: int, misaligned: bool = False) -> dict[str, Tensor]:
+        """Cut new weights, into new memory; return them whole."""
+        generator = torch.Generator().manual_seed(seed)
+        whole = {c.name: torch.randn(c.shape, generator=generator) for c in self.layouts}
+        device = next(iter(self.tensors.values())).device
+        for layout in self.layouts:
+            part = cut(whole[layout.name], layout.region(self.rank))
+            memory = torch.empty(part.numel() + 1, device=device)[int(misaligned) :]
+            self.local[layout.name] = memory[: part.numel()].view(part.shape).copy_(part)
+        return whole
+
+    def wrong(self, whole: dict[str, Tensor]) -> list[str]:
+        """Parameters that are not, bit for bit, what the loader makes of the whole weights."""
+        oracle = FloatEngine(self.engine.rank, self.engine.tp)
+        oracle.load_weights((name, whole[name]) for name in SOURCES)
+        expected = {name: p.data for name, p in oracle.named_parameters()}
+        slice_ = self.trace.copies[-1].region
+        expected["experts"] = cut(whole["experts"], slice_).to(BFLOAT)
+        return [n for n, t in self.tensors.items() if not torch.equal(t.cpu(), expected[n])]
+
+
+class SmallBuckets(Resharder):
+    """Counts elements instead of MiB, since toys have few of them."""
+
+    def _agreed_plan(self, bucket_elements: int) -> Any:
+        return super()._agreed_plan(bucket_elements >> 19)
+
+
+def cut(tensor: Tensor, region: Region) -> Tensor:
+    for dim, (start, size) in enumerate(zip(region.offset, region.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except ReshardError as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str, Any]:
+    """What one rank sees of a mesh."""
+    spec = fsdp_config(
+        dist.get_world_size() // replicas, replicas, tensor_parallel_size=tp if by_columns else 1
+    )
+    side = Side(tp, build_mesh(spec, device), by_columns, device)
+    resharder = side.resharder(bucket_elements=64)
+    seen: dict[str, Any] = {"wrong": [], "buckets": len(resharder._plan.buckets)}
+    # New memory every time, at other offsets from 16 bytes the third time; then a second sync of
+    # weights that were changed in place.
+    for seed in range(3):
+        whole = side.take_weights(seed, misaligned=seed == 2)
+        seen["metrics"] = resharder.sync(seed, verify=True)
+        seen["wrong"] += side.wrong(whole)
+    for name, tensor in side.local.items():
+        tensor.mul_(2)
+        whole[name] *= 2
+    resharder.sync(3, verify=False)
+    seen["wrong"] += side.wrong(whole)
+    seen["missed"] = missed_flips(side, resharder)
+    seen["replicas"] = replica_error(side, resharder) if replicas > 1 else ""
+    return seen
+
+
+def missed_flips(side: Side, resharder: Resharder) -> list[str]:
+    """Flip one bit of each copy and each message that a rank takes, on one rank after the other.
+
+    Returns:
+        What was not noticed, or blamed on anything else.
+    """
+    resharder.sync(4, verify=True)
+    missed = []
+    for rank in range(dist.get_world_size()):
+        own = list(places(resharder)) if rank == dist.get_rank() else []
+        count = torch.tensor(len(own))
+        dist.broadcast(count, src=rank)
+        for number in range(int(count)):
+            blamed: list[Any] = [None]
+            if own:
+                name, offset = own[number]
+                byte = side.tensors[name][offset].view(torch.uint8)[:1]
+                byte ^= 1 << number % 8
+                blamed = [f"\n  {name} on ranks [{rank}]: does not hold what was sent to it"]
+            dist.broadcast_object_list(blamed, src=rank)
+            message = error_of(lambda: resharder.verify(4))
+            if own:
+                byte ^= 1 << number % 8
+            if not message.endswith(f"are not the actor's:{blamed[0]}"):
+                missed.append(f"{blamed[0]}: {message}")
+    resharder.verify(4)
+    return missed
+
+
+def places(resharder: Resharder) -> Any:
+    """The last row of every local copy and of every message that this rank takes."""
+    plan, rank = resharder._plan, resharder._rank
+    taken = [(c.parameter, c.offset, c.region.shape) for c in plan.local]
+    for bucket in plan.buckets:
+        for message in (m for section in bucket.receives for m in section.messages):
+            for taker in message.takers:
+                if taker.receiver == rank:
+                    taken.append((taker.parameter, taker.offset, message.region.shape))
+    for name, offset, shape in taken:
+        last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
+        yield name, (*last[:-1], slice(last[-1], last[-1] + 1))
+
+
+def replica_error(side: Side, resharder: Resharder) -> str:
+    """What is said where the last replica has other weights, which arrive there as they are."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        side.local["gate"][-1, -1] += 1
+    return error_of(lambda: resharder.sync(5, verify=True))

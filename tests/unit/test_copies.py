@@ -1,0 +1,96 @@
+"""Copies: regions of any number of dims as rectangles, and the kernel against the loop."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.reshard.copies import Buffers, TorchCopies
+from hybridrl.reshard.fingerprint import hashes
+from hybridrl.reshard.pieces import Place, cut
+from tests.random_pieces import check_kernel
+
+CPU = torch.device("cpu")
+
+
+def take(tensor, offset, shape):
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+
+def users_of(tensor):
+    """Tensors, and other objects, that keep a tensor's memory alive."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize(
+    ("whole", "offset", "shape"),
+    [
+        ((7,), (2,), (4,)),
+        ((7, 5), (1, 2), (3, 3)),
+        ((4, 7, 5), (1, 2, 0), (3, 4, 5)),
+        ((2, 3, 4, 5), (0, 1, 1, 2), (2, 2, 3, 2)),
+        ((7, 5), (3, 0), (0, 5)),
+    ],
+)
+def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
+    """Out of a tensor that holds its coordinates, into the far corner of a larger one."""
+    source = torch.arange(torch.Size(whole).numel(), dtype=torch.float32).view(whole)
+    target = torch.full([n + 1 for n in shape], -1.0)
+    corner = (1,) * len(shape)
+    pieces = list(
+        cut(
+            shape,
+            Place(0, 0, whole, offset),
+            Place(1, 0, tuple(target.shape), corner),
+            (whole, offset),
+            salt=1,
+            sum=0,
+        )
+    )
+    buffers = Buffers(CPU)
+    buffers.place([source, target])
+    copies = TorchCopies(pieces, buffers, torch.float32, hashes(64, 64, CPU), write=True)
+    copies.run(0, 1, None, paced=False)
+    expected = torch.full_like(target, -1.0)
+    take(expected, corner, shape).copy_(take(source, offset, shape))
+    assert torch.equal(target, expected)
+
+
+def test_rows_of_a_3_dim_tensor_are_numbered_through():
+    """Element (i, j, k) of a 4 x 7 x 5 tensor is in row 7 i + j."""
+    places = Place(0, 0, (4, 7, 5), (2, 3, 1))
+    pieces = cut((2, 4, 2), places, places, ((4, 7, 5), (2, 3, 1)), salt=1, sum=0)
+    assert [(p.row, p.column, p.rows, p.columns) for p in pieces] == [
+        (7 * 2 + 3, 1, 4, 2),
+        (7 * 3 + 3, 1, 4, 2),
+    ]
+
+
+def test_buffers_say_when_copies_must_be_built_anew():
+    memory, buffers = torch.zeros(64), Buffers(CPU)
+    assert buffers.place([memory[:16]])
+    assert not buffers.place([memory[16:32]]), "as aligned as before"
+    assert buffers.addresses.tolist() == [memory[16:].data_ptr()]
+    assert buffers.place([memory[1:17]]), "no longer aligned"
+    assert buffers.place([memory.bfloat16()[:16]]), "another dtype"
+
+
+def test_released_buffers_keep_nothing_alive():
+    buffers, memory = Buffers(CPU), torch.zeros(8)
+    before = users_of(memory)
+    buffers.place([memory])
+    assert users_of(memory) > before
+    buffers.release()
+    assert users_of(memory) == before
+
+
+def test_the_kernel_does_what_the_loop_does():
+    """In Triton's interpreter, which must be chosen before Triton is imported."""
+    pytest.importorskip("triton", reason="Triton comes with vLLM, or with torch for GPUs")
+    root = Path(__file__).resolve().parents[2]
+    code = f"from {check_kernel.__module__} import check_kernel; check_kernel('cpu', 2)"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=250)
