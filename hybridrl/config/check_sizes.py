@@ -131,6 +131,18 @@ def step_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
+def profile_problems(config: RunConfig) -> Iterator[str]:
+    """Whether the steps to be profiled happen."""
+    total = config.trainer.total_steps
+    never = [step for step in config.trainer.profile_steps if step > total]
+    if never:
+        yield (
+            f"trainer.profile_steps = {config.trainer.profile_steps}, expected at most "
+            f"trainer.total_steps = {total}: {listed(never)} would never happen.\n"
+            f"Remove {listed(never)}, or raise trainer.total_steps."
+        )
+
+
 def temperature_problems(config: RunConfig) -> Iterator[str]:
     """Whether log-probs are of the distribution that was sampled."""
     for role, temperature in (("actor", config.actor.temperature), ("ref", config.ref.temperature)):

@@ -66,6 +66,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
             "critic.optim.warmup_steps",
         ),
     ),
+    (sizes.profile_problems, ("trainer.total_steps", "trainer.profile_steps")),
     (
         sizes.temperature_problems,
         ("rollout.temperature", "actor.temperature", "ref.temperature"),

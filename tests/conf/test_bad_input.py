@@ -52,6 +52,11 @@ ONE_PROBLEM = [
     (["reward.failed_score=inf"], ["reward.failed_score = inf", "infinite"]),
     (["actor.optim.betas=[0.9]"], ["actor.optim.betas = [0.9]", "two numbers"]),
     (["actor.optim.betas=[0.9,1.0]"], ["actor.optim.betas = [0.9, 1.0]", "below 1"]),
+    (
+        ["trainer.profile_steps=[3,31]"],
+        ["trainer.profile_steps = [3, 31]", "total_steps = 30", "31 would never happen"],
+    ),
+    (["trainer.profile_steps=[a]"], ["trainer.profile_steps"]),
     (["actor.optim.warmup_steps=30"], ["actor.optim.warmup_steps = 30", "total_steps = 30"]),
     (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator = k9", "one of k1, k2, k3"]),
     (["fsdp.param_dtype=float16"], ["fsdp.param_dtype = float16", "float32, bfloat16"]),
