@@ -1,12 +1,16 @@
-"""The recipe on several workers and nodes, in user modules and in sweeps."""
+"""The recipe on several workers, profiled; in user modules and in sweeps."""
 
 import json
+import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.end_to_end.runs import ROOT, SMALL, started
+from tests.end_to_end.traces import assert_traces
 
 
 @pytest.mark.parametrize(
@@ -18,17 +22,38 @@ from tests.end_to_end.runs import ROOT, SMALL, started
         pytest.param(
             ["cluster.gpus_per_node=4", "rollout.tensor_parallel_size=2"], marks=pytest.mark.slow
         ),
+        pytest.param(["cluster.gpus_per_node=2", "fsdp.ulysses_size=2"], marks=pytest.mark.slow),
     ],
-    ids=["tp2", "dp2", "replicate2", "dp4-tp2"],
+    ids=["tp2", "dp2", "replicate2", "dp4-tp2", "ulysses2"],
 )
 def test_trains_on_several_workers(tmp_path, layout):
-    with started(tmp_path / "run", *SMALL, *layout) as run:
+    with started(tmp_path / "run", *SMALL, *layout, "trainer.profile_steps=[2]") as run:
         output = run.output()
         assert run.process.returncode == 0, output
+        assert "traces of step 2" in output
+        assert_traces(run, step=2, num_ranks=int(layout[0].partition("=")[2]))
         for row in run.metrics()[1:]:
             assert row["actor/first_log_ratio_max"] == 0.0
             assert row["rollout/log_prob_diff_mean"] < 1e-4
         run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_random_weights_need_no_checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in EMBEDDED_FOLDER.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    own = [f"model.path={folder}", "model.init=random", "cluster.gpus_per_node=2"]
+    with started(tmp_path / "run", *SMALL, *own) as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        assert "random weights" in output
+        for row in run.metrics()[1:]:
+            # As drawn, the model is nearly uniform over its 160 tokens.
+            assert abs(row["actor/entropy"] - math.log(160)) < 0.2
+            assert row["rollout/log_prob_diff_mean"] < 1e-4
 
 
 def test_the_extending_page_works_as_written(tmp_path):
