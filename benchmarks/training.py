@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +32,18 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from benchmarks.training_workload import (
+    QWEN2_5_1_5B,
+    SMALL,
+    Size,
+    actor_config,
+    draw_lengths,
+    fsdp_config,
+    random_batch,
+)
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import (
-    Accumulation,
-    ActorConfig,
-    DType,
-    FSDPConfig,
-    Init,
-    KLConfig,
-    KLEstimator,
-    KLPlacement,
-    KLSchedule,
-    Layout,
-    LRSchedule,
-    ModelConfig,
-    Offload,
-    OptimConfig,
-)
+from hybridrl.config.schema import Accumulation, FSDPConfig
 from hybridrl.config.training_memory import TrainingMemory, Workload
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -59,51 +52,6 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 
 GIB = 2**30
-QWEN2_5_1_5B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 1536,
-    "initializer_range": 0.02,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-}
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is computed.
-
-    Attributes:
-        sequences: per rank and optimizer step.
-        length: mean tokens of a sequence, prompt included.
-        prompt: tokens of each prompt.
-        max_tokens: budget of a micro-batch.
-        chunk_tokens: actor.log_prob_chunk_tokens.
-        sigma: standard deviation of log(length) where lengths are log-normal.
-    """
-
-    sequences: int
-    length: int
-    prompt: int
-    max_tokens: int
-    chunk_tokens: int
-    sigma: float
 
 
 def main() -> None:
@@ -161,8 +109,10 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
     result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
     for variant in arguments.variants.split(","):
-        fsdp = _fsdp(arguments, compiled=variant == "compiled")
+        fsdp = fsdp_config(arguments, compiled=variant == "compiled")
         result[variant] = _measure_variant(folder, fsdp, shape, size, device_type, arguments)
+        if rank == 0:
+            print(variant, json.dumps(result[variant]), file=sys.stderr, flush=True)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -176,12 +126,12 @@ def _measure_variant(
     device_type: str,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    config = _actor(folder, fsdp, size, arguments.ranks)
+    config = actor_config(folder, fsdp, size, arguments.ranks)
     actor = ActorWorker(config, build_mesh(fsdp, device_type))
     sizes = update_sizes(config, arguments.ranks, shape)
     found: dict[str, Any] = {}
     for name in ("equal", "lognormal"):
-        batch = _batch(_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
+        batch = random_batch(draw_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
         found[name] = _measure(actor, batch, sizes, shape, arguments.repeats)
     found["unequal_over_equal"] = round(
         found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
@@ -236,39 +186,6 @@ def _gathered(dealt: ScheduledBatch, mine: Ragged) -> Ragged:
     return dealt.join(parts)
 
 
-def _lengths(name: str, ranks: int, size: Size) -> torch.Tensor:
-    """Tokens of each sequence; both kinds have the same sum."""
-    num, total = ranks * size.sequences, ranks * size.sequences * size.length
-    if name == "equal":
-        return torch.full((num,), size.length)
-    draws = torch.randn(num, generator=torch.Generator().manual_seed(0)).mul(size.sigma).exp()
-    lengths = (draws / draws.sum() * total).long()
-    lengths = lengths.clamp(size.prompt + 1, size.max_tokens)
-    lengths[lengths.argmin()] += total - lengths.sum()
-    return lengths
-
-
-def _batch(lengths: torch.Tensor, prompt: int, vocab: int) -> RolloutBatch:
-    """Random tokens with made-up advantages, all of them sampled by the policy."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(rows: torch.Tensor) -> Ragged:
-        return Ragged(torch.randint(0, vocab, (int(rows.sum()),), generator=generator), rows)
-
-    responses = tokens(lengths - prompt)
-    num = len(responses.values)
-    return RolloutBatch(
-        prompts=tokens(torch.full_like(lengths, prompt)),
-        responses=responses,
-        response_mask=responses.like(torch.ones(num, dtype=torch.bool)),
-        rollout_log_probs=responses.like(torch.zeros(num)),
-        group_id=torch.arange(len(lengths)),
-        weight_version=torch.zeros(len(lengths), dtype=torch.int64),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-        advantages=responses.like(torch.randn(num, generator=generator)),
-    )
-
-
 def _peak_memory() -> dict[str, float] | None:
     """Most that tensors took, and that the allocator held for them, on the fullest rank."""
     if not torch.cuda.is_available():
@@ -295,58 +212,6 @@ def _planned_bytes(fsdp: FSDPConfig, shape: ModelShape, size: Size) -> float:
     )
     always = 12 * shape.parameters / fsdp.dp_shard
     return always + sum(TrainingMemory(fsdp, shape, work, has_head=True).update().values())
-
-
-def _fsdp(arguments: argparse.Namespace, *, compiled: bool) -> FSDPConfig:
-    return FSDPConfig(
-        dp_shard=arguments.ranks,
-        dp_replicate=1,
-        reshard_after_forward=not arguments.keep_gathered,
-        param_dtype=DType.float32 if arguments.small else DType.bfloat16,
-        reduce_dtype=DType.float32,
-        activation_checkpointing=arguments.checkpointing,
-        accumulation=Accumulation(arguments.accumulation),
-        layout=Layout.plain,
-        tensor_parallel_size=1,
-        columns=None,
-        ulysses_size=1,
-        offload=Offload.none,
-        compile=compiled,
-    )
-
-
-def _actor(folder: Path, fsdp: FSDPConfig, size: Size, ranks: int) -> ActorConfig:
-    return ActorConfig(
-        worker="hybridrl.workers.actor.ActorWorker",
-        model=ModelConfig(path=str(folder), init=Init.random, seed=0),
-        fsdp=fsdp,
-        kl=KLConfig(
-            placement=KLPlacement.reward,
-            estimator=KLEstimator.k1,
-            coef=0.0,
-            schedule=KLSchedule.fixed,
-            target=1.0,
-            horizon=1000,
-        ),
-        total_steps=100,
-        temperature=1.0,
-        mini_batch_size=ranks * size.sequences,
-        epochs=1,
-        max_tokens_per_gpu=size.max_tokens,
-        clip_ratio=0.2,
-        entropy_coef=0.0,
-        log_prob_chunk_tokens=size.chunk_tokens,
-        optim=OptimConfig(
-            lr=1.0e-6,
-            betas=[0.9, 0.999],
-            eps=1.0e-8,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            schedule=LRSchedule.constant,
-            warmup_steps=0,
-            min_lr_ratio=0.0,
-        ),
-    )
 
 
 if __name__ == "__main__":
