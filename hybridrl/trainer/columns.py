@@ -51,6 +51,8 @@ COLUMNS = (
     Column("length", "response/length_mean", lambda value: f"{value:.1f}", 7),
     Column("cut off", "response/truncated_fraction", lambda value: f"{value:.1%}", 8, 100),
     Column("tok/s", "rollout/tokens_per_second", count_text, 7),
+    Column("idle", "idle/fraction", lambda value: f"{value:.0%}", 4, 130),
+    Column("MFU", "mfu/update_actor", lambda value: f"{value:.0%}", 4, 130),
     Column("seconds", "time/step_s", lambda value: f"{value:.1f}", 8),
 )
 # From this width on a row ends with the phases that took longest.

@@ -19,7 +19,7 @@ from rich.text import Text
 from hybridrl.trainer.columns import Metrics, duration_text, short_name
 from hybridrl.trainer.progress import LiveSteps, StepLines, Steps
 from hybridrl.trainer.rollout_log import RolloutRecord
-from hybridrl.trainer.summary import Summary
+from hybridrl.trainer.summary import Speeds, Summary
 
 MAX_SAMPLE_LINES = 8
 MAX_SHARES_SHOWN = 6
@@ -105,6 +105,7 @@ class RunConsole:
                 f"{summary.steps} in {duration_text(summary.seconds)} ({per_step:.1f} s each)",
             ),
             ("time", ", ".join(shares)),
+            *_speed_lines(summary.speeds),
         ]
         if summary.failed_rewards:
             lines.append(("rewards", f"{summary.failed_rewards:,} failed and got the failed score"))
@@ -176,6 +177,18 @@ def _plain_lines(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
         plain.append(f"{label:<{indent}}{parts[0]}".rstrip())
         plain += [" " * indent + part for part in parts[1:]]
     return plain
+
+
+def _speed_lines(speeds: Speeds) -> list[tuple[str, str]]:
+    """How well the devices were used, as far as it is known."""
+    lines = []
+    if speeds.idle is not None and speeds.outside is not None:
+        outside = f"outside sampling, scoring and updates {speeds.outside:.0%}"
+        lines.append(("idle", f"ranks {speeds.idle:.0%}; {outside}"))
+    if speeds.mfu:
+        shares = [f"{short_name(phase)} {share:.0%}" for phase, share in speeds.mfu.items()]
+        lines.append(("MFU", ", ".join(shares)))
+    return lines
 
 
 def _accuracy_table(summary: Summary) -> Table:

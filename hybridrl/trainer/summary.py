@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 ACCURACY = "eval/accuracy"
 # Times that are of no phase: the whole step, and what is outside its computations.
-NO_PHASES = frozenset({"time/step_s", "time/outside_s"})
+OUTSIDE = "time/outside_s"
+NO_PHASES = frozenset({"time/step_s", OUTSIDE})
 
 Metrics = Mapping[str, float | None]
 
@@ -34,6 +35,21 @@ class Summary(NamedTuple):
     changes: list[Change]
     shares: list[Share]
     failed_rewards: int
+    speeds: "Speeds"
+
+
+class Speeds(NamedTuple):
+    """How well the devices were used over the whole run; None where it is not known.
+
+    Attributes:
+        idle: share of the steps' time in which a rank ran no worker call, mean over ranks.
+        outside: share of it outside sampling, forwards and updates.
+        mfu: by phase, mean over the steps.
+    """
+
+    idle: float | None
+    outside: float | None
+    mfu: dict[str, float]
 
 
 def summarize(rows: Sequence[Metrics]) -> Summary:
@@ -49,6 +65,11 @@ def summarize(rows: Sequence[Metrics]) -> Summary:
         changes=_changes(rows),
         shares=phase_shares(rows),
         failed_rewards=int(_total(rows, "reward/failed")),
+        speeds=Speeds(
+            idle=_total(rows, "idle/mean_s") / seconds if _knows(rows, "idle/mean_s") else None,
+            outside=_total(rows, OUTSIDE) / seconds if _knows(rows, OUTSIDE) else None,
+            mfu=_mean_mfu(rows),
+        ),
     )
 
 
@@ -76,6 +97,20 @@ def _changes(rows: Sequence[Metrics]) -> list[Change]:
             label = name.removeprefix(ACCURACY).strip("_").replace("_", " ")
             changes.append(Change(label or "sampled", before, after))
     return changes
+
+
+def _mean_mfu(rows: Sequence[Metrics]) -> dict[str, float]:
+    """The mean MFU of each phase that has one, over the steps that have it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("mfu/") and value is not None:
+                found.setdefault(name.removeprefix("mfu/"), []).append(value)
+    return {phase: sum(values) / len(values) for phase, values in found.items()}
+
+
+def _knows(rows: Sequence[Metrics], name: str) -> bool:
+    return any(row[name] is not None for row in rows if name in row)
 
 
 def _total(rows: Sequence[Metrics], name: str) -> float:

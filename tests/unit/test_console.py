@@ -210,6 +210,28 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
         assert "final/  metrics.jsonl" in text
 
 
+def test_summary_says_how_well_the_devices_were_used(tmp_path):
+    rows = [
+        {"step": 0, "time/step_s": 2.0, "idle/mean_s": 1.0, "time/outside_s": 2.0},
+        {"step": 1, "time/step_s": 3.0, "idle/mean_s": 0.5, "time/outside_s": 0.5}
+        | {"mfu/old_log_probs": 0.5, "mfu/update_actor": 0.4},
+        {"step": 2, "time/step_s": 5.0, "idle/mean_s": 0.5, "time/outside_s": 0.5}
+        | {"mfu/old_log_probs": 0.52, "mfu/update_actor": None},
+    ]
+    console, file = screen(terminal=False)
+    console.summary(summarize(rows), tmp_path)
+    assert "ranks 20%; outside sampling, scoring and updates 30%" in file.getvalue()
+    assert "old logp 51%, actor 40%" in file.getvalue()
+    assert "other 100%" in file.getvalue()  # neither of them is a phase
+
+
+def test_step_shows_idle_time_and_mfu_where_known():
+    row = STEP | {"idle/fraction": 0.07, "mfu/update_actor": 0.46}
+    assert "tok/s 5.12 k  idle 7%  MFU 46%  4.0 s" in step_line(row, 40, "?")
+    assert len(step_row(row, 130)) - len(step_row(row, 129)) == 2 * 5
+    assert "  7%  46%      4.0" in step_row(row, 130)
+
+
 def test_summary_of_a_run_without_evaluation_is_no_crash(tmp_path):
     console, file = screen(terminal=False)
     console.summary(summarize([]), tmp_path)
