@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -93,8 +94,16 @@ class Pool:
         Raises:
             WorkerError: a rank failed, died or is late (cluster.call_timeout_s).
         """
+        return self.begin(method, arguments, phase)()
+
+    def begin(self, method: str, arguments: Sequence[tuple], phase: str) -> Callable[[], list[Any]]:
+        """Call a host method on every rank; what is returned waits, as `run` does.
+
+        Nothing else may be called until then. The deadline counts from the wait.
+        """
+        refs = self._submit(self.hosts, method, arguments)
         timeout_s = self._config.cluster.call_timeout_s
-        return self._call(self.hosts, method, arguments, phase, timeout_s, CALL_SETTING)
+        return partial(self._wait, self.hosts, refs, phase, timeout_s, CALL_SETTING)
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Let rank 0, which reads checkpoints for all, begin with the model's; returns at once."""
@@ -179,22 +188,27 @@ class Pool:
     ) -> list[Any]:
         timeout_s = self._config.cluster.start_timeout_s
         phase = f"start: {method}"
-        return self._call(hosts, method, arguments, phase, timeout_s, START_SETTING)
+        refs = self._submit(hosts, method, arguments)
+        return self._wait(hosts, refs, phase, timeout_s, START_SETTING)
 
-    def _call(
-        self,
-        hosts: Sequence[Host],
-        method: str,
-        arguments: Sequence[tuple],
-        phase: str,
-        timeout_s: float,
-        setting: str,
-    ) -> list[Any]:
+    def _submit(
+        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
+    ) -> list[ObjectRef]:
         refs = [
             getattr(host.handle, method).remote(*own)
             for host, own in zip(hosts, arguments, strict=True)
         ]
         self._busy = dict(zip(refs, hosts, strict=True))
+        return refs
+
+    def _wait(
+        self,
+        hosts: Sequence[Host],
+        refs: Sequence[ObjectRef],
+        phase: str,
+        timeout_s: float,
+        setting: str,
+    ) -> list[Any]:
         try:
             results = wait_for_all(hosts, refs, phase, timeout_s)
         except TimeoutError as error:

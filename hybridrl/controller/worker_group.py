@@ -1,6 +1,6 @@
 """The driver's view of the roles: one WorkerGroup per role, calls dealt as the methods say."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -95,6 +95,11 @@ class Call:
 
 
 def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outcome]:
+    """Run methods of several roles and wait for what they return; see `begin_together`."""
+    return begin_together(calls, whole)()
+
+
+def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], dict[str, Outcome]]:
     """Run methods of several roles, one after the other in every process, on one batch.
 
     Args:
@@ -103,11 +108,12 @@ def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outc
         whole: the methods' first argument. What earlier calls have sent of it is not sent again.
 
     Returns:
-        For each call what its `Dispatch` promises, and when the slowest rank was at work.
+        What waits for the results: for each call what its `Dispatch` promises, and when the slowest
+        rank was at work. Until it has been called the pool takes no other calls. It may raise a
+        WorkerError, as in `WorkerGroup.call`, whose message names the method.
 
     Raises:
         AttributeError: a method is not marked with `@on_all_ranks`.
-        WorkerError: as in `WorkerGroup.call`; the message names the method.
     """
     ((pool, num_shards),) = {(call.group.pool, call.group.num_shards) for call in calls.values()}
     assert all(call.dispatch in SHARDED for call in calls.values()), list(calls)
@@ -122,8 +128,20 @@ def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outc
         for rank in range(pool.size)
     ]
     phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
-    per_rank = pool.run("call", arguments, phase)
-    pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
+    wait = pool.begin("call", arguments, phase)
+
+    def results() -> dict[str, Outcome]:
+        per_rank = wait()
+        pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
+        return _outcomes(calls, whole, per_rank)
+
+    return results
+
+
+def _outcomes(
+    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[Outcome]]
+) -> dict[str, Outcome]:
+    """Each call's result, put together over the ranks."""
     outcomes = {}
     for (name, call), ranks in zip(calls.items(), zip(*per_rank, strict=True), strict=True):
         values = [ranks[rank].value for rank in call.answering()]

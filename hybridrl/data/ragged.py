@@ -56,6 +56,13 @@ class Ragged:
         """Views of the rows."""
         return list(self.values.split(self.lengths.tolist()))
 
+    def sums(self) -> Tensor:
+        """[B] int64: the sum of each row, of bools or integers; 0 of an empty one."""
+        assert not self.values.is_floating_point(), "differences of long sums lose digits"
+        ends = self.lengths.cumsum(0)
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.values.cumsum(0)])
+        return total[ends] - total[ends - self.lengths]
+
     def select(self, indices: Sequence[int] | Tensor) -> "Ragged":
         """The rows `indices`, in that order."""
         return RowPicker.of(self.lengths, indices).pick(self)

@@ -9,10 +9,11 @@ those that the ranks compute at the same time cost nearly the same.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hybridrl.config.flops import sequence_flops
 from hybridrl.config.model_shape import ModelShape
@@ -114,6 +115,14 @@ class ScheduledBatch(Shardable):
         ]
         return replace(self, batch=batch, cut=cut)
 
+    def keeping(self, **new: Ragged) -> "ScheduledBatch":
+        """The same schedule with fields filled in that ranks do not get.
+
+        Raises:
+            ValueError: a field's rows are not as long as the responses.
+        """
+        return replace(self, batch=self.batch.adding(**new))
+
     def pieces(self, num_shards: int) -> list[list[Piece]]:
         """What each rank's `RankBatch` is made of; `num_shards` must be the ranks scheduled."""
         assert num_shards == len(self.ranks), (num_shards, len(self.ranks))
@@ -133,9 +142,28 @@ class ScheduledBatch(Shardable):
         ]
 
     def join(self, results: Sequence[Ragged]) -> Ragged:
-        """Per-rank results of `map_first_epoch` in the order of `batch`."""
-        order = [i for epochs in self.ranks for mini in epochs[0] for micro in mini for i in micro]
-        return concat(results).select(torch.tensor(order).argsort())
+        """Per-rank results of `map_first_epoch` in the order of `batch`.
+
+        Raises:
+            ValueError: a rank's rows are not as long as its responses.
+        """
+        whole = concat(results)
+        if not torch.equal(whole.lengths, self.batch.responses.lengths[self._first_epochs]):
+            raise ValueError("a result does not have one value per response token")
+        return self._back.pick(whole)
+
+    @cached_property
+    def _first_epochs(self) -> Tensor:
+        """[B]: the responses in the order in which the ranks' first epochs compute them."""
+        return torch.tensor(
+            [i for epochs in self.ranks for mini in epochs[0] for micro in mini for i in micro]
+        )
+
+    @cached_property
+    def _back(self) -> RowPicker:
+        """Brings rows in that order into the batch's."""
+        order = self._first_epochs
+        return RowPicker.of(self.batch.responses.lengths[order], order.argsort())
 
 
 def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
@@ -201,7 +229,7 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         )
     tokens = batch.num_tokens.tolist()
     cost = [sizes.cost(count) for count in tokens]
-    sampled = [int(row.sum()) for row in batch.response_mask.rows()]
+    sampled = batch.response_mask.sums().tolist()
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     num_tokens: list[list[int]] = []
     for epoch in range(sizes.epochs):

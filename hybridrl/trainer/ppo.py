@@ -2,8 +2,7 @@
 
     reshard     actor FSDP shards -> vLLM TP slices, in place
     rollout     prompts -> responses, rollout_log_probs
-    reward      (prompt, response, example) -> scores
-    score       old_log_probs, ref_log_probs, values
+    score       old_log_probs, ref_log_probs, values; meanwhile rewards -> scores
     advantage   rewards -> advantages, returns
     update      critic and actor, packed micro-batches
     log, evaluate
@@ -11,6 +10,7 @@
 The trainer runs in the driver process: it holds no weights and calls the roles by name.
 """
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
-from hybridrl.controller.worker_group import Call, Workers, call_together
+from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompts import Prompt, PromptSource
@@ -100,8 +100,7 @@ class PPOTrainer:
             with self.profiler.step(step), self.phases.step():
                 self.reshard()
                 batch, prompts = self.rollout(step)
-                batch = self.reward(batch, prompts, step)
-                scheduled = self.score(batch, step)
+                scheduled = self.score(batch, prompts, step)
                 scheduled = self.advantage(scheduled)
                 self.update(scheduled, step)
                 if step == last or is_due(self.config.eval.every_steps, step):
@@ -154,25 +153,25 @@ class PPOTrainer:
         repeats = self.config.rollout.responses_per_prompt
         return batch, [prompt for prompt in prompts for _ in range(repeats)]
 
-    def reward(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> RolloutBatch:
-        """Score the responses; an outcome reward stands on the last token."""
-        with self.phases.section("reward"):
-            rewarded = self.rewarder.score(prompts, batch.responses)
-            batch = batch.adding(scores=outcome_on_last_token(rewarded.scores, batch.responses))
+    def reward(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> Ragged:
+        """Scores of the responses; an outcome reward stands on the last token."""
+        start = time.perf_counter()
+        rewarded = self.rewarder.score(prompts, batch.responses)
         outcome = torch.tensor(rewarded.scores)
         self.metrics |= {
+            "reward/seconds": time.perf_counter() - start,
             "reward/mean": float(outcome.mean()),
             "reward/std": float(outcome.std(correction=0)),
             "reward/failed": float(len(rewarded.failures)),
         }
         self.reporter.saw_responses(step, prompts, batch.responses, rewarded)
-        return batch
+        return outcome_on_last_token(rewarded.scores, batch.responses)
 
-    def score(self, batch: RolloutBatch, step: int) -> ScheduledBatch:
-        """Draw the mini-batches, then add old_log_probs, ref_log_probs and values.
+    def score(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> ScheduledBatch:
+        """Draw the mini-batches, then add old_log_probs, ref_log_probs and values, and rewards.
 
         Each is computed over exactly the micro-batches of the first epoch of the update, so that
-        the policy ratio there is 1.
+        the policy ratio there is 1. While the workers are at it, the responses are rewarded.
         """
         calls = {
             "old_log_probs": Call(self.workers.actor, "compute_log_probs"),
@@ -181,9 +180,11 @@ class PPOTrainer:
         }
         with self.phases.section("score"):
             scheduled = schedule(batch, self.sizes, seed=self.config.seed, step=step)
-            outcomes = call_together(calls, scheduled)
+            results = begin_together(calls, scheduled)
+            scores = self.reward(batch, prompts, step)
+            outcomes = results()
             found = {name: outcome.value for name, outcome in outcomes.items()}
-            scheduled = scheduled.adding(**found)
+            scheduled = scheduled.keeping(scores=scores).adding(**found)
         self.phases.split("score", seconds_of(outcomes))
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,

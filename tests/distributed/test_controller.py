@@ -16,7 +16,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
-from hybridrl.controller.worker_group import Call, build_roles, call_together
+from hybridrl.controller.worker_group import Call, begin_together, build_roles, call_together
 from hybridrl.data.shardable import Piece
 
 
@@ -83,6 +83,14 @@ def test_roles_answer_together(groups):
     assert outcomes["slow"].value == Numbers([1, 1002, 3])
     assert outcomes["slow"].span.seconds >= 0.2 > outcomes["sum"].span.seconds
     assert outcomes["slow"].span.name == "second.add_slowly"
+
+
+def test_the_driver_is_free_while_the_workers_work(groups):
+    start = time.monotonic()
+    results = begin_together({"slow": Call(groups["single"], "add_slowly", (0.5,))}, Numbers([1]))
+    assert time.monotonic() - start < 0.4
+    assert results()["slow"].value == Numbers([1])
+    assert time.monotonic() - start >= 0.5
 
 
 def test_roles_of_different_shards_cannot_be_called_together(groups):

@@ -62,6 +62,13 @@ def test_results_return_in_the_order_of_the_batch():
     assert joined.lengths.tolist() == lengths
 
 
+def test_a_result_of_other_lengths_is_refused():
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
+    parts = [rank.map_first_epoch(lambda micro: micro.prompts) for rank in plan.shard(2)]
+    with pytest.raises(ValueError, match="one value per response token"):
+        plan.join(parts)
+
+
 def test_a_field_that_is_added_is_a_piece_of_its_own():
     """What the ranks have already stays the same object; the new field follows their rows."""
     plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
@@ -73,6 +80,14 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
         assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
         assert rank.epochs == before[0].content.epochs
     assert more.batch.values is values and plan.batch.values is None
+
+
+def test_a_field_that_is_kept_stays_with_the_driver():
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
+    scores = plan.batch.responses.like(plan.batch.responses.values * 2.0)
+    more = plan.keeping(scores=scores)
+    assert more.batch.scores is scores
+    assert more.pieces(2) == plan.pieces(2)
 
 
 def test_a_field_that_is_added_again_replaces_the_former():

@@ -1,0 +1,242 @@
+"""What does it cost the driver to send a step's batch to the workers and to take results back?
+
+Question   How long does a step keep the GPUs waiting for data that travels?
+Workload   Real Ray and real worker processes whose methods do nothing: generation returns ready
+           responses, scoring and updates return at once. One step: responses arrive, the batch
+           is scheduled and scored (old log-probs, reference, values), advantages are added,
+           critic and actor are updated; 1,024 responses of 512 tokens by default.
+Measures   Milliseconds of each part on the driver's clock, and `all` of them, which is the cost
+           of a step; beside them `nothing`, a call without data. Against these `each_call`: the
+           same step with every part of the batch cut and sent anew in each of five calls.
+Run        python benchmarks/transport.py --ranks 2         (CPU, half a minute)
+           python benchmarks/transport.py --small
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from timing import hardware, min_median_max
+
+from hybridrl.config.given import Given
+from hybridrl.config.load import examine
+from hybridrl.config.machine import local_machine
+from hybridrl.controller.pool import Pool
+from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.spawning import PoolConfig
+from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
+from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
+from hybridrl.data.shardable import Shardable
+from hybridrl.main import conf_dir
+from hybridrl.models.resolve import read_model_config
+from hybridrl.workers.base import Worker
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+
+PROMPT_TOKENS, RESPONSES_PER_PROMPT, MINI_BATCH_SHARE = 100, 4, 4
+
+
+@dataclass(kw_only=True)
+class IdleConfig:
+    """Names the worker; `tokens` is the length of its responses."""
+
+    worker: str = "transport.Idle"
+    tokens: int = 512
+
+
+class Idle(Worker):
+    """A role of any kind whose methods return at once what they must."""
+
+    config_class = IdleConfig  # type: ignore[assignment]
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, prompts: PromptBatch) -> Rollout:
+        """Responses of zeros; made anew, which is not the driver's work but is waited for."""
+        each = prompts.responses_per_prompt
+        ids = prompts.prompt_id.repeat_interleave(each)
+        lengths = torch.full((len(ids),), self.config.tokens)
+        tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        responses = Ragged(tokens, lengths)
+        batch = RolloutBatch(
+            prompts=prompts.prompts.select(torch.arange(len(prompts)).repeat_interleave(each)),
+            responses=responses,
+            response_mask=responses.like(torch.ones_like(tokens).bool()),
+            rollout_log_probs=responses.like(tokens.float()),
+            group_id=ids,
+            weight_version=torch.zeros_like(ids),
+            truncated=torch.zeros_like(ids).bool(),
+        )
+        return Rollout(batch, (EngineStats(len(tokens), 1.0, 1.0),))
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def score(self, batch: RankBatch) -> Ragged:
+        """A zero for every token of the first epoch."""
+        order = torch.tensor([i for mini in batch.epochs[0] for micro in mini for i in micro])
+        lengths = batch.batch.responses.lengths[order]
+        return Ragged(torch.zeros(int(lengths.sum())), lengths)
+
+    @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
+    def update(self, batch: RankBatch) -> dict[str, float]:
+        """A metric."""
+        return {"loss": float(len(batch.batch))}
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def nothing(self) -> None:
+        """Nothing."""
+
+
+class Anew(Shardable):
+    """A scheduled batch that is cut and sent whole in every call."""
+
+    def __init__(self, scheduled: ScheduledBatch) -> None:
+        self.scheduled = scheduled
+
+    def shard(self, num_shards: int) -> Sequence[RankBatch]:
+        """The ranks' batches, cut now."""
+        whole = ScheduledBatch.of(
+            self.scheduled.batch, self.scheduled.ranks, self.scheduled.num_tokens
+        )
+        return whole.shard(num_shards)
+
+    def join(self, results: Sequence[Any]) -> Any:
+        """As the scheduled batch does."""
+        return self.scheduled.join(results)
+
+
+class Parts:
+    """Milliseconds of each part of a step, step by step."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part."""
+        start = time.perf_counter()
+        yield
+        self.ms[name].append(1e3 * (time.perf_counter() - start))
+
+
+def pool_config(ranks: int, folder: Path) -> PoolConfig:
+    """A pool of CPU workers as the program's own config makes it."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", ["hardware=cpu", f"cluster.gpus_per_node={ranks}"])
+    examined = examine(cfg, machine=local_machine(), read_model=read_model_config, given=Given())
+    config = examined.config
+    return PoolConfig(
+        cluster=config.cluster,
+        accelerator=config.hardware.accelerator,
+        fsdp=config.fsdp,
+        ranks_per_engine=1,
+        modules=["transport"],
+        log_folder=folder / "logs",
+    )
+
+
+def prompts_of(responses: int) -> PromptBatch:
+    """Prompts for so many responses."""
+    count = responses // RESPONSES_PER_PROMPT
+    return PromptBatch(
+        prompts=Ragged.from_rows([[1] * PROMPT_TOKENS] * count, torch.int64),
+        prompt_id=torch.arange(count),
+        step=1,
+        responses_per_prompt=RESPONSES_PER_PROMPT,
+        temperature=1.0,
+        top_p=1.0,
+    )
+
+
+def one_step(
+    groups: dict[str, WorkerGroup], prompts: PromptBatch, tokens: int, step: int, parts: Parts
+) -> None:
+    """A step's traffic as the trainer makes it, then its scores and updates with data sent anew."""
+    actor, critic, ref = (groups[name] for name in ("actor", "critic", "ref"))
+    with parts.part("nothing"):
+        actor.call("nothing")
+    with parts.part("rollout"):
+        batch = groups["rollout"].call("generate", prompts).batch
+    sizes = UpdateSizes(
+        num_shards=actor.num_shards,
+        mini_batch_size=len(batch) // MINI_BATCH_SHARE,
+        epochs=1,
+        max_tokens=32 * (tokens + PROMPT_TOKENS),
+        cost=float,
+    )
+    with parts.part("schedule"):
+        scheduled = schedule(batch.adding(scores=batch.rollout_log_probs), sizes, seed=1, step=step)
+    scores = {
+        "old_log_probs": Call(actor, "score"),
+        "ref_log_probs": Call(ref, "score"),
+        "values": Call(critic, "score"),
+    }
+    with parts.part("score"):
+        found = call_together(scores, scheduled)
+        scheduled = scheduled.adding(**{name: outcome.value for name, outcome in found.items()})
+    new = batch.rollout_log_probs
+    with parts.part("adding"):
+        scheduled = scheduled.adding(advantages=new, returns=new)
+    with parts.part("update"):
+        call_together({"critic": Call(critic, "update"), "actor": Call(actor, "update")}, scheduled)
+    with parts.part("each_call"):
+        for call in (*scores.values(), Call(critic, "update"), Call(actor, "update")):
+            call_together({"": call}, Anew(scheduled))
+
+
+def measure(config: PoolConfig, responses: int, tokens: int, steps: int) -> Parts:
+    """The parts' times in `steps` steps, after two that are not counted."""
+    parts = Parts()
+    with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
+        names = ("rollout", "actor", "critic", "ref")
+        groups = build_roles(pool, {name: IdleConfig(tokens=tokens) for name in names})
+        prompts = prompts_of(responses)
+        for step in range(-2, steps):
+            one_step(groups, prompts, tokens, step, parts if step >= 0 else Parts())
+    return parts
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--responses", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="64 responses of 32 tokens, 3 steps")
+    args = parser.parse_args()
+    if args.small:
+        args.responses, args.tokens, args.steps = 64, 32, 3
+    with tempfile.TemporaryDirectory() as folder:
+        config = pool_config(args.ranks, Path(folder))
+        parts = measure(config, args.responses, args.tokens, args.steps)
+    alone = ("nothing", "each_call")
+    steps = zip(*(ms for name, ms in parts.ms.items() if name not in alone), strict=True)
+    parts.ms["all"] = [sum(step) for step in steps]
+    result = {
+        "bench": "transport",
+        **hardware(),
+        "ranks": args.ranks,
+        "responses": args.responses,
+        "tokens": args.tokens,
+        "ms_min_median_max": {name: min_median_max(ms, digits=1) for name, ms in parts.ms.items()},
+        "times_each_call": round(
+            statistics.median(parts.ms["each_call"]) / statistics.median(parts.ms["all"]), 2
+        ),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
