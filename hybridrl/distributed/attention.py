@@ -58,8 +58,8 @@ def packed_attention(
         attention_mask: must be None.
         scaling: factor on the scores; None: D ** -0.5.
         kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are needed; sliding_window is
-            honoured (a token sees that many, itself included). shared_tokens says that the N
-            tokens are this rank's piece, and of what; cu_seq_lens_q is that of the whole.
+            honoured (a token sees that many, itself included). sequence_group says that the
+            tokens here are this rank's piece of num_shared_tokens; cu_seq_lens_q is of them all.
 
     Returns:
         [1, N, H, D], and None in place of the attention weights.
@@ -72,9 +72,9 @@ def packed_attention(
         raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
     attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    shared = kwargs.get("shared_tokens")
-    if shared is not None:
-        q, k, v = heads_of_all_tokens(q, k, v, shared)
+    group = kwargs.get("sequence_group")
+    if group is not None:
+        q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
     output = attend(
         q,
         k,
@@ -84,8 +84,8 @@ def packed_attention(
         scaling,
         kwargs.get("sliding_window"),
     )
-    if shared is not None:
-        output = tokens_of_all_heads(output, query.shape[2], shared)
+    if group is not None:
+        output = tokens_of_all_heads(output, query.shape[2], group)
     return output[None], None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.distributed.sequence_parallel import SequenceGroup, SharedTokens, piece_sizes
+from hybridrl.distributed.sequence_parallel import SequenceGroup, piece_sizes
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Piece:
 
     Attributes:
         group: the ranks that share it.
-        tokens: what attention needs to know.
+        num_tokens: N, of the whole input.
         num_responses: response tokens that each rank predicts.
     """
 
     group: SequenceGroup
-    tokens: SharedTokens
+    num_tokens: int
     num_responses: list[int]
 
 
@@ -115,8 +115,7 @@ def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, Piece]:
         response_ids.split(counts)[own],
         starts,
     )
-    tokens = SharedTokens(group.name, group.size, len(input_ids))
-    return parts, Piece(group, tokens, counts)
+    return parts, Piece(group, len(input_ids), counts)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,20 +42,6 @@ class SequenceGroup:
     name: str
     size: int
     rank: int
-
-
-class SharedTokens(NamedTuple):
-    """What the attention of a shared forward needs to know.
-
-    Attributes:
-        group_name: of the process group.
-        num_ranks: U.
-        num_tokens: N, of the whole packed input.
-    """
-
-    group_name: str
-    num_ranks: int
-    num_tokens: int
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
@@ -92,7 +78,7 @@ def piece_sizes(num_tokens: int, num_ranks: int) -> list[int]:
 
 
 def heads_of_all_tokens(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedTokens
+    query: Tensor, key: Tensor, value: Tensor, num_tokens: int, group: SequenceGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's heads of all tokens, from all heads of its piece of them.
 
@@ -102,38 +88,37 @@ def heads_of_all_tokens(
     Args:
         query: [n, H, D]; U divides H.
         key, value: [n, K, D]; U divides K or K divides U.
-        shared: among whom.
+        num_tokens: N.
+        group: the ranks that share the tokens.
 
     Returns:
         [N, h, D] and twice [N, k, D], views.
     """
-    num_ranks = shared.num_ranks
-    if key.shape[1] < num_ranks:
-        copies = num_ranks // key.shape[1]
+    if key.shape[1] < group.size:
+        copies = group.size // key.shape[1]
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    blocks = [x.unflatten(1, (num_ranks, -1)) for x in (query, key, value)]
+    blocks = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
     heads = [block.shape[2] for block in blocks]
     # [n, U, heads, D] -> [U, n, heads, D]: what goes to one rank lies together.
     sent = torch.cat(blocks, dim=2).transpose(0, 1).flatten(0, 1)
-    received = tokens_to_heads(sent.flatten(1), shared.num_tokens, shared.group_name)
+    received = tokens_to_heads(sent.flatten(1), num_tokens, group.name)
     q, k, v = received.unflatten(1, (-1, query.shape[2])).split(heads, dim=1)
     return q, k, v
 
 
-def tokens_of_all_heads(output: Tensor, num_tokens: int, shared: SharedTokens) -> Tensor:
+def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -> Tensor:
     """All heads of this rank's piece, from its heads of all tokens.
 
     Args:
         output: [N, h, D].
         num_tokens: n.
-        shared: among whom.
+        group: the ranks that share the tokens.
 
     Returns:
         [n, H, D].
     """
-    num_rows = shared.num_ranks * num_tokens
-    received = heads_to_tokens(output.flatten(1), num_rows, shared.group_name)
-    by_rank = received.view(shared.num_ranks, num_tokens, *output.shape[1:])
+    received = heads_to_tokens(output.flatten(1), group.size * num_tokens, group.name)
+    by_rank = received.view(group.size, num_tokens, *output.shape[1:])
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 

@@ -5,13 +5,15 @@ forward. Calling the model inside directly would bypass them, so everything that
 happens in the forwards here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridrl.distributed.attention import has_kernel, warn_of_padding
 from hybridrl.distributed.log_probs import Entropy, KeptLogits, ResponseLogProbs, token_log_probs
-from hybridrl.distributed.packing import Packed
+from hybridrl.distributed.packing import Packed, Piece
 from hybridrl.distributed.sequence_parallel import JoinedPieces
 
 
@@ -93,7 +95,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         cu_seq_lens_k=packed.cu_seq_lens,
         max_length_q=packed.max_length,
         max_length_k=packed.max_length,
-        **({} if packed.piece is None else {"shared_tokens": packed.piece.tokens}),
+        **_sharing(packed.piece),
     )
     hidden = output.last_hidden_state[0]
     head_size = backbone.layers[0].self_attn.head_dim
@@ -107,3 +109,10 @@ def joined(own: Tensor, packed: Packed) -> Tensor:
     if packed.piece is None:
         return own
     return JoinedPieces.apply(own, packed.piece.num_responses, packed.piece.group)
+
+
+def _sharing(piece: Piece | None) -> dict[str, Any]:
+    """What attention is told of a shared input."""
+    if piece is None:
+        return {}
+    return {"sequence_group": piece.group, "num_shared_tokens": piece.num_tokens}

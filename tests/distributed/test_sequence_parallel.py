@@ -40,8 +40,8 @@ CASES = {
 class Run:
     """Actor, critic and reference of a model on this rank, and what they compute."""
 
-    def __init__(self, folder, spec):
-        mesh = build_mesh(spec, "cpu")
+    def __init__(self, folder, spec, device_type):
+        mesh = build_mesh(spec, device_type)
         self.actor = ActorWorker(actor_config(folder, spec), mesh)
         self.critic = CriticWorker(critic_config(folder, spec), mesh)
         self.reference = ReferenceWorker(reference_config(folder, spec), mesh)
@@ -68,7 +68,8 @@ class Run:
         )
         training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
         training.accumulate_gradients(mini)
-        full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
+        named = worker.model.named_parameters()
+        full = {name: p.grad.full_tensor().cpu() for name, p in named}
         worker.optimizer.adamw.zero_grad()
         return full
 
@@ -82,9 +83,9 @@ class Run:
         return self.actor.update(mine, 1, kl_coef=0.1) | self.critic.update(mine, 1)
 
 
-def computed(folder, changes):
-    """What a rank has to show, by name: tensors, gradients by token budget, metrics."""
-    run = Run(folder, fsdp_config(**changes))
+def computed(folder, changes, device_type="cpu"):
+    """What a rank has to show: numbers by name, gradients by token budget, metrics, groups."""
+    run = Run(folder, fsdp_config(**changes), device_type)
     alone = run.dealt(training_batch(), 8, 1)
     numbers = {
         "log_probs": run.per_token(alone, run.actor.compute_log_probs).values,
@@ -171,3 +172,23 @@ def test_groups_are_consecutive_ranks():
     assert [ranks for ranks, *_ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [rank for _, rank, *_ in results] == [0, 1, 0, 1]
     assert all(no_group is None and same for *_, no_group, same in results)
+
+
+def computed_and_graphs(folder, changes):
+    return computed(folder, changes), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_sequences_in_one_graph(folders, alone):
+    """Both all-to-alls and their backward stay inside the layer's graph; lengths are symbols."""
+    changes = {"dp_shard": 2, "ulysses_size": 2, "compile": True}
+    results = run_on_ranks(computed_and_graphs, 2, folders["qwen2"], changes, time_limit_s=280)
+    expected, expected_gradients, *_ = alone["qwen2"]
+    for (numbers, gradients, metrics, _), num_graphs in results:
+        for name, wanted in expected.items():
+            torch.testing.assert_close(numbers[name], wanted, rtol=1e-5, atol=1e-5)
+        for budget, wanted in expected_gradients.items():
+            difference = flat(gradients[budget]) - flat(wanted)
+            assert float(difference.norm() / flat(wanted).norm()) < 1e-5
+        assert metrics["actor/first_log_ratio_max"] == 0.0
+        assert 1 <= num_graphs <= 4

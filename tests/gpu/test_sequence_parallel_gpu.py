@@ -1,0 +1,40 @@
+"""Two GPUs that share sequences compute what one computes alone: NCCL and the packed kernel."""
+
+import pytest
+import torch
+
+from hybridrl.config.schema import DType
+from tests.distributed.launch import run_on_ranks
+from tests.distributed.test_sequence_parallel import computed, flat
+from tests.tiny_hf import tiny_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compile_layers", "numbers", "gradients"),
+    [
+        (DType.float32, False, 1e-4, 1e-4),
+        # bfloat16 has three digits; log-probs are about -4
+        (DType.bfloat16, False, 0.05, 0.03),
+        (DType.bfloat16, True, 0.05, 0.03),
+    ],
+)
+def test_two_gpus_share_sequences(tmp_path, dtype, compile_layers, numbers, gradients):
+    """Numbers within a distance, gradients within a share of their norm."""
+    folder = tiny_folder("qwen2", tmp_path / "qwen2")
+    spec = {"param_dtype": dtype, "compile": compile_layers}
+    one, two = {"dp_shard": 1}, {"dp_shard": 2, "ulysses_size": 2}
+    (alone,) = run_on_ranks(computed, 1, folder, spec | one, "cuda", device_type="cuda")
+    for found in run_on_ranks(computed, 2, folder, spec | two, "cuda", device_type="cuda"):
+        for name, wanted in alone[0].items():
+            torch.testing.assert_close(found[0][name], wanted, rtol=0, atol=numbers)
+        for budget, wanted in alone[1].items():
+            difference = flat(found[1][budget]) - flat(wanted)
+            assert float(difference.norm() / flat(wanted).norm()) < gradients
+        metrics, wanted = found[2], alone[2]
+        assert metrics["actor/first_log_ratio_max"] == 0.0
+        assert metrics["actor/entropy"] == pytest.approx(wanted["actor/entropy"], rel=0.01)
