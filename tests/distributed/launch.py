@@ -78,6 +78,7 @@ def _run_rank(
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
+        device_id=None if device_type == "cpu" else torch.device("cuda", rank),
     )
     torch.save(function(*args), Path(folder) / f"{rank}.pt")
     if dist.is_initialized():  # vLLM destroys the group where an engine is collected

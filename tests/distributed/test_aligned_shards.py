@@ -1,113 +1,17 @@
 """Shards in tensor-parallel order and by columns: they lie where they are said to, and train alike.
 
 Expected regions are cut out of the checkpoint by hand; training is compared with rows in rank
-order, the plainest way to shard.
+order, the plainest way to shard. tests/aligned_cases.py says what each rank does.
 """
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.config.schema import Init, Layout
-from hybridrl.distributed.fsdp import (
-    full_state_dict,
-    load_sharded_critic,
-    load_sharded_policy,
-    named_shards,
-)
-from hybridrl.distributed.mesh import build_mesh, ranks_as_given
 from hybridrl.distributed.weights import RandomWeights
-from hybridrl.workers.actor import ActorWorker
+from tests.aligned_cases import COLUMNS, ORDERS, look
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import actor_config, fsdp_config, model_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import scheduled, training_batch
-
-COLUMNS = [
-    f"model.layers.{layer}.{name}.weight"
-    for layer in range(2)
-    for name in ("self_attn.o_proj", "mlp.down_proj")
-]
-# (ranks, dp_replicate), tp 2 -> the ranks of each copy in the order of their shards
-ORDERS = {
-    (2, 1): [[0, 1]],
-    (4, 1): [[0, 2, 1, 3]],
-    (4, 2): [[0, 1], [2, 3]],
-    (8, 2): [[0, 2, 1, 3], [4, 6, 5, 7]],
-}
-TP = 2
-
-
-def specs(replicas):
-    shards = dist.get_world_size() // replicas
-    plain = fsdp_config(shards, replicas, tensor_parallel_size=TP, layout=Layout.plain)
-    aligned = fsdp_config(shards, replicas, tensor_parallel_size=TP, columns=COLUMNS)
-    return plain, aligned
-
-
-def look(folder, numbers_of_copies):
-    """Everything the tests compare, of this rank, by the number of copies of the weights."""
-    seen = {replicas: look_at(folder, replicas) for replicas in numbers_of_copies}
-    return seen | {"groups": groups_of_older_torch()}
-
-
-def groups_of_older_torch():
-    """The ranks of a group made where torch is kept from sorting, and of one made after it."""
-    with ranks_as_given():
-        backwards = dist.new_group([1, 0])
-    return [
-        dist.get_process_group_ranks(group)
-        for group in (backwards, dist.new_group([1, 0]))
-        if group is not dist.GroupMember.NON_GROUP_MEMBER
-    ]
-
-
-def look_at(folder, replicas):
-    plain, aligned = specs(replicas)
-    mesh = build_mesh(aligned, "cpu")
-    policy = load_sharded_policy(model_config(folder), aligned, mesh, 7)
-    critic = load_sharded_critic(model_config(folder), aligned, mesh, seed=3)
-    whole = torch.arange(16.0).view(2, 8)
-    return {
-        "order": dist.get_process_group_ranks(mesh.get_group("dp_shard")),
-        "copies": dist.get_process_group_ranks(mesh.get_group("dp_replicate")),
-        "shard": mesh.get_local_rank("dp_shard"),
-        "sliced": mesh["dp_shard"].get_local_rank(),
-        "shards": {s.name: (s.shape, s.dim, s.local().clone()) for s in named_shards(policy)},
-        "contiguous": all(s.local().is_contiguous() for s in named_shards(policy)),
-        "full": full_state_dict(policy),
-        "critic": {n: p.detach().full_tensor() for n, p in critic.backbone.named_parameters()},
-        "critic_cut": {n: p.placements[-1].dim for n, p in critic.backbone.named_parameters()},
-        "gathered": distribute_tensor(whole, mesh["dp_shard"], [Shard(1)]).full_tensor(),
-        "random": random_weights(folder, [plain, aligned]),
-        "trained": [train(folder, spec) for spec in (plain, aligned)],
-    }
-
-
-def random_weights(folder, layouts):
-    """Of actor and critic, by layout: on all ranks the critic's, on rank 0 the actor's."""
-    found = []
-    for spec in layouts:
-        mesh = build_mesh(spec, "cpu")
-        model = model_config(folder, Init.random, seed=11)
-        actor = full_state_dict(load_sharded_policy(model, spec, mesh, 7))
-        critic = load_sharded_critic(model, spec, mesh, seed=3)
-        critic = {n: p.detach().full_tensor() for n, p in critic.backbone.named_parameters()}
-        found.append((actor, critic))
-    return found
-
-
-def train(folder, spec):
-    """Weights and gradient norm after two updates of clipped AdamW steps."""
-    ranks = dist.get_world_size()
-    actor = ActorWorker(actor_config(folder, spec), build_mesh(spec, "cpu"))
-    sizes = {"num_ranks": ranks, "mini_batch_size": max(4, ranks), "max_tokens": 30}
-    dealt = scheduled(training_batch(), **sizes)
-    mine = dealt.shard(ranks)[dist.get_rank()]
-    norms = [actor.update(mine, step=step, kl_coef=0.1)["actor/grad_norm"] for step in (1, 2)]
-    return norms, full_state_dict(actor.model)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +28,7 @@ def seen_on(folder):
     def of(ranks):
         if ranks not in results:
             copies = [replicas for size, replicas in ORDERS if size == ranks]
-            results[ranks] = run_on_ranks(look, ranks, folder, copies)
+            results[ranks] = run_on_ranks(look, ranks, folder, copies, "cpu")
         return results[ranks]
 
     return of
