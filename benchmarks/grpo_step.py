@@ -8,9 +8,10 @@ Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's
              whole_step   4 GPUs, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary 151,936
 Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
            the step, of sampling, old log-probs and update; milliseconds of the weight sync (move,
-           verify, the whole switch); share of the GPUs' time that is idle, share of the step
-           outside sampling, forwards and update. Once: seconds from the program's start to the
-           first step. Beside them what verl and TRL took for `field` on the same hardware.
+           verify, the whole switch, and from there until all engines have a first token); share
+           of the GPUs' time that is idle, share of the step outside sampling, forwards and
+           update (docs/metrics.md). Once: seconds from the program's start to the first step.
+           Beside them what verl and TRL took for `field` on the same hardware.
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
            python benchmarks/grpo_step.py --small                                  (CPU, a minute)
@@ -168,7 +169,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "move": median("reshard/move_s", 2, 1e3),
             "verify": median("reshard/verify_s", 2, 1e3),
             "whole_switch": median("reshard/total_s", 2, 1e3),
+            "until_first_tokens": median("rollout/first_token_s", 2, 1e3),
         },
+        "switch_parts_ms": _parts(timed, "reshard/", scale=1e3),
         "idle_fraction": median("idle/fraction", 4),
         "outside_fraction": round(statistics.median(outside), 4),
         "idle_s": _parts(timed, "idle/"),
@@ -186,8 +189,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parts(rows: list[dict[str, Any]], prefix: str) -> dict[str, float]:
-    """Medians of the seconds that begin with `prefix`, by what follows it; 0 left out."""
+def _parts(rows: list[dict[str, Any]], prefix: str, scale: float = 1.0) -> dict[str, float]:
+    """Medians of the times whose names begin with `prefix`, by what follows it; 0 left out."""
     names = [name for name in rows[0] if name.startswith(prefix) and name.endswith("_s")]
     medians = {
         name.removeprefix(prefix).removesuffix("_s"): statistics.median(
@@ -195,7 +198,8 @@ def _parts(rows: list[dict[str, Any]], prefix: str) -> dict[str, float]:
         )
         for name in names
     }
-    return {name: round(seconds, 3) for name, seconds in medians.items() if seconds >= 5e-4}
+    found = {name: round(scale * seconds, 3) for name, seconds in medians.items()}
+    return {name: time for name, time in found.items() if time}
 
 
 def main() -> None:

@@ -151,7 +151,7 @@ def run(cfg: DictConfig) -> float:
     with ThreadPoolExecutor(1) as importing:  # torch takes as long as Ray's start
         session = importing.submit(importlib.import_module, "hybridrl.trainer.session")
         with ray_runtime(config.cluster, config.hardware.accelerator):
-            setup.mark("Ray")
+            setup.mark("ray")
             session.result()
             from hybridrl.trainer.session import train
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import SMALL, Run, started
 
 PROMISED = [
@@ -43,6 +44,22 @@ def test_metrics_hold_what_is_promised(finished):
     assert all(name in row for row in rows for name in PROMISED)
     evaluated = [row["step"] for row in rows if row["eval/accuracy"] is not None]
     assert evaluated == [0, 2]
+
+
+def test_every_metric_is_explained(finished):
+    names = {name for row in finished[0].metrics() for name in row}
+    assert len(names) > 50
+    assert unexplained(names) == []
+    assert unexplained(["reward/mean", "reward/of_nobody"]) == ["reward/of_nobody"]
+
+
+def test_setup_is_told_by_parts(finished):
+    first, *others = finished[0].metrics()
+    parts = {name for name in first if name.startswith("setup/")} - {"setup/total_s"}
+    assert {"setup/checks_s", "setup/ray_s", "setup/imports_s", "setup/rollout_s"} <= parts
+    assert sum(first[part] for part in parts) == pytest.approx(first["setup/total_s"])
+    assert not any(name.startswith("setup/") for row in others for name in row)
+    assert "-- setup" in finished[1]
 
 
 def test_first_mini_batch_is_exactly_on_policy(finished):
