@@ -137,6 +137,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         rank=rank,
         world_size=args.gpus,
         timeout=timedelta(minutes=5),
+        device_id=torch.device("cuda", rank) if on_gpu else None,
     )
     device_type = "cuda" if on_gpu else "cpu"
     bandwidths = _bandwidths(args, device_type)

@@ -117,9 +117,10 @@ class Resharder:
                 shard has not the shape that was planned.
         """
         clock = _Clock(self._device)
+        metrics = {"received_bytes": float(self._plan.received * self._destination.dtype.itemsize)}
         try:
             self._prepare()
-            metrics = {"prepare_s": clock.lap()}
+            metrics["prepare_s"] = clock.lap()
             self._move(fingerprint=verify)
             metrics["move_s"] = clock.lap()
             if verify:
@@ -128,8 +129,7 @@ class Resharder:
         finally:
             self._buffers.release()
             self._staging.free()
-        received = self._plan.received * self._destination.dtype.itemsize
-        return metrics | {"received_bytes": float(received)}
+        return metrics
 
     @torch.no_grad()
     def verify(self, version: int) -> None:
@@ -187,17 +187,16 @@ class Resharder:
                 name,
                 refusal.reason,
             )
-        size = self._destination.dtype.itemsize
-        plan = self._plan
-        logger.info(
-            "reshard: %d local copies, %d buckets in %.0f MiB of staging memory; this rank "
-            "receives %.1f MiB, of which %.1f MiB could not be avoided by another layout",
-            len(plan.local),
-            len(plan.buckets),
-            self._staging.nbytes / 2**20,
-            plan.received * size / 2**20,
-            plan.unavoidable * size / 2**20,
-        )
+        if dist.get_rank() == 0:
+            mib = self._destination.dtype.itemsize / 2**20
+            logger.info(
+                "reshard: %d buckets in %.0f MiB of staging memory; rank 0 receives %.1f MiB each "
+                "time, of which %.1f MiB are beyond what it holds under any layout",
+                len(self._plan.buckets),
+                self._staging.nbytes / 2**20,
+                self._plan.received * mib,
+                self._plan.unavoidable * mib,
+            )
 
     @torch.no_grad()
     def _prepare(self) -> None:
@@ -239,40 +238,41 @@ class Resharder:
         """Enqueue everything; on GPUs it runs on the current stream and on the group's own."""
         destination, plan = self._destination, self._plan
         if plan.gathered:
-            whole = set(plan.gathered)
             destination.load(
                 (shard.name, gather(shard.local(), source, self._group))
                 for shard, source in zip(self._shards, self._sources, strict=True)
-                if shard.name in whole
+                if shard.name in plan.gathered
             )
         for fill in plan.fills:
             _view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
-        sums = self._sums.values.zero_() if fingerprint else None
-        self._run_buckets(sums)
+        self._run_buckets(self._sums.values.zero_() if fingerprint else None)
 
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Packing is always one bucket ahead, so that the links never wait for it.
 
         A bucket's half of the staging memory is packed again only after the bucket was unpacked,
-        because both run on one stream. Local copies are spread over the buckets.
+        because both run on one stream. Local copies are spread over the buckets if the links take
+        long, and else come first, so that the device works while the exchange is prepared.
         """
         programs, count = self._programs, len(self._plan.buckets)
-        if not count:
+        spread = self._plan.exchanges_much
+        if not spread:
             programs.local.run(0, 1, sums, paced=False)
-            return
-        paced = self._plan.mostly_exchanges
-        programs.pack[0].run(0, 1, sums, paced=False)
-        on_the_way = self._staging.start(0)
+        on_the_way = self._start_bucket(0, sums, paced=False) if count else []
         for number in range(count):
-            arriving = on_the_way
-            if number + 1 < count:
-                programs.pack[number + 1].run(0, 1, sums, paced=paced)
-                on_the_way = self._staging.start(number + 1)
-            programs.local.run(number, count, sums, paced=paced)
+            arriving, is_last = on_the_way, number + 1 == count
+            if not is_last:
+                on_the_way = self._start_bucket(number + 1, sums, paced=spread)
+            if spread:
+                programs.local.run(number, count, sums, paced=True)
             for work in arriving:
                 work.wait()
-            is_last = number + 1 == count
-            programs.unpack[number].run(0, 1, None, paced=paced and not is_last)
+            programs.unpack[number].run(0, 1, None, paced=spread and not is_last)
+
+    def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
+        """Pack and send; what to wait for before unpacking."""
+        self._programs.pack[number].run(0, 1, sums, paced=paced)
+        return self._staging.start(number)
 
 
 class _Clock:

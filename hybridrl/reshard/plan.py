@@ -44,9 +44,9 @@ class Plan:
     unavoidable: int
 
     @property
-    def mostly_exchanges(self) -> bool:
-        """Whether the links, not memory, bound the time: they are over ten times slower."""
-        return 4 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
+    def exchanges_much(self) -> bool:
+        """Whether the links matter, and not memory alone: they are over ten times slower."""
+        return 32 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
 
 
 def build_plan(

@@ -18,12 +18,29 @@ from hybridrl.reshard.copies import Buffers
 from hybridrl.reshard.fingerprint import Hashes
 from hybridrl.reshard.pieces import Piece
 
-# A tile is what a program holds in registers at a time. 256 columns are runs of 512 bytes in
-# bfloat16; hidden sizes are multiples of 128 or 256.
-TILE_ROWS, TILE_COLUMNS, NUM_TILES, NUM_WARPS = 16, 256, 8, 4
-# Programs per multiprocessor beside an exchange: enough for the exchange to hide them, and few
-# enough to leave it registers and memory bandwidth.
-PACED_PROGRAMS = 2
+
+class _Shape(NamedTuple):
+    """How a block of a piece is worked on: a tile of its rows is in registers at a time.
+
+    `eviction` is how long what is read and written should stay in the cache.
+    """
+
+    tile_rows: int
+    num_warps: int
+    eviction: str
+
+
+# 256 columns are 8 for each thread of a warp: 16 bytes of bfloat16. Hidden sizes are multiples
+# of 128 or 256.
+TILE_COLUMNS = 256
+BLOCK_ROWS = 128
+ALONE = _Shape(tile_rows=8, num_warps=4, eviction="")
+# A block of NCCL's takes nearly all registers of a multiprocessor, and NCCL up to 32 of them. If
+# programs were everywhere, it would wait until a kernel is through, and nothing would overlap;
+# hence one large program each on a part of them. 60 are more than NCCL takes, because it slows
+# down where copies take much memory bandwidth, and it is NCCL that others wait for.
+BESIDE_EXCHANGE = _Shape(tile_rows=64, num_warps=16, eviction="evict_first")
+NCCL_MULTIPROCESSORS = 60
 # Elements of one vector access of the narrow dtypes.
 VECTOR = 8
 
@@ -58,7 +75,7 @@ class TritonCopies:
         self._dtype = dtype
         self._hashes = hashes
         self._write = write
-        self._paced_programs = PACED_PROGRAMS * _multiprocessors(buffers.device)
+        self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
         kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
         for piece in pieces:
             source_dtype = buffers.tensors[piece.source].dtype
@@ -70,13 +87,14 @@ class TritonCopies:
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copies`."""
-        limit = self._paced_programs if paced else 1 << 30
+        shape = BESIDE_EXCHANGE if paced else ALONE
         for launch in self._launches:
             count = len(launch.owners)
             first, end = count * share // shares, count * (share + 1) // shares
             if first == end:
                 continue
-            copy_kernel[(min(end - first, limit),)](
+            programs = min(end - first, self._paced_programs) if paced else end - first
+            copy_kernel[(programs,)](
                 self._buffers.addresses,
                 launch.table,
                 launch.owners,
@@ -91,10 +109,11 @@ class TritonCopies:
                 WRITE=self._write,
                 FINGERPRINT=sums is not None,
                 ALIGNED=launch.aligned,
-                TILE_ROWS=TILE_ROWS,
+                EVICTION=shape.eviction,
+                BLOCK_ROWS=BLOCK_ROWS,
+                TILE_ROWS=shape.tile_rows,
                 TILE_COLUMNS=TILE_COLUMNS,
-                NUM_TILES=NUM_TILES,
-                num_warps=NUM_WARPS,
+                num_warps=shape.num_warps,
             )
 
     def _is_aligned(self, piece: Piece) -> bool:
@@ -109,11 +128,12 @@ class TritonCopies:
         )
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """1 where Triton's interpreter stands in for a GPU."""
+def _multiprocessors_beside_nccl(device: torch.device) -> int:
+    """Those that an exchange leaves; 1 where Triton's interpreter stands in for a GPU."""
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, count - NCCL_MULTIPROCESSORS)
 
 
 def _tables(
@@ -122,8 +142,7 @@ def _tables(
     """[pieces, fields] int64 in the kernel's order, and [programs] int32: each one's piece."""
     programs = torch.tensor(
         [
-            triton.cdiv(piece.columns, TILE_COLUMNS)
-            * triton.cdiv(piece.rows, TILE_ROWS * NUM_TILES)
+            triton.cdiv(piece.columns, TILE_COLUMNS) * triton.cdiv(piece.rows, BLOCK_ROWS)
             for piece in pieces
         ]
     )
@@ -155,6 +174,18 @@ def _tables(
 
 
 @triton.jit
+def _place(addresses, fields, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]
+    """Where a piece begins and how far apart its rows are, from buffer, offset and stride."""
+    begin = tl.load(addresses + tl.load(fields)) + tl.load(fields + 1)
+    begin = begin.to(tl.pointer_type(DTYPE))
+    stride = tl.load(fields + 2)
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)
+        stride = tl.multiple_of(stride, 8)
+    return begin, stride
+
+
+@triton.jit
 def copy_kernel(  # type: ignore[no-untyped-def]
     addresses,
     table,
@@ -170,9 +201,10 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     FINGERPRINT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    EVICTION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    NUM_TILES: tl.constexpr,
 ) -> Any:
     """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) blocks first to end.
 
@@ -183,23 +215,12 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         block = (number - tl.load(piece)).to(tl.int32)
         rows = tl.load(piece + 7).to(tl.int32)
         columns = tl.load(piece + 8).to(tl.int32)
-        source = tl.load(addresses + tl.load(piece + 1)) + tl.load(piece + 2)
-        source = source.to(tl.pointer_type(SOURCE))
-        source_stride = tl.load(piece + 3)
         if ALIGNED:
-            source = tl.multiple_of(source, 16)
-            source_stride = tl.multiple_of(source_stride, 8)
             columns = tl.multiple_of(columns, 8)
-        if WRITE:
-            target = tl.load(addresses + tl.load(piece + 4)) + tl.load(piece + 5)
-            target = target.to(tl.pointer_type(TARGET))
-            target_stride = tl.load(piece + 6)
-            if ALIGNED:
-                target = tl.multiple_of(target, 16)
-                target_stride = tl.multiple_of(target_stride, 8)
-
+        source, source_stride = _place(addresses, piece + 1, SOURCE, ALIGNED)
+        target, target_stride = _place(addresses, piece + 4, TARGET, ALIGNED)
         across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
-        top = (block // across) * (TILE_ROWS * NUM_TILES)
+        top = (block // across) * BLOCK_ROWS
         column = (block % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
         inside = column < columns
         if FINGERPRINT:
@@ -207,14 +228,15 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             hash_at = column_hashes + tl.load(piece + 10) + column
             column_hash = tl.load(hash_at, mask=inside, other=0).to(tl.int64)
             total = tl.zeros((TILE_ROWS, TILE_COLUMNS // 8), tl.int64)
-        for start in range(top, tl.minimum(top + TILE_ROWS * NUM_TILES, rows), TILE_ROWS):
+        for start in range(top, tl.minimum(top + BLOCK_ROWS, rows), TILE_ROWS):
             row = start + tl.arange(0, TILE_ROWS)
             mask = (row < rows)[:, None] & inside[None, :]
             at = row.to(tl.int64)[:, None]
-            values = tl.load(source + at * source_stride + column[None, :], mask=mask, other=0.0)
-            values = values.to(TARGET)
+            read = source + at * source_stride + column[None, :]
+            values = tl.load(read, mask=mask, other=0.0, eviction_policy=EVICTION).to(TARGET)
             if WRITE:
-                tl.store(target + at * target_stride + column[None, :], values, mask=mask)
+                written = target + at * target_stride + column[None, :]
+                tl.store(written, values, mask=mask, eviction_policy=EVICTION)
             if FINGERPRINT:
                 weighted = values.to(BITS, bitcast=True).to(tl.int64) * column_hash[None, :]
                 # A thread's own columns are summed first: threads meet only once, at the end.

@@ -6,7 +6,7 @@ Each case starts its own processes, because vLLM's sleeping memory allows one en
 import pytest
 import torch
 
-from hybridrl.config.schema import DType
+from hybridrl.config.schema import DType, Layout
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, run_cases, write_folders
 
@@ -19,6 +19,7 @@ CASES = [
     (2, Case("llama", BFLOAT, tp=2, dp_replicate=2)),
     (2, Case("qwen3_tied", BFLOAT, tp=2)),  # with parameters that cannot be traced
     (4, Case("qwen2_untied", BFLOAT, tp=2)),
+    (4, Case("qwen2_untied", BFLOAT, tp=2, layout=Layout.plain)),
     (4, Case("qwen2", BFLOAT, tp=4)),
     (4, Case("qwen3", BFLOAT, tp=2, dp_replicate=2)),
 ]
