@@ -5,9 +5,10 @@ Workload   Real Ray and real worker processes whose methods do nothing: generati
            responses, scoring and updates return at once. One step: responses arrive, the batch
            is scheduled and scored (old log-probs, reference, values), advantages are added,
            critic and actor are updated; 1,024 responses of 512 tokens by default.
-Measures   Milliseconds of each part on the driver's clock, and `all` of them, which is the cost
-           of a step; beside them `nothing`, a call without data. Against these `each_call`: the
-           same step with every part of the batch cut and sent anew in each of five calls.
+Measures   Milliseconds of each part on the driver's clock, and `all` of them, the time that a
+           step waits; of these the CPU time of the driver's thread. `nothing` is a call without
+           data. Against them `each_call`: scores and updates alone, with every part of the batch
+           cut and sent anew in each of five calls.
 Run        python benchmarks/transport.py --ranks 2         (CPU, half a minute)
            python benchmarks/transport.py --small
 
@@ -117,17 +118,24 @@ class Anew(Shardable):
 
 
 class Parts:
-    """Milliseconds of each part of a step, step by step."""
+    """Milliseconds of each part of a step, step by step: of the clock and of the driver's CPU."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = defaultdict(list)
+        self.cpu_ms: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time a part."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         yield
+        self.cpu_ms[name].append(1e3 * (time.thread_time() - cpu))
         self.ms[name].append(1e3 * (time.perf_counter() - start))
+
+    def whole_steps(self, ms: dict[str, list[float]]) -> list[float]:
+        """The sums of the parts that belong to a step, step by step."""
+        own = [values for name, values in ms.items() if name not in ("nothing", "each_call")]
+        return [sum(step) for step in zip(*own, strict=True)]
 
 
 def pool_config(ranks: int, folder: Path) -> PoolConfig:
@@ -176,7 +184,7 @@ def one_step(
         cost=float,
     )
     with parts.part("schedule"):
-        scheduled = schedule(batch.adding(scores=batch.rollout_log_probs), sizes, seed=1, step=step)
+        scheduled = schedule(batch, sizes, seed=1, step=step)
     scores = {
         "old_log_probs": Call(actor, "score"),
         "ref_log_probs": Call(ref, "score"),
@@ -221,9 +229,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = pool_config(args.ranks, Path(folder))
         parts = measure(config, args.responses, args.tokens, args.steps)
-    alone = ("nothing", "each_call")
-    steps = zip(*(ms for name, ms in parts.ms.items() if name not in alone), strict=True)
-    parts.ms["all"] = [sum(step) for step in steps]
+    parts.ms["all"] = parts.whole_steps(parts.ms)
     result = {
         "bench": "transport",
         **hardware(),
@@ -231,6 +237,7 @@ def main() -> None:
         "responses": args.responses,
         "tokens": args.tokens,
         "ms_min_median_max": {name: min_median_max(ms, digits=1) for name, ms in parts.ms.items()},
+        "driver_cpu_ms_min_median_max": min_median_max(parts.whole_steps(parts.cpu_ms), digits=1),
         "times_each_call": round(
             statistics.median(parts.ms["each_call"]) / statistics.median(parts.ms["all"]), 2
         ),
