@@ -1,9 +1,12 @@
 """What the tests of aligned shards run on every rank, on CPUs and GPUs, and the orders expected."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import Init, Layout
 from hybridrl.distributed.fsdp import (
     full_state_dict,
@@ -72,6 +75,9 @@ def look_at(folder, replicas, device_type):
         "critic": gathered(critic.backbone),
         "critic_cut": {n: p.placements[-1].dim for n, p in critic.backbone.named_parameters()},
         "gathered": distribute_tensor(whole, mesh["dp_shard"], [Shard(1)]).full_tensor().cpu(),
+        "refused": [
+            refusal(folder, aligned, name, mesh) for name in ("nowhere", "model.norm.weight")
+        ],
         "random": random_weights(folder, [plain, aligned], device_type),
         "trained": [train(folder, spec, device_type) for spec in (plain, aligned)],
     }
@@ -80,6 +86,15 @@ def look_at(folder, replicas, device_type):
 def gathered(module):
     """Whole parameters by name, on the host."""
     return {name: p.detach().full_tensor().cpu() for name, p in module.named_parameters()}
+
+
+def refusal(folder, spec, column, mesh):
+    """What is said of a list of columns given by hand."""
+    try:
+        load_sharded_policy(model_config(folder), replace(spec, columns=[column]), mesh, 7)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def random_weights(folder, layouts, device_type):

@@ -113,6 +113,15 @@ def test_training_is_that_of_rows_in_rank_order(seen):
         torch.testing.assert_close(aligned[name], wanted, rtol=0, atol=2e-6)
 
 
+def test_columns_given_by_hand_must_be_there_and_divide(seen):
+    _, by_rank = seen
+    for one in by_rank:
+        unknown, norm = one["refused"]
+        assert "fsdp.columns = nowhere names no weight" in unknown
+        assert "model.norm.weight names a weight of (32,)" in norm
+        assert "Set fsdp.columns=null" in unknown
+
+
 def test_random_weights_depend_on_seed_and_name_alone(seen, folder):
     """All layouts and ranks draw the same; the critic's backbone is the actor's."""
     _, by_rank = seen
