@@ -327,6 +327,8 @@ class TrackingConfig:
 class RunConfig:
     """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
 
+    Except fsdp.columns, which is known once the rollout engine has been traced.
+
     Role sections are instances of their workers' `config_class`, which may be a user's subclass.
     """
 
