@@ -8,7 +8,6 @@ parameter is ever built, except those of which some rank's loader does more than
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard
+from hybridrl.reshard.clock import DeviceClock
 from hybridrl.reshard.copies import Buffers, Copies, build_copies
 from hybridrl.reshard.exchange import Staging, gather
 from hybridrl.reshard.fingerprint import hashes
@@ -98,6 +98,7 @@ class Resharder:
         self._tables = Tables(self._plan, self._rank, self._sources, shapes, self._sums)
         self._buffers = Buffers(self._device)
         self._found = self._build_found()
+        self._sent_is_known = False
         self._log_plan()
 
     def sync(self, version: int, *, verify: bool) -> dict[str, float]:
@@ -116,12 +117,13 @@ class Resharder:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a
                 shard has not the shape that was planned.
         """
-        clock = _Clock(self._device)
+        clock = DeviceClock(self._device)
         metrics = {"received_bytes": float(self._plan.received * self._destination.dtype.itemsize)}
         try:
             self._prepare()
             metrics["prepare_s"] = clock.lap()
             self._move(fingerprint=verify)
+            self._sent_is_known = verify
             metrics["move_s"] = clock.lap()
             if verify:
                 self.verify(version)
@@ -138,6 +140,7 @@ class Resharder:
         Raises:
             ReshardError: on all ranks, if a parameter differs on any; names all that do.
         """
+        assert self._sent_is_known, "the last sync left fingerprints out"
         names = self._plan.parameters
         found = torch.zeros(len(names), dtype=torch.int64, device=self._device)
         self._found.run(0, 1, found, paced=False)
@@ -273,24 +276,6 @@ class Resharder:
         """Pack and send; what to wait for before unpacking."""
         self._programs.pack[number].run(0, 1, sums, paced=paced)
         return self._staging.start(number)
-
-
-class _Clock:
-    """Seconds between points at which the device has done everything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = self._now()
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self._last = self._last, self._now()
-        return self._last - before
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def _view(tensor: Tensor, region: Region) -> Tensor:
