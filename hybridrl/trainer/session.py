@@ -69,7 +69,6 @@ def train(
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
         setup.mark("workers", workers.pool.start_times.seconds)
-        console.header("workers", [("", host.describe()) for host in workers.pool.hosts])
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
@@ -82,7 +81,8 @@ def train(
             reporter,
         )
         setup.mark("driver")
-        console.header("setup", [("", str(setup))])
+        hosts = [("", host.describe()) for host in workers.pool.hosts]
+        console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit()
 

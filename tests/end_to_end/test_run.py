@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_setup_is_told_by_parts(finished):
     assert {"setup/checks_s", "setup/ray_s", "setup/imports_s", "setup/rollout_s"} <= parts
     assert sum(first[part] for part in parts) == pytest.approx(first["setup/total_s"])
     assert not any(name.startswith("setup/") for row in others for name in row)
-    assert "-- setup" in finished[1]
+    assert re.search(r"\nsetup +\d+\.\d s: checks \d", finished[1])
 
 
 def test_first_mini_batch_is_exactly_on_policy(finished):
