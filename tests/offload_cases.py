@@ -1,6 +1,5 @@
 """Two steps of all roles under each offload schedule, on any device."""
 
-
 import torch
 import torch.distributed as dist
 
