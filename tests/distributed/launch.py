@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,14 @@ def run_on_ranks(
         torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
         TimeoutError: the ranks were not done in time; they are killed.
     """
-    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver = mp.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOADED)
+    all_done = forkserver.Barrier(num_ranks)
     deadline = time.monotonic() + time_limit_s
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _run_rank,
-            (function, num_ranks, args, device_type, folder),
+            (function, num_ranks, args, device_type, folder, all_done),
             nprocs=num_ranks,
             join=False,
             start_method="forkserver",
@@ -68,6 +71,7 @@ def _run_rank(
     args: tuple[Any, ...],
     device_type: str,
     folder: str,
+    all_done: Barrier,
 ) -> None:
     torch.set_num_threads(1)
     if device_type == "cuda":
@@ -81,5 +85,7 @@ def _run_rank(
         device_id=None if device_type == "cpu" else torch.device("cuda", rank),
     )
     torch.save(function(*args), Path(folder) / f"{rank}.pt")
+    # Others may still be connecting a group to this rank: exiting now would break it for them.
+    all_done.wait()
     if dist.is_initialized():  # vLLM destroys the group where an engine is collected
         dist.destroy_process_group()
