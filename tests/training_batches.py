@@ -3,6 +3,7 @@
 import torch
 
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.dealing import Dealer, deal_turns
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 
@@ -49,7 +50,8 @@ def scheduled(
     max_tokens: int,
     epochs: int = 1,
     step: int = 1,
+    deal: Dealer = deal_turns,
 ) -> ScheduledBatch:
     """The batch dealt to ranks by its tokens."""
-    sizes = UpdateSizes(num_ranks, mini_batch_size, epochs, max_tokens, cost=float)
+    sizes = UpdateSizes(num_ranks, mini_batch_size, epochs, max_tokens, cost=float, deal=deal)
     return schedule(batch, sizes, seed=1, step=step)

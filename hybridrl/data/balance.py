@@ -1,4 +1,4 @@
-"""Dealing items to parts of equal count and nearly equal cost."""
+"""Dealing items to parts of nearly equal cost, with bounds on counts or sizes."""
 
 import heapq
 from collections.abc import Sequence
@@ -18,6 +18,36 @@ def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list
         parts[part].append(item)
         if len(parts[part]) < counts[part]:
             heapq.heappush(heap, (total + cost[item], part))
+    return parts
+
+
+def balance_totals(
+    items: Sequence[int], cost: Sequence[float], num_parts: int, at_least: int
+) -> list[list[int]]:
+    """Deal items to parts of nearly equal sums of `cost[item]` and at least `at_least` items each.
+
+    Longest first, each to the cheapest part: the largest sum is at most 4/3 - 1 / (3 num_parts) of
+    the best possible one (Graham 1969). Once as many items are left as parts still lack, only
+    these take any.
+
+    Args:
+        items: what to deal, at least num_parts * at_least.
+        cost: by item, > 0.
+        num_parts: how many parts.
+        at_least: items of each part.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0.0] * num_parts
+    lacking = num_parts * at_least
+    for dealt, item in enumerate(sorted(items, key=lambda i: (-cost[i], i))):
+        reserved = len(items) - dealt == lacking
+        part = min(
+            (p for p in range(num_parts) if not reserved or len(parts[p]) < at_least),
+            key=lambda p: totals[p],
+        )
+        lacking -= len(parts[part]) < at_least
+        parts[part].append(item)
+        totals[part] += cost[item]
     return parts
 
 

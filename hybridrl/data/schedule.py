@@ -1,12 +1,10 @@
 """Who computes what in an update: mini-batches, the rank of each response, micro-batches.
 
 The controller draws mini-batches from the global batch by a function of (seed, step, epoch) and
-deals each to micro-batches and these to the ranks. Every rank gets equally many micro-batches of
-each mini-batch (FSDP's collectives would hang otherwise), as few as the token budget allows, and
-those that the ranks compute at the same time cost nearly the same.
+deals each to the ranks and to micro-batches (dealing.py). Every rank gets equally many of these
+(FSDP's collectives would hang otherwise), as few as the token budget allows.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,8 +16,8 @@ from torch import Tensor
 from hybridrl.config.flops import sequence_flops
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import ActorConfig
-from hybridrl.data.balance import pack_evenly
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.dealing import Dealer, dealer_for
 from hybridrl.data.ragged import Ragged, RowPicker, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
@@ -184,6 +182,7 @@ class UpdateSizes:
         max_tokens: budget of one micro-batch on one shard, prompt and response tokens. A single
             longer response is a micro-batch of its own.
         cost: what a sequence of so many tokens costs, in any unit.
+        deal: who computes which responses of a mini-batch.
     """
 
     num_shards: int
@@ -191,6 +190,7 @@ class UpdateSizes:
     epochs: int
     max_tokens: int
     cost: Callable[[int], float]
+    deal: Dealer
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
@@ -207,6 +207,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         epochs=config.epochs,
         max_tokens=config.max_tokens_per_gpu * config.fsdp.ulysses_size,
         cost=partial(sequence_flops, shape),
+        deal=dealer_for(config.fsdp),
     )
 
 
@@ -236,7 +237,9 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         order = _shuffled(len(batch), seed, step, epoch)
         minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
         num_tokens.append([sum(sampled[i] for i in mini) for mini in minis])
-        dealt = [_deal(mini, cost, tokens, sizes) for mini in minis]
+        dealt = [
+            sizes.deal(mini, cost, tokens, sizes.num_shards, sizes.max_tokens) for mini in minis
+        ]
         for rank, epochs in enumerate(ranks):
             epochs.append([per_rank[rank] for per_rank in dealt])
     return ScheduledBatch.of(batch, ranks, num_tokens)
@@ -245,28 +248,3 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
 def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
     generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
     return torch.randperm(size, generator=generator).tolist()
-
-
-def _deal(
-    mini: list[int], cost: Sequence[float], tokens: Sequence[int], sizes: UpdateSizes
-) -> list[list[list[int]]]:
-    """A mini-batch's micro-batches by rank: as few as possible, most expensive first.
-
-    Ranks wait for each other in every layer, so what counts is that their k-th micro-batches cost
-    the same: these are neighbours in the order of cost. The direction in which the ranks are
-    served alternates.
-    """
-    num_ranks = sizes.num_shards
-    # What no packing can undercut; with one response each, everything fits.
-    least = sum(min(tokens[i], sizes.max_tokens) for i in mini) / (num_ranks * sizes.max_tokens)
-    count = min(math.ceil(least), len(mini) // num_ranks)
-    micros = None
-    while micros is None:
-        micros = pack_evenly(mini, cost, tokens, num_ranks * count, sizes.max_tokens)
-        count += 1
-    micros.sort(key=lambda micro: -sum(cost[i] for i in micro))
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for k, micro in enumerate(micros):
-        turn, place = divmod(k, num_ranks)
-        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(micro)
-    return ranks

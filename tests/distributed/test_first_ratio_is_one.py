@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.data.dealing import dealer_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -35,7 +36,13 @@ def two_steps(folder, replicas, target):
     for step in (1, 2):
         batch = training_batch()
         dealt = scheduled(
-            batch, num_ranks=ranks, mini_batch_size=4, epochs=2, max_tokens=30, step=step
+            batch,
+            num_ranks=ranks,
+            mini_batch_size=4,
+            epochs=2,
+            max_tokens=30,
+            step=step,
+            deal=dealer_for(spec),
         )
         old_log_probs = scored(dealt, actor.compute_log_probs)
         ref_log_probs = scored(dealt, reference.compute_log_probs)

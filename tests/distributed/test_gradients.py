@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.schema import Accumulation
+from hybridrl.data.dealing import dealer_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -27,7 +28,13 @@ ALL = sum(PROMPTS) + sum(RESPONSES)
 def gradients(worker, loss, max_tokens):
     """Full gradients by name, of the whole batch as one mini-batch."""
     ranks = dist.get_world_size()
-    dealt = scheduled(training_batch(), num_ranks=ranks, mini_batch_size=8, max_tokens=max_tokens)
+    dealt = scheduled(
+        training_batch(),
+        num_ranks=ranks,
+        mini_batch_size=8,
+        max_tokens=max_tokens,
+        deal=dealer_for(worker.config.fsdp),
+    )
     (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
     training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
     training.accumulate_gradients(mini)

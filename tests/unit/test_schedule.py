@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.data.balance import balance, pack_evenly
+from hybridrl.data.dealing import deal_totals, deal_turns
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from tests.batches import batch_of
+from tests.long_tails import attention_cost, long_tailed
 
 
 def quadratic(tokens: int) -> float:
@@ -19,22 +21,30 @@ def quadratic(tokens: int) -> float:
 
 def scheduled(lengths: list[int], **changes) -> ScheduledBatch:
     sizes = {"num_shards": 2, "mini_batch_size": 4, "epochs": 2, "max_tokens": 40}
-    sizes = UpdateSizes(**(sizes | {"cost": quadratic} | changes))
+    sizes = UpdateSizes(**(sizes | {"cost": quadratic, "deal": deal_turns} | changes))
     return schedule(batch_of(lengths), sizes, seed=1, step=3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
+    deal=st.sampled_from([deal_turns, deal_totals]),
     ranks=st.sampled_from([1, 2, 4]),
     minis=st.integers(1, 3),
     epochs=st.integers(1, 3),
     budget=st.integers(5, 200),
     data=st.data(),
 )
-def test_what_every_schedule_must_hold(ranks, minis, epochs, budget, data):
+def test_what_every_schedule_must_hold(deal, ranks, minis, epochs, budget, data):
     size = 8 * minis
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=size, max_size=size))
-    plan = scheduled(lengths, num_shards=ranks, mini_batch_size=8, epochs=epochs, max_tokens=budget)
+    plan = scheduled(
+        lengths,
+        num_shards=ranks,
+        mini_batch_size=8,
+        epochs=epochs,
+        max_tokens=budget,
+        deal=deal,
+    )
     tokens = plan.batch.num_tokens
     for epoch in range(epochs):
         seen = [i for rank in plan.ranks for mini in rank[epoch] for micro in mini for i in micro]
@@ -42,6 +52,7 @@ def test_what_every_schedule_must_hold(ranks, minis, epochs, budget, data):
         for mini in range(minis):
             per_rank = [rank[epoch][mini] for rank in plan.ranks]
             assert len({len(micros) for micros in per_rank}) == 1
+            assert len(per_rank[0]) <= 8 // ranks
             dealt = [i for micros in per_rank for micro in micros for i in micro]
             assert len(dealt) == 8
             assert plan.num_tokens[epoch][mini] == sum(lengths[i] for i in dealt)
@@ -147,13 +158,6 @@ def test_what_cannot_fit_is_told():
     assert pack_evenly([0, 1, 2], [2, 2, 2], [2, 2, 2], 1, 5) is None
 
 
-def long_tailed(num: int, seed: int) -> list[int]:
-    """Log-normal lengths around 1,000 tokens, at most 8,000: a few long responses, many short."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randn(num, generator=generator).mul(0.8).exp().mul(1000).long()
-    return lengths.clamp(16, 8000).tolist()
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(ranks, seed):
@@ -168,12 +172,12 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(ranks, seed):
         mini_batch_size=32 * ranks,
         epochs=1,
         max_tokens=16384,
-        cost=lambda tokens: tokens + 2.8e-5 * tokens**2,
+        cost=attention_cost,
     )
     tokens = plan.batch.num_tokens.tolist()
 
     def cost(micro):
-        return sum(tokens[i] + 2.8e-5 * tokens[i] ** 2 for i in micro)
+        return sum(attention_cost(tokens[i]) for i in micro)
 
     per_rank = [rank[0][0] for rank in plan.ranks]
     assert len(per_rank[0]) == math.ceil(sum(tokens) / (ranks * 16384))
