@@ -1,8 +1,6 @@
-"""Problems as tokenised prompts, and the order in which training draws them."""
+"""Problems as tokenised prompts."""
 
 import logging
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +8,6 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import DataConfig, TooLongPrompts
 from hybridrl.data.files import Message, SourceProblem, some_of
 from hybridrl.data.problem_sets import load_problem_sets
-from hybridrl.data.seeds import derive_seed
 from hybridrl.data.tokenizer import Renderer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -27,6 +24,8 @@ class Prompt:
         question: the problem alone, as people read it.
         example: the whole row, with `answer`; what a reward function gets.
         tags: names of groups whose accuracy is reported apart, such as {"range": "unseen"}.
+        dataset: its name in data.mixture; empty without one.
+        difficulty: larger is harder; 0 without a curriculum.
     """
 
     prompt_id: int
@@ -35,6 +34,8 @@ class Prompt:
     question: str
     example: dict[str, Any]
     tags: dict[str, str]
+    dataset: str = ""
+    difficulty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,56 +97,6 @@ def examine_prompts(
         return load_prompts(config, model_path, max_prompt_tokens), []
     except ConfigError as error:
         return None, error.problems
-
-
-class PromptSource:
-    """The training prompts of each step: a pure function of (seed, step).
-
-    Every epoch is a fresh permutation; where a step reaches into the next epoch, that epoch begins
-    with prompts that the step does not hold yet, since a prompt's samples are seeded by its id.
-
-    Args:
-        prompts: at least prompts_per_step.
-        prompts_per_step: prompts of one step.
-        seed: the run's.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
-        if not 0 < prompts_per_step <= len(prompts):
-            raise ValueError(f"cannot draw {prompts_per_step} of {len(prompts)} prompts")
-        self._prompts = prompts
-        self._per_step = prompts_per_step
-        self._seed = seed
-        self._epochs: list[list[int]] = []
-
-    def batch(self, step: int) -> list[Prompt]:
-        """The prompts of a step, all different; steps count from 1."""
-        size = len(self._prompts)
-        first = (step - 1) * self._per_step
-        positions = range(first, first + self._per_step)
-        return [self._prompts[self._epoch(p // size)[p % size]] for p in positions]
-
-    def epochs(self, num_steps: int) -> float:
-        """How often `num_steps` steps go through all prompts."""
-        return num_steps * self._per_step / len(self._prompts)
-
-    def _epoch(self, epoch: int) -> list[int]:
-        """The order of an epoch; earlier ones are drawn first, since each needs the one before."""
-        while len(self._epochs) <= epoch:
-            self._epochs.append(self._draw(len(self._epochs)))
-        return self._epochs[epoch]
-
-    def _draw(self, epoch: int) -> list[int]:
-        size = len(self._prompts)
-        order = list(range(size))
-        random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(order)
-        begun = epoch * size % self._per_step
-        if begun == 0:
-            return order
-        held = set(self._epochs[epoch - 1][-begun:])
-        head = [index for index in order if index not in held][: self._per_step - begun]
-        in_head = set(head)
-        return head + [index for index in order if index not in in_head]
 
 
 def _prompts(

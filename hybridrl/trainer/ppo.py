@@ -21,7 +21,8 @@ from hybridrl.controller.calls import Outcome
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
-from hybridrl.data.prompts import Prompt, PromptSource
+from hybridrl.data.prompt_source import PromptSource
+from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
@@ -46,7 +47,7 @@ class PPOTrainer:
         workers: groups of actor and rollout.
         kl: the reference's part, or its null object.
         value_function: the critic's part, or its null object.
-        prompts: training prompts of each step.
+        prompts: training prompts, in order.
         rewarder: scores responses.
         evaluator: held-out accuracy.
         reporter: what the user sees and keeps.
@@ -123,7 +124,7 @@ class PPOTrainer:
 
     def rollout(self, step: int) -> tuple[RolloutBatch, list[Prompt]]:
         """Sample responses to the step's prompts; then vLLM gives back what rollout.sleep names."""
-        prompts = self.prompts.batch(step)
+        prompts = self.prompts.take(self.config.data.prompts_per_step)
         request = PromptBatch(
             prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
             prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),

@@ -17,7 +17,8 @@ from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.prompts import PromptSets, PromptSource
+from hybridrl.data.prompt_source import PromptSource
+from hybridrl.data.prompts import PromptSets
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.rewards.scorer import RewardScorer

@@ -1,4 +1,4 @@
-"""Prompts: chat template, lengths, and an order that depends on seed and step alone."""
+"""Prompts: chat template, stable ids, lengths."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import DataConfig, TooLongPrompts
-from hybridrl.data.prompts import Prompt, PromptSource, examine_prompts, load_prompts
+from hybridrl.data.prompts import examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from tests.tokenizers import model_folder
 
@@ -37,14 +37,6 @@ def config(tmp_path) -> DataConfig:
 @pytest.fixture
 def model(tmp_path) -> str:
     return str(model_folder(tmp_path / "model", [*QUESTIONS, "Be brief."]))
-
-
-def numbered(count: int) -> list[Prompt]:
-    return [Prompt(index, [index], "", "", {}, {}) for index in range(count)]
-
-
-def ids(source: PromptSource, steps: range) -> list[int]:
-    return [prompt.prompt_id for step in steps for prompt in source.batch(step)]
 
 
 def problems_of(*args):
@@ -153,33 +145,3 @@ def test_decoding_leaves_special_tokens_out(model):
     tokenizer = load_tokenizer(model)
     row = tokenizer("What is 1 ?<|end|>")["input_ids"]
     assert decoder(tokenizer)([row, []]) == ["What is 1 ?", ""]
-
-
-def test_each_epoch_holds_every_prompt_once():
-    source = PromptSource(numbered(12), 4, seed=1)
-    first, second = ids(source, range(1, 4)), ids(source, range(4, 7))
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second
-
-
-def test_no_step_holds_a_prompt_twice_where_epochs_meet():
-    for seed in range(5):
-        source = PromptSource(numbered(7), 5, seed=seed)
-        drawn = [ids(source, range(step, step + 1)) for step in range(1, 30)]
-        assert all(len(set(step)) == 5 for step in drawn)
-        flat = [index for step in drawn for index in step]
-        assert all(sorted(flat[k : k + 7]) == list(range(7)) for k in range(0, 140, 7))
-
-
-def test_order_depends_on_seed_and_step_alone():
-    forward, backward = PromptSource(numbered(7), 3, seed=1), PromptSource(numbered(7), 3, seed=1)
-    steps = list(range(1, 12))
-    late_first = {step: ids(backward, range(step, step + 1)) for step in reversed(steps)}
-    assert all(ids(forward, range(step, step + 1)) == late_first[step] for step in steps)
-    other = PromptSource(numbered(7), 3, seed=2)
-    assert ids(other, range(1, 12)) != ids(forward, range(1, 12))
-
-
-def test_source_refuses_more_prompts_a_step_than_there_are():
-    with pytest.raises(ValueError, match="5 of 4"):
-        PromptSource(numbered(4), 5, seed=1)
