@@ -13,6 +13,10 @@ from hybridrl.config.model_shape import ModelShape
 
 # Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
 HOPPER_BF16_PEAK = 989e12
+# Time of an operation in attention over that of one in the weights: FlashAttention-2, all that
+# torch 2.11 has for packed sequences, against matrix products with the elementwise work around
+# them, 198 and 589 TFLOP/s at 4,096 tokens on an H200 (benchmarks/RESULTS.md).
+ATTENTION_TIME = 3.0
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
@@ -34,6 +38,14 @@ def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> flo
     return training_flops(shape, num_tokens, num_sequences) / 3
 
 
-def sequence_flops(shape: ModelShape, num_tokens: int) -> float:
-    """Forward and backward of one sequence: what its length makes it cost beside others."""
-    return training_flops(shape, num_tokens, num_sequences=1)
+def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
+    """Time of forward and backward of one sequence, in operations in the weights.
+
+    What its length makes it take beside others: 6 N + 6 L h S ATTENTION_TIME per token.
+
+    Args:
+        shape: the model's.
+        num_tokens: S, prompt included.
+    """
+    attention = 6 * shape.layers * shape.hidden * num_tokens
+    return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)

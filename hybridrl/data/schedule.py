@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.config.flops import sequence_flops
+from hybridrl.config.flops import sequence_cost
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
@@ -194,7 +194,7 @@ class UpdateSizes:
 
 
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
-    """How a run cuts its responses; a sequence's cost is its operations in forward and backward.
+    """How a run cuts its responses; a sequence's cost is the time of its forward and backward.
 
     Args:
         config: sizes, shared with the critic.
@@ -206,7 +206,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
         mini_batch_size=config.mini_batch_size,
         epochs=config.epochs,
         max_tokens=config.max_tokens_per_gpu * config.fsdp.ulysses_size,
-        cost=partial(sequence_flops, shape),
+        cost=partial(sequence_cost, shape),
         deal=dealer_for(config.fsdp),
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.config.flops import forward_flops, sequence_flops, training_flops
+from hybridrl.config.flops import forward_flops, sequence_cost, training_flops
 from hybridrl.config.model_shape import ModelShape
 
 SHAPE = ModelShape(
@@ -29,8 +29,10 @@ def test_qwen2_5_1_5b_at_4096_tokens():
 
 
 def test_a_long_sequence_costs_more_than_its_parts():
-    whole, halves = sequence_flops(SHAPE, 8192), 2 * sequence_flops(SHAPE, 4096)
-    assert whole - halves == pytest.approx(6 * 28 * 1536 * (8192**2 - 2 * 4096**2))
+    # 6 N + 3 * 6 * 28 * 1536 * 8192 = 9,262,285,824 + 6,341,787,648 per token
+    whole, halves = sequence_cost(SHAPE, 8192), 2 * sequence_cost(SHAPE, 4096)
+    assert whole == pytest.approx(8192 * 15_604_073_472)
+    assert whole - halves == pytest.approx(3 * 6 * 28 * 1536 * (8192**2 - 2 * 4096**2))
 
 
 def test_nothing_costs_nothing():
