@@ -3,11 +3,12 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import similar_siblings
 
 # role -> its worker in this package and the keys it reads. Naming them here keeps a check of the
 # config from importing torch when no worker is extended.
@@ -91,8 +92,25 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     return config_class
 
 
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A reward that can tell before a run what its signature cannot."""
+
+    def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
+        """What is wrong with `args`, which fit the signature, or with this machine.
+
+        Args:
+            key: the section that holds them as `args`, for messages.
+            args: conf/reward's args.
+        """
+        ...
+
+
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
-    """Raise a ConfigError unless `path` names a function (prompt, response, example, **args)."""
+    """Raise a ConfigError unless `path` names a function (prompt, response, example, **args).
+
+    A reward that checks itself is asked for its problems, too.
+    """
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
         raise ConfigError(f"{key}.function = {path} is no function.")
@@ -103,8 +121,20 @@ def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
         raise ConfigError(
             f"{key}.function = {path} cannot be called with {key}.args = {args}: {error}.\n"
             f"Its signature is {signature}; rewards are called with (prompt, response, example, "
-            f"**args). Remove or rename keys of {key}.args."
+            f"**args). {_meant(key, args, signature)}Remove or rename keys of {key}.args."
         ) from error
+    if isinstance(function, ChecksItself):
+        problems = list(function.problems(key, args))
+        if problems:
+            raise ConfigError(*problems)
+
+
+def _meant(key: str, args: dict[str, Any], signature: inspect.Signature) -> str:
+    """Which parameters the args that are none may have been meant to be; "" if none comes near."""
+    known = list(signature.parameters)[3:]  # behind prompt, response, example
+    unknown = [name for name in args if name not in known]
+    near = [found for name in unknown for found in similar_siblings(f"{key}.args.{name}", known)]
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def _full_name(thing: Any) -> str:

@@ -27,6 +27,13 @@ def similar_keys(key: str, known: Collection[str]) -> list[str]:
     return list(dict.fromkeys(near))[:3]
 
 
+def similar_siblings(key: str, names: Collection[str]) -> list[str]:
+    """Up to two keys beside `key`, by their `names`, that it may have been meant to be."""
+    parent, dot, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.65)
+    return [f"{parent}{dot}{found}" for found in near]
+
+
 def did_you_mean(key: str, known: Collection[str]) -> str:
     """A question naming the keys that may have been meant, or where to find them all."""
     near = similar_keys(key, known)

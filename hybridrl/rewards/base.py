@@ -1,14 +1,32 @@
 """What a reward is, and how one is found by its dotted path."""
 
+import functools
+import importlib.util
+import math
+import numbers
 import os
+import re
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
 
 # prompt, response, example: what a reward judges.
 RewardItem = tuple[str, str, dict[str, Any]]
+
+
+class Score(NamedTuple):
+    """A score and what it was made of.
+
+    Attributes:
+        total: what the response is trained on; finite.
+        parts: numbers whose means become the metrics reward/part_<name>; a name is one word.
+    """
+
+    total: float
+    parts: dict[str, float]
 
 
 class Reward(Protocol):
@@ -24,14 +42,86 @@ class Reward(Protocol):
         args: conf/reward's args.
 
     Returns:
-        A finite number; larger is better.
+        A finite number, or a Score that also tells the number's parts; larger is better.
     """
 
     def __call__(
         self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
-    ) -> float:
+    ) -> float | Score:
         """The response's score."""
         ...
+
+
+class CheckedReward:
+    """A reward with checks that run before the run does (config.classes.ChecksItself).
+
+    Args:
+        function: the reward.
+        problems: (key, args) -> what is wrong with the args, or missing on this machine.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., float | Score],
+        problems: Callable[[str, dict[str, Any]], Iterable[str]],
+    ) -> None:
+        functools.update_wrapper(self, function)  # inspect.signature sees the function's
+        self._function = function
+        self._problems = problems
+
+    def __call__(
+        self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
+    ) -> float | Score:
+        """The response's score."""
+        return self._function(prompt, response, example, **args)
+
+    def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
+        """What is wrong with `args`, or missing on this machine."""
+        return self._problems(key, args)
+
+
+def checked_by(
+    problems: Callable[[str, dict[str, Any]], Iterable[str]],
+) -> Callable[[Callable[..., float | Score]], CheckedReward]:
+    """A decorator that gives a reward function checks: `problems(key, args)` -> texts."""
+    return lambda function: CheckedReward(function, problems)
+
+
+def package_problems(key: str, module: str, distribution: str) -> Iterator[str]:
+    """Whether a package that the reward of section `key` needs is not installed."""
+    if importlib.util.find_spec(module) is None:
+        yield (
+            f"{key}.function needs the package {distribution}, which is not installed.\n"
+            f"Run pip install {distribution}, or choose another reward."
+        )
+
+
+def as_score(value: Any, function: str) -> Score:
+    """What a reward returned, as a Score.
+
+    Args:
+        value: a real number (a bool is one, a str is not) or a Score.
+        function: its dotted path, for messages.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a number is NaN or infinite, or a part's name is no word.
+    """
+    if not isinstance(value, Score):
+        return Score(_number(value, function), {})
+    for name in value.parts:
+        if not re.fullmatch(r"\w+", name):
+            raise ValueError(f"{function} named a part {name!r}, expected one word")
+    parts = {name: _number(part, f"{function}, {name},") for name, part in value.parts.items()}
+    return Score(_number(value.total, function), parts)
+
+
+def _number(value: Any, function: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{function} returned a {type(value).__name__}, expected a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{function} returned {value}, expected a finite number")
+    return float(value)
 
 
 def resolve_function(dotted: str) -> Reward:

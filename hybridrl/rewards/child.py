@@ -6,16 +6,14 @@ it by `main`; messages are those of `hybridrl.rewards.messages`.
 
 import ctypes
 import math
-import numbers
 import os
 import signal
 import traceback
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.base import Reward, RewardItem, resolve_function
+from hybridrl.rewards.base import Reward, RewardItem, Score, as_score, resolve_function
 from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -67,40 +65,26 @@ def _answer(index: int, function: Reward, item: RewardItem, setup: Setup) -> Ans
         score = _limited(function, item, setup)
     except ItemTimeout:
         reason = f"took longer than {setup.timeout_s:g} s"
-        return Answer(index, math.nan, FailureKind.timeout, reason, traceback.format_exc())
+        return Answer(index, math.nan, {}, FailureKind.timeout, reason, traceback.format_exc())
     except BaseException as error:
         text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-        return Answer(index, math.nan, FailureKind.error, _one_line(error), text)
-    return Answer(index, score)
+        return Answer(index, math.nan, {}, FailureKind.error, _one_line(error), text)
+    return Answer(index, score.total, score.parts)
 
 
-def _limited(function: Reward, item: RewardItem, setup: Setup) -> float:
-    """The reward as a finite float, interrupted by ItemTimeout when its time is over."""
+def _limited(function: Reward, item: RewardItem, setup: Setup) -> Score:
+    """The reward, all numbers finite; interrupted by ItemTimeout when its time is over."""
     # Anew for each item: rewards may use SIGALRM themselves.
     signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)
     try:
-        return _number(function(*item, **setup.args))
+        return as_score(function(*item, **setup.args), setup.function)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise_timeout(signum: int, frame: FrameType | None) -> None:
     raise ItemTimeout
-
-
-def _number(value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-        TypeError: it is no real number (a bool is one, a str is not).
-        ValueError: it is NaN or infinite.
-    """
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"returned a {type(value).__name__}, expected a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value}, expected a finite number")
-    return float(value)
 
 
 def _one_line(error: BaseException) -> str:

@@ -41,11 +41,13 @@ class Chunk:
 class Answer:
     """From the process, one for each item of a chunk, in order.
 
-    `kind` is None for a score; else `score` is NaN and `reason` (one line) and `traceback` tell.
+    `kind` is None for a score; else `score` is NaN, `parts` is empty, and `reason` (one line) and
+    `traceback` tell.
     """
 
     index: int
     score: float
+    parts: dict[str, float]
     kind: FailureKind | None = None
     reason: str = ""
     traceback: str = ""

@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -58,10 +58,12 @@ class ScoreResult:
     Attributes:
         scores: one per item; a failed item has the scorer's `failed_score`.
         failures: the failed items, by index.
+        parts: by name, what the scores of the items that have such a part were made of.
     """
 
     scores: list[float]
     failures: list[Failure]
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def failure_counts(self) -> dict[FailureKind, int]:
@@ -192,7 +194,7 @@ class RewardScorer:
                 FailureKind.timeout: f"took longer than {self._setup.timeout_s:g} s and could not "
                 f"be interrupted; its process was killed",
             }
-            batch.answers[index] = Answer(index, math.nan, kind, reasons[kind])
+            batch.answers[index] = Answer(index, math.nan, {}, kind, reasons[kind])
             batch.put_back(items[1:])
 
     def _replace(self, process: RewardProcess) -> int:
@@ -223,7 +225,7 @@ class RewardScorer:
             _logger.warning(
                 "reward of item %d failed: %s\n%s", failure.index, failure.reason, failure.traceback
             )
-        return ScoreResult(scores, failures)
+        return ScoreResult(scores, failures, _parts(answers))
 
 
 class _Batch:
@@ -248,6 +250,14 @@ class _Batch:
     def put_back(self, items: Sequence[tuple[int, RewardItem]]) -> None:
         """Have items handed out again, first."""
         self.waiting.extendleft(reversed(items))
+
+
+def _parts(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.parts.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _default_processes() -> int:

@@ -1,6 +1,7 @@
 """From sampled tokens to scores: decode, then ask the reward processes."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
@@ -16,11 +17,20 @@ class Rewarded:
         texts: [B] decoded responses, special tokens left out.
         scores: [B] reward before the KL penalty.
         failures: the rewards that raised, hung or were no number.
+        parts: by name, what the scores of the responses that have such a part were made of.
     """
 
     texts: list[str]
     scores: list[float]
     failures: list[Failure]
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    def part_metrics(self) -> dict[str, float]:
+        """reward/part_<name>: each part's mean over the responses that have it, unweighted."""
+        return {
+            f"reward/part_{name}": math.fsum(values) / len(values)
+            for name, values in self.parts.items()
+        }
 
 
 class Rewarder:
@@ -42,4 +52,4 @@ class Rewarder:
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)
         ]
         result = self._scorer.score(items)
-        return Rewarded(texts, list(result.scores), list(result.failures))
+        return Rewarded(texts, list(result.scores), list(result.failures), result.parts)

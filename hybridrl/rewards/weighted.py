@@ -1,0 +1,92 @@
+"""Several rewards in one: the sum of their scores, each times its weight."""
+
+import math
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.config.classes import check_reward_function
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import similar_siblings
+from hybridrl.rewards.base import Score, as_score, checked_by, resolve_function
+
+KEYS = ("function", "args", "weight")
+
+
+def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the parts; each is checked as a reward of its own."""
+    where, parts = f"{key}.args.parts", args["parts"]
+    if not isinstance(parts, dict) or not parts:
+        yield f"{where} = {parts}, expected names, each with {', '.join(KEYS)}."
+        return
+    for name, part in parts.items():
+        yield from _part_problems(f"{where}.{name}", str(name), part)
+
+
+def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
+    if not name.isidentifier():
+        yield f"{key}: expected a name of letters, digits and _, for reward/part_<name>."
+    if not isinstance(part, dict):
+        yield f"{key} = {part}, expected a section with {', '.join(KEYS)}. Remove it with ~{key}."
+        return
+    for unknown in part.keys() - set(KEYS):
+        near = similar_siblings(f"{key}.{unknown}", KEYS)
+        meant = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(KEYS)}."
+        yield f"{key}.{unknown} = {part[unknown]}: unknown key, nothing reads it. {meant}"
+    missing = [known for known in KEYS if known not in part]
+    for known in missing:
+        yield f"{key}.{known} is missing. Set +{key}.{known}=<{_EXPECTED[known]}>."
+    yield from _value_problems(key, part, missing)
+
+
+_EXPECTED = {
+    "function": "dotted path of a reward",
+    "args": "its arguments, {} for none",
+    "weight": "a finite number",
+}
+
+
+def _value_problems(key: str, part: dict[str, Any], missing: list[str]) -> Iterator[str]:
+    """Values of the wrong type, and what the part's own checks say."""
+    fits = {
+        "function": lambda value: isinstance(value, str),
+        "args": lambda value: isinstance(value, dict),
+        "weight": lambda value: (
+            isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        ),
+    }
+    present = [known for known in KEYS if known not in missing]
+    bad = [known for known in present if not fits[known](part[known])]
+    for known in bad:
+        yield f"{key}.{known} = {part[known]}, expected {_EXPECTED[known]}."
+    if not {"function", "args"} & {*missing, *bad}:
+        try:
+            check_reward_function(key, part["function"], part["args"])
+        except ConfigError as error:
+            yield from error.problems
+
+
+@checked_by(_problems)
+def score(
+    prompt: str, response: str, example: dict[str, Any], parts: dict[str, dict[str, Any]]
+) -> Score:
+    """The sum over `parts` of weight * score; the parts' own scores go into the metrics.
+
+    The time limit is that of all parts together, and one that fails fails the whole.
+
+    Args:
+        prompt: handed on.
+        response: handed on.
+        example: handed on.
+        parts: by name, each {function: dotted path, args: its arguments, weight: a number}. A
+            weight may be negative, or 0 for a part that is only to be seen in the metrics.
+    """
+    total, scores = 0.0, {}
+    for name, part in parts.items():
+        function = resolve_function(part["function"])
+        value = function(prompt, response, example, **part["args"])
+        found = as_score(value, f"part {name}, {part['function']},")
+        total += part["weight"] * found.total
+        scores[name] = found.total
+        scores |= {f"{name}_{inner}": number for inner, number in found.parts.items()}
+    return Score(total, scores)
