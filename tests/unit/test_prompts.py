@@ -10,7 +10,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import DataConfig, TooLongPrompts
 from hybridrl.data.prompts import examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
-from tests.tokenizers import model_folder
+from tests.tokenizer_folders import model_folder
 
 QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
 
