@@ -128,6 +128,7 @@ class TrainingMemory:
             shared | {"activations": last, "gradients": self._gradients_before()},
             shared
             | {
+                "gathered weights": self._gathered_after_layers(),
                 "activations": one + self.shared_kept + self.layer_moment,
                 "gradients": self._gradients_after_layers(),
             },
@@ -138,7 +139,7 @@ class TrainingMemory:
         embedding = self.size * self.shape.embedding_parameters
         on_their_way = max(self._on_their_way(self.root), embedding + self.size * self.head)
         return {
-            "gathered weights": self._gathered(),
+            "gathered weights": self._gathered_after_layers(),
             "gradients on their way": on_their_way,
             "gradients": self._gradients_after_layers(),
         }
@@ -165,13 +166,21 @@ class TrainingMemory:
         return chunk * each * self.shape.vocab
 
     def _gathered(self) -> int:
-        """Weights that FSDP has gathered: the root's, and those of the layers at work.
+        """Weights that FSDP has gathered: all, where they stay so after forward."""
+        if not self.fsdp.reshard_after_forward:
+            return self.size * self.elements
+        return self._gathered_at_work()
+
+    def _gathered_after_layers(self) -> int:
+        """When backward has come to the first layer; that of the last micro-batch drops weights."""
+        return self._gathered_at_work() if self.work.micro_batches == 1 else self._gathered()
+
+    def _gathered_at_work(self) -> int:
+        """The root's weights and those of layers at work.
 
         On several ranks these are the current layer, the output of the next one's all-gather and
         the one before, whose buffer is released with a delay.
         """
-        if not self.fsdp.reshard_after_forward:
-            return self.size * self.elements
         layers = min(1 if self.shards == 1 else 3, self.shape.layers)
         return self.size * (self.root + layers * self.shape.layer_parameters)
 

@@ -187,6 +187,37 @@ def test_what_layers_keep_is_counted_to_the_byte(config):
     assert found == TOKENS * per_token
 
 
+def gathered_bytes(micro_batches, **changes):
+    """What the peak of an update of QWEN on four ranks holds, and all weights in bfloat16."""
+    fsdp = fsdp_config(dp_shard=4, param_dtype=DType.bfloat16, **changes)
+    work = Workload(TOKENS, RESPONSES, micro_batches, chunk_tokens=CHUNK, fused_logits=True)
+    memory = TrainingMemory(fsdp, shape_of(QWEN), work, has_head=True)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(QWEN, dtype=torch.bfloat16)
+    return memory.update(), sum(param.nbytes for param in lm.parameters())
+
+
+@pytest.mark.parametrize("accumulation", list(Accumulation))
+def test_weights_that_stay_gathered_are_all_there_beside_the_gradients(accumulation):
+    changes = {"reshard_after_forward": False, "accumulation": accumulation}
+    kept, whole = gathered_bytes(2, **changes)
+    assert kept["gathered weights"] == whole
+    # float32 gradients of the whole model, twice its bfloat16 weights, or of a fourth of it
+    share = 1 if accumulation is Accumulation.full else 4
+    assert kept["gradients"] == 2 * whole // share
+
+
+def test_a_single_backward_drops_weights_as_it_gets_their_gradients():
+    """At its first layer, as much is gathered as if nothing stayed after forward."""
+    points = []
+    for keeps in (True, False):
+        fsdp = fsdp_config(dp_shard=4, param_dtype=DType.bfloat16, reshard_after_forward=not keeps)
+        work = Workload(TOKENS, RESPONSES, 1, chunk_tokens=CHUNK, fused_logits=True)
+        memory = TrainingMemory(fsdp, shape_of(QWEN), work, has_head=True)
+        points.append((memory._layer_points()[1], memory._root_point()))
+    assert points[0] == points[1]
+
+
 def test_scoring_keeps_no_logits():
     """Two chunks' worth of logits would show: R x V is three chunks."""
     with FakeTensorMode(), torch.no_grad():
