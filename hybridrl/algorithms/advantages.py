@@ -1,10 +1,12 @@
-"""Advantage estimators: pure tensor functions.
+"""Advantage estimators that look at each response by itself: pure tensor functions.
 
 Which tensors and settings an estimator takes is said by its parameters' names, the same in all of
-them; config/estimators.py lists the estimators by the names that `algorithm.advantage` takes.
+them; config/estimators.py lists the estimators by the names that `algorithm.advantage` takes. Those
+that compare the responses to a prompt are in group_advantages.py and pass_at_k.py.
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   rewards, values and returns share the reward's unit
+Errors:  what is NaN or infinite on the mask is refused; what stands off it is never read
 """
 
 from typing import NamedTuple
@@ -14,20 +16,20 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import (
     at_least_float32,
+    check_finite,
     check_mask,
     check_same_shape,
     masked_whiten,
 )
-
-# Added to a group's standard deviation before it divides, in the reward's unit.
-GROUP_EPS = 1.0e-6
+from hybridrl.algorithms.outcomes import check_rewards, on_every_token, outcomes
 
 
 class Estimate(NamedTuple):
     """What an estimator returns.
 
     Attributes:
-        advantages: [B, T] float32 (float64 for float64 input), 0 off the mask, not whitened.
+        advantages: [B, T] float32 (float64 for float64 input), 0 off the mask; whitened only where
+            the method's own definition says so.
         returns: [B, T] likewise, the critic's targets; None of estimators without a critic.
     """
 
@@ -56,8 +58,8 @@ def gae(
         Advantages in the reward's unit; returns, which are advantages + values on the mask.
 
     Raises:
-        ValueError: the tensors are not of one shape [B, T], the mask is not bool, or gamma or
-            lam is out of range.
+        ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward or
+            value on the mask is not finite, or gamma or lam is out of range.
 
     Source: Schulman et al. 2016, section 3, https://arxiv.org/abs/1506.02438
     """
@@ -67,6 +69,7 @@ def gae(
         raise ValueError(f"gae needs tensors [B, T]; got shape {tuple(rewards.shape)}")
     if not (0 < gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gae needs 0 < gamma <= 1 and 0 <= lam <= 1; got {gamma=}, {lam=}")
+    check_finite("gae", response_mask, rewards=rewards, values=values)
 
     off_mask = ~response_mask
     rewards = at_least_float32(rewards).masked_fill(off_mask, 0.0)
@@ -86,63 +89,69 @@ def gae(
     return Estimate(result, (result + values).masked_fill(off_mask, 0.0))
 
 
-def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
-    """Group-relative advantages: each response against the others to the same prompt.
+def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Estimate:
+    """REINFORCE++: each token's discounted return, whitened over the batch.
 
-    A_{i,t} = (r_i - mean_g) / (std_g + GROUP_EPS), the same for every response token t of i,
-    where r_i is the sum of the response's token rewards, and mean_g and std_g (the sample's, over
-    n - 1) are those of the n responses of i's group. A group of equal rewards has advantages 0.
+    G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std,
+    where t+1 is the next response token: masked tokens are stepped over. mean and std (over N, with
+    1e-8 added to the variance) are those of G over all response tokens of the batch. With the k1
+    penalty in the reward and gamma = 1, G_t is the outcome less the penalties from t on.
+
+    verl takes the variance over N - 1, and drops the return at a masked token, so that tokens
+    before tool output get nothing of what comes after it. OpenRLHF's is the same for gamma = 1.
+
+    Args:
+        rewards: [B, T] per-token reward, KL penalty already applied.
+        response_mask: [B, T] bool, true on tokens the policy sampled.
+        gamma: discount per response token, in (0, 1].
+
+    Returns:
+        Advantages without unit, 0 off the mask and 0 throughout if all G are equal; no returns.
+
+    Raises:
+        ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward on the
+            mask is not finite, or gamma is out of range.
+
+    Source: Hu et al. 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
+    """
+    check_rewards("reinforce_plus_plus", rewards, response_mask)
+    if not 0 < gamma <= 1:
+        raise ValueError(f"reinforce_plus_plus needs 0 < gamma <= 1; got {gamma=}")
+    # Without values, Monte Carlo advantages are the returns.
+    returns, _ = gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0)
+    if not bool(response_mask.any()):
+        return Estimate(returns, None)
+    return Estimate(whiten(returns, response_mask), None)
+
+
+def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Estimate:
+    """ReMax: each response against the greedy one to the same prompt.
+
+    A_{i,t} = r_i - b_i, the same for every response token t of i, where r_i is the sum of i's token
+    rewards and b_i the outcome of the response that greedy decoding gives to i's prompt.
+
+    verl sums the rewards from t on instead, which differs where tokens before the last have one:
+    with the KL penalty in the reward.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
         response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
+        baseline_rewards: [B] the greedy response's outcome, without KL penalty.
 
     Returns:
-        Advantages without unit, 0 off the mask; no returns.
+        Advantages in the reward's unit, 0 off the mask; no returns.
 
     Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, or a group has a single
-            response, which nothing can be compared with.
+        ValueError: the tensors' shapes do not fit, the mask is not bool, or a reward on the mask or
+            a baseline is not finite.
 
-    Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
+    Source: Li et al. 2024, algorithm 1, https://arxiv.org/abs/2310.10505
     """
-    check_same_shape("grpo", rewards=rewards, response_mask=response_mask)
-    check_mask("grpo", response_mask)
-    check_groups("grpo", rewards, group_id)
-    outcome = at_least_float32(rewards).masked_fill(~response_mask, 0.0).sum(1)
-    _, group = group_id.unique(return_inverse=True)
-    count = group.bincount()
-    if bool((count < 2).any()):
-        raise ValueError("grpo needs at least two responses in every group; one has a single one")
-    # Relative to a member of the group, equal rewards are exactly 0, whatever they round to.
-    outcome = outcome - outcome[_first_of_each(group, len(count))[group]]
-    centred = outcome - _sum_by(group, outcome, len(count))[group] / count[group]
-    std = (_sum_by(group, centred.square(), len(count)) / (count - 1)).sqrt()
-    relative = centred / (std[group] + GROUP_EPS)
-    return Estimate(relative[:, None].expand_as(rewards).masked_fill(~response_mask, 0.0), None)
-
-
-def check_groups(function: str, rewards: Tensor, group_id: Tensor) -> None:
-    """Raise a ValueError unless rewards are [B, T] and every response has a group."""
-    if rewards.dim() != 2 or group_id.shape != rewards.shape[:1]:
-        raise ValueError(
-            f"{function} needs rewards [B, T] and group_id [B]; got shapes "
-            f"{tuple(rewards.shape)} and {tuple(group_id.shape)}"
-        )
-
-
-def _first_of_each(group: Tensor, num_groups: int) -> Tensor:
-    """[G]: the first member of each group."""
-    members = torch.arange(len(group))
-    return members.new_zeros(num_groups).scatter_reduce(
-        0, group, members, "amin", include_self=False
-    )
-
-
-def _sum_by(group: Tensor, values: Tensor, num_groups: int) -> Tensor:
-    """[G]: the sum of each group's values."""
-    return values.new_zeros(num_groups).index_add_(0, group, values)
+    outcome = outcomes("remax", rewards, response_mask)
+    check_same_shape("remax", outcomes=outcome, baseline_rewards=baseline_rewards)
+    everywhere = torch.ones_like(baseline_rewards, dtype=torch.bool)
+    check_finite("remax", everywhere, baseline_rewards=baseline_rewards)
+    return Estimate(on_every_token(outcome - baseline_rewards, rewards, response_mask), None)
 
 
 def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:

@@ -26,6 +26,18 @@ def check_mask(function: str, mask: Tensor) -> None:
         raise ValueError(f"{function} needs a bool mask; got {mask.dtype}")
 
 
+def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
+    """Raise a ValueError that names the tensor if one is NaN or infinite where `mask` is true."""
+    for name, tensor in tensors.items():
+        bad = ~torch.isfinite(tensor) & mask
+        if bool(bad.any()):
+            first = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"{function} needs finite {name}; {int(bad.sum())} of {int(mask.sum())} on the "
+                f"mask are not, the first, {float(tensor[tuple(first)])}, at {first}"
+            )
+
+
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum of `values` where `mask` is true; 0 where it is true nowhere.
 
@@ -102,6 +114,12 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tenso
     """
     if not eps > 0:
         raise ValueError(f"masked_whiten needs eps > 0; got {eps=}")
-    centred = at_least_float32(values) - masked_mean(values, mask)
+    check_same_shape("masked_whiten", values=values, mask=mask)
+    check_mask("masked_whiten", mask)
+    values = at_least_float32(values)
+    if bool(mask.any()):
+        # Relative to one of them, equal values are exactly 0, whatever their mean rounds to.
+        values = values - values.detach()[mask][0]
+    centred = values - masked_mean(values, mask)
     variance = masked_mean(centred.square(), mask)
     return (centred * torch.rsqrt(variance + eps)).masked_fill(~mask, 0.0)

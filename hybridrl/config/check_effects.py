@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.check_sizes import world_size, world_text
-from hybridrl.config.estimators import SETTINGS, estimator_of
+from hybridrl.config.estimators import SETTINGS, estimator_of, taking
 from hybridrl.config.given import Given, Source
 from hybridrl.config.layout import is_nested
 from hybridrl.config.schema import Accelerator, Init, KLSchedule, Layout, LRSchedule, RunConfig
@@ -94,9 +94,17 @@ def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
     advantage = config.algorithm.advantage
     estimator = estimator_of(advantage)
     cause, text = "algorithm.advantage", f"algorithm.advantage = {advantage}"
-    settings = tuple(f"algorithm.{name}" for name in SETTINGS if name not in estimator.takes)
-    if settings:
-        yield Idle(settings, cause, text, "set algorithm.advantage=gae")
+    for name in SETTINGS:
+        if name not in estimator.takes:
+            others = " or ".join(taking(name))
+            yield Idle((f"algorithm.{name}",), cause, text, f"set algorithm.advantage={others}")
+    if estimator.whitens:
+        yield Idle(
+            ("algorithm.whiten_advantages",),
+            cause,
+            f"{text}, which whitens by itself",
+            "take another algorithm.advantage",
+        )
     if not estimator.uses_critic:
         yield Idle(
             ("critic", "trainer.critic_warmup_steps"),

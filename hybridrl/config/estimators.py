@@ -1,8 +1,9 @@
 """The advantage estimators that `algorithm.advantage` may name, and what each of them takes.
 
 An estimator is a function of tensors and settings that it takes by name (algorithms/advantages.py).
-Whether a run has a critic, and whether it compares the responses of a prompt, follows from these
-names. The built-in ones are listed here, so that a check of the config does not import torch.
+Whether a run has a critic, compares the responses of a prompt, or answers each prompt greedily,
+follows from these names. The built-in ones are listed here, so that a check of the config does not
+import torch.
 """
 
 import inspect
@@ -15,8 +16,8 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 
 # What the trainer can give an estimator: tensors, and keys of the algorithm section.
-TENSORS = ("rewards", "values", "response_mask", "group_id")
-SETTINGS = ("gamma", "lam")
+TENSORS = ("rewards", "values", "response_mask", "group_id", "baseline_rewards")
+SETTINGS = ("gamma", "lam", "pass_k")
 
 
 class Estimator(NamedTuple):
@@ -25,10 +26,12 @@ class Estimator(NamedTuple):
     Attributes:
         path: dotted.
         takes: names of its parameters, out of TENSORS and SETTINGS.
+        whitens: whether its own definition normalises the advantages over the batch.
     """
 
     path: str
     takes: tuple[str, ...]
+    whitens: bool = False
 
     @property
     def uses_critic(self) -> bool:
@@ -40,12 +43,30 @@ class Estimator(NamedTuple):
         """Whether it takes the prompt to which each response belongs."""
         return "group_id" in self.takes
 
+    @property
+    def needs_greedy_responses(self) -> bool:
+        """Whether it takes the outcome of each prompt's greedy response."""
+        return "baseline_rewards" in self.takes
 
-_HERE = "hybridrl.algorithms.advantages"
+
+_ALONE = "hybridrl.algorithms.advantages"
+_GROUPS = "hybridrl.algorithms.group_advantages"
+_COMPARED = ("rewards", "response_mask", "group_id")
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
-        "gae": Estimator(f"{_HERE}.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
-        "grpo": Estimator(f"{_HERE}.grpo", ("rewards", "response_mask", "group_id")),
+        "gae": Estimator(f"{_ALONE}.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
+        "reinforce_plus_plus": Estimator(
+            f"{_ALONE}.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
+        ),
+        "remax": Estimator(f"{_ALONE}.remax", ("rewards", "response_mask", "baseline_rewards")),
+        "grpo": Estimator(f"{_GROUPS}.grpo", _COMPARED),
+        "dr_grpo": Estimator(f"{_GROUPS}.dr_grpo", _COMPARED),
+        "rloo": Estimator(f"{_GROUPS}.rloo", _COMPARED),
+        "opo": Estimator(f"{_GROUPS}.opo", _COMPARED),
+        "reinforce_plus_plus_baseline": Estimator(
+            f"{_GROUPS}.reinforce_plus_plus_baseline", _COMPARED, whitens=True
+        ),
+        "pass_at_k": Estimator("hybridrl.algorithms.pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
     }
 )
 
@@ -77,17 +98,31 @@ def estimator_of(advantage: str) -> Estimator:
     return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))
 
 
+def taking(setting: str) -> list[str]:
+    """The built-in estimators that take a setting."""
+    return [name for name, found in BUILT_IN_ESTIMATORS.items() if setting in found.takes]
+
+
 def uses_critic(config: RunConfig) -> bool:
     """Whether the run trains a value function."""
     return estimator_of(config.algorithm.advantage).uses_critic
 
 
 def group_problems(config: RunConfig) -> Iterator[str]:
-    """Whether an estimator that compares the responses to a prompt has several of them."""
+    """Whether an estimator that compares the responses to a prompt has enough of them."""
     advantage, each = config.algorithm.advantage, config.rollout.responses_per_prompt
-    if estimator_of(advantage).compares_groups and each < 2:
+    estimator, k = estimator_of(advantage), config.algorithm.pass_k
+    if estimator.compares_groups and each < 2:
         yield (
             f"rollout.responses_per_prompt = {each}, but algorithm.advantage = {advantage} "
             f"compares the responses to a prompt with each other: alone, each has advantage 0.\n"
             f"Set rollout.responses_per_prompt=2 or more, or algorithm=ppo."
+        )
+    elif estimator.compares_groups and "pass_k" in estimator.takes and k >= each:
+        yield (
+            f"algorithm.pass_k = {k}, but rollout.responses_per_prompt = {each}: "
+            f"algorithm.advantage = {advantage} compares sets of pass_k responses to a prompt, and "
+            f"one set alone has advantage 0.\n"
+            f"Set algorithm.pass_k={each - 1} or less, or rollout.responses_per_prompt={k + 1} or "
+            f"more."
         )

@@ -72,6 +72,7 @@ RANGES: dict[str, Range] = {
     "cluster.call_timeout_s": _seconds("calls need time to return"),
     "algorithm.gamma": Range(0, high=1, low_open=True, why="it is a discount per token"),
     "algorithm.lam": Range(0, high=1, why="1 is Monte Carlo, 0 is one-step TD"),
+    "algorithm.pass_k": _count("a set needs a response; 1 is the reward itself"),
     "algorithm.kl.coef": Range(0, why="a negative one drives the policy away; 0 leaves it out"),
     "algorithm.kl.target": Range(0, low_open=True, why="adaptation divides by it"),
     "algorithm.kl.horizon": _count("adaptation divides by it"),

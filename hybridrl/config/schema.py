@@ -188,6 +188,7 @@ class AlgorithmConfig:
     advantage: str
     gamma: float
     lam: float
+    pass_k: int
     whiten_advantages: bool
     kl: KLConfig
 

@@ -55,7 +55,10 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mini_batch_problems, MINI_BATCHES),
     (sizes.mini_batch_rank_problems, MINI_BATCHES),
     (kl_problems, (*RESPONSES, "algorithm.kl")),
-    (group_problems, ("algorithm.advantage", "rollout.responses_per_prompt")),
+    (
+        group_problems,
+        ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),
+    ),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
     (
         sizes.step_problems,

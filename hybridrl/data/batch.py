@@ -125,6 +125,7 @@ class RolloutBatch:
         rewards: ragged float32, per token, after the KL penalty.
         advantages: ragged float32.
         returns: ragged float32, the critic's targets.
+        baseline_rewards: [B] float32, outcome of the greedy response to the same prompt.
     """
 
     prompts: Ragged
@@ -141,6 +142,7 @@ class RolloutBatch:
     rewards: Ragged | None = None
     advantages: Ragged | None = None
     returns: Ragged | None = None
+    baseline_rewards: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.responses)

@@ -51,5 +51,8 @@ def _tensor(name: str, batch: RolloutBatch, rewards: Ragged, mask: Tensor) -> Te
         return batch.group_id
     if name == "rewards":
         return rewards.pad(0.0)
+    if name == "baseline_rewards":
+        assert batch.baseline_rewards is not None, name
+        return batch.baseline_rewards
     assert name == "values" and batch.values is not None, name
     return batch.values.pad(0.0)

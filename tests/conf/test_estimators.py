@@ -4,11 +4,22 @@ import pytest
 from composing import LAPTOP, examined, problems
 from rich.console import Console
 
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, uses_critic
 from hybridrl.config.memory import rank_phases
 from hybridrl.config.plan_text import plan
 
 GRPO = ("+recipe=gsm8k_grpo", "hardware=cpu")
+NAMES = (
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "pass_at_k",
+)
 
 
 @pytest.mark.parametrize(
@@ -19,12 +30,35 @@ GRPO = ("+recipe=gsm8k_grpo", "hardware=cpu")
             ["critic.optim.min_lr_ratio", "algorithm.advantage = grpo, which needs no critic"],
         ),
         (["trainer.critic_warmup_steps=2"], ["trainer.critic_warmup_steps", "set algorithm=ppo"]),
-        (["algorithm.lam=0.9"], ["algorithm.lam", "no effect", "algorithm.advantage = grpo"]),
+        (
+            ["algorithm.lam=0.9"],
+            ["algorithm.lam", "no effect", "advantage = grpo", "set algorithm.advantage=gae."],
+        ),
+        (["algorithm.gamma=0.9"], ["algorithm.gamma", "no effect", "gae or reinforce_plus_plus."]),
+        (["algorithm.pass_k=2"], ["algorithm.pass_k", "no effect", "advantage=pass_at_k."]),
+        (["algorithm=pass_at_k", "algorithm.pass_k=0"], ["algorithm.pass_k = 0", "at least 1"]),
+        (
+            ["algorithm=pass_at_k", "algorithm.pass_k=8"],
+            [
+                "algorithm.pass_k = 8",
+                "rollout.responses_per_prompt = 8",
+                "algorithm.pass_k=7 or less",
+                "rollout.responses_per_prompt=9 or more",
+            ],
+        ),
+        (
+            ["algorithm=reinforce_plus_plus", "algorithm.whiten_advantages=true"],
+            ["algorithm.whiten_advantages", "no effect", "which whitens by itself"],
+        ),
+        (
+            ["algorithm=rloo", "rollout.responses_per_prompt=1", "data.prompts_per_step=256"],
+            ["rollout.responses_per_prompt = 1", "algorithm.advantage = rloo compares"],
+        ),
         (
             ["rollout.responses_per_prompt=1", "data.prompts_per_step=256"],
             ["rollout.responses_per_prompt = 1", "compares the responses", "=2 or more"],
         ),
-        (["algorithm.advantage=gro"], ["algorithm.advantage = gro", "gae, grpo", "dotted path"]),
+        (["algorithm.advantage=gro"], ["algorithm.advantage = gro", *NAMES, "dotted path"]),
         (["algorithm.advantage=json.dumps"], ["algorithm.advantage = json.dumps takes obj"]),
         (["algorithm.advantage=json.nothing"], ["json has no nothing"]),
         (["algorithm.advantage=null"], ["algorithm.advantage = null, expected text"]),
@@ -36,6 +70,24 @@ def test_one_mistake_gets_one_problem(overrides, words):
     assert len(found) == 1, found
     missing = [word for word in words if word not in found[0]]
     assert not missing, (missing, found[0])
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_each_method_is_an_algorithm_of_its_name_on_the_embedded_default(name):
+    found = examined([f"algorithm={name}", "hardware=cpu"])
+    assert found.report.problems == []
+    assert found.config.algorithm.advantage == name
+    assert not uses_critic(found.config)
+
+
+def test_the_list_names_every_method():
+    assert tuple(BUILT_IN_ESTIMATORS) == NAMES
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
+def test_one_response_to_a_prompt_is_enough_where_none_are_compared(name):
+    single = ("rollout.responses_per_prompt=1", "data.prompts_per_step=256")
+    assert problems(f"algorithm={name}", "hardware=cpu", *single) == []
 
 
 def test_the_estimator_alone_decides_on_the_critic():

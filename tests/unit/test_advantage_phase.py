@@ -24,7 +24,9 @@ KL = KLConfig(
 
 
 def config(advantage: str, whiten: bool = False) -> AlgorithmConfig:
-    return AlgorithmConfig(advantage=advantage, gamma=0.5, lam=1.0, whiten_advantages=whiten, kl=KL)
+    return AlgorithmConfig(
+        advantage=advantage, gamma=0.5, lam=1.0, pass_k=1, whiten_advantages=whiten, kl=KL
+    )
 
 
 def scored():
@@ -61,6 +63,20 @@ def test_grpo_needs_no_values_and_returns_no_targets():
     assert found["advantages"].values.tolist() == pytest.approx([2**-0.5] * 3 + [-(2**-0.5)])
 
 
+def test_remax_gets_the_greedy_responses_outcomes():
+    batch = scored()
+    batch = type(batch)(**vars(batch) | {"baseline_rewards": torch.tensor([0.5, 1.0])})
+    found = AdvantageEstimator(config("remax")).estimate(batch, batch.scores)
+    # Outcomes 2 and 0.
+    assert found["advantages"].values.tolist() == [1.5, 1.5, 1.5, -1.0]
+
+
+def test_pass_at_k_gets_its_setting():
+    found = AdvantageEstimator(config("pass_at_k")).estimate(scored(), scored().scores)
+    # k = 1: mean 1 and deviation 1 of 2 and 0.
+    assert found["advantages"].values.tolist() == pytest.approx([1.0] * 3 + [-1.0], abs=1e-5)
+
+
 def test_whitening_covers_the_response_tokens_of_the_batch():
     found = AdvantageEstimator(config("gae", whiten=True)).estimate(scored(), scored().scores)
     # -0.5, 0, 1, -1: mean -1/8, variance (1/4 + 1 + 1) / 4 - 1/64 = 35/64.
@@ -88,7 +104,7 @@ def test_the_list_of_estimators_agrees_with_the_functions(name):
 @pytest.mark.parametrize(
     ("advantage", "words"),
     [
-        ("gea", "one of gae, grpo or a dotted path"),
+        ("gea", f"one of {', '.join(BUILT_IN_ESTIMATORS)} or a dotted path"),
         ("nowhere.estimate", "importing nowhere failed"),
         ("math.pi", "is no function"),
         ("statistics.fmean", "takes data"),

@@ -121,6 +121,8 @@ def test_out_of_range_is_named(gamma, lam, names):
 @pytest.mark.parametrize(
     ("rewards", "values", "mask", "names"),
     [
+        (REWARDS * math.nan, VALUES, ALL, "gae needs finite rewards; 3 of 3"),
+        (REWARDS, VALUES / 0, ALL, "gae needs finite values; 3 of 3"),
         (REWARDS, VALUES[:, :2], ALL, r"values \(1, 2\)"),
         (REWARDS, VALUES, ALL[:, :2], r"response_mask \(1, 2\)"),
         (REWARDS, VALUES, ALL.long(), "bool"),

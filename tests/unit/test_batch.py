@@ -1,5 +1,7 @@
 """RolloutBatch and PromptBatch: selection takes every field along; dealing restores order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from tests.batches import batch_of
 def test_select_takes_every_field():
     batch = batch_of([3, 1, 2])
     batch = batch.adding(scores=batch.responses.like(batch.responses.values * 10.0))
+    batch = replace(batch, baseline_rewards=torch.tensor([0.5, 1.5, 2.5]))
     picked = batch.select([2, 0])
+    assert picked.baseline_rewards.tolist() == [2.5, 0.5]
     assert picked.group_id.tolist() == [2, 0]
     assert picked.scores.values.tolist() == [20, 20, 0, 0, 0]
     assert picked.num_tokens.tolist() == [4, 5]
@@ -24,8 +28,12 @@ def test_a_field_of_other_lengths_is_refused():
 
 
 def test_concat_joins_in_order():
-    joined = RolloutBatch.concat([batch_of([1, 2]), batch_of([3])])
+    first = replace(batch_of([1, 2]), baseline_rewards=torch.tensor([0.5, 1.5]))
+    second = replace(batch_of([3]), baseline_rewards=torch.tensor([2.5]))
+    joined = RolloutBatch.concat([first, second])
     assert joined.responses.lengths.tolist() == [1, 2, 3]
+    assert joined.baseline_rewards.tolist() == [0.5, 1.5, 2.5]
+    assert RolloutBatch.concat([batch_of([1]), batch_of([2])]).baseline_rewards is None
 
 
 def answer(part: PromptBatch) -> Rollout:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.advantages import GROUP_EPS, grpo
+from hybridrl.algorithms.group_advantages import GROUP_EPS, grpo
 
 ALL = torch.ones(4, 2, dtype=torch.bool)
 
@@ -99,7 +99,7 @@ def test_a_response_without_tokens_counts_as_reward_zero():
 @pytest.mark.parametrize(
     ("rewards", "mask", "group_id", "names"),
     [
-        (outcomes([0, 1, 2, 3]), ALL, torch.tensor([0, 0, 0, 1]), "single one"),
+        (outcomes([0, 1, 2, 3]), ALL, torch.tensor([0, 0, 0, 1]), "group 1 has 1"),
         (outcomes([0, 1, 2, 3]), ALL, torch.tensor([0, 0, 1]), r"group_id \[B\]"),
         (outcomes([0, 1, 2, 3]), ALL[:, :1], torch.tensor([0, 0, 1, 1]), r"response_mask \(4, 1\)"),
         (outcomes([0, 1, 2, 3]), ALL.long(), torch.tensor([0, 0, 1, 1]), "bool"),

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked import masked_mean, masked_sum, masked_variance, masked_whiten
+from hybridrl.algorithms.masked import (
+    check_finite,
+    masked_mean,
+    masked_sum,
+    masked_variance,
+    masked_whiten,
+)
 
 VALUES = torch.tensor([[1.0, math.nan, 3.0], [8.0, math.inf, -math.inf]])
 MASK = torch.tensor([[True, False, True], [True, False, False]])
@@ -39,10 +45,12 @@ def test_whiten_against_float64():
     torch.testing.assert_close(masked_whiten(values, mask)[mask], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-def test_equal_values_whiten_to_zero(kept):
-    mask = torch.arange(4) < kept
-    assert masked_whiten(torch.full((4,), 0.7), mask).tolist() == [0.0] * 4
+@pytest.mark.parametrize("kept", [1, 3, 999])
+@pytest.mark.parametrize("value", [0.7, -3.1, 12345.678])
+def test_equal_values_whiten_to_zero(kept, value):
+    """Whatever their mean rounds to: off by 1e-3, values of 1e4 would otherwise become about 1."""
+    mask = torch.arange(1000) < kept
+    assert masked_whiten(torch.full((1000,), value), mask).tolist() == [0.0] * 1000
 
 
 def test_gradient_is_zero_off_the_mask_even_at_nan():
@@ -90,3 +98,9 @@ def test_bad_masks_are_named(function, mask: Tensor, names: str):
 def test_whiten_needs_a_positive_eps(eps):
     with pytest.raises(ValueError, match="eps"):
         masked_whiten(VALUES, MASK, eps=eps)
+
+
+def test_what_is_not_finite_on_the_mask_is_named():
+    check_finite("here", MASK, values=VALUES)
+    with pytest.raises(ValueError, match=r"here needs finite b; 3 of 6 .* nan, at \[0, 1\]"):
+        check_finite("here", torch.ones_like(MASK), a=torch.zeros(2, 3), b=VALUES)

@@ -1,0 +1,102 @@
+"""dr_grpo, rloo, opo, reinforce_plus_plus_baseline: hand-worked, and how they relate."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.group_advantages import (
+    GROUP_EPS,
+    dr_grpo,
+    grpo,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+
+# Group 7: outcomes 1, 0, 5 with 1, 3 and 2 tokens. Group 2: 4, 2 with 3 and 1.
+GROUP = torch.tensor([7, 2, 7, 7, 2])
+LENGTHS = torch.tensor([1, 3, 3, 2, 1])
+OUTCOMES = torch.tensor([1.0, 4.0, 0.0, 5.0, 2.0], dtype=torch.float64)
+MASK = torch.arange(3) < LENGTHS[:, None]
+# The outcome stands on the last token, but for 1 of it on the first token of the second response.
+REWARDS = torch.zeros(5, 3, dtype=torch.float64)
+REWARDS[torch.arange(5), LENGTHS - 1] = OUTCOMES
+REWARDS[1] = torch.tensor([1.0, 0.0, 3.0])
+
+
+def on_tokens(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None] * MASK
+
+
+def test_dr_grpo_hand_worked():
+    # Means 2 and 3.
+    found = dr_grpo(REWARDS, MASK, GROUP)
+    assert found.returns is None
+    torch.testing.assert_close(found.advantages, on_tokens([-1, 1, -2, 3, -1]))
+
+
+def test_rloo_hand_worked():
+    # Means of the others: (0 + 5) / 2, 2, (1 + 5) / 2, (1 + 0) / 2, 4.
+    found = rloo(REWARDS, MASK, GROUP)
+    assert found.returns is None
+    torch.testing.assert_close(found.advantages, on_tokens([-1.5, 2, -3, 4.5, -2]))
+
+
+def test_opo_hand_worked():
+    # Baselines (1 * 1 + 3 * 0 + 2 * 5) / 6 = 11/6 and (3 * 4 + 1 * 2) / 4 = 3.5.
+    found = opo(REWARDS, MASK, GROUP)
+    assert found.returns is None
+    torch.testing.assert_close(found.advantages, on_tokens([-5 / 6, 0.5, -11 / 6, 19 / 6, -1.5]))
+
+
+def test_reinforce_plus_plus_baseline_hand_worked():
+    # On tokens: -1 | 1 1 1 | -2 -2 -2 | 3 3 | -1. Sum 1, squares 1 + 3 + 12 + 18 + 1 = 35 of 10.
+    found = reinforce_plus_plus_baseline(REWARDS, MASK, GROUP)
+    assert found.returns is None
+    scaled = [(a - 0.1) / math.sqrt(3.5 - 0.01 + 1e-8) for a in (-1, 1, -2, 3, -1)]
+    torch.testing.assert_close(found.advantages, on_tokens(scaled))
+
+
+def test_rloo_is_dr_grpo_times_n_over_n_minus_one():
+    factor = torch.tensor([3 / 2, 2, 3 / 2, 3 / 2, 2])[:, None]
+    ours = rloo(REWARDS, MASK, GROUP).advantages
+    torch.testing.assert_close(ours, dr_grpo(REWARDS, MASK, GROUP).advantages * factor)
+
+
+def test_opo_is_dr_grpo_for_responses_of_one_length():
+    mask = torch.ones_like(MASK)
+    torch.testing.assert_close(
+        opo(REWARDS, mask, GROUP).advantages, dr_grpo(REWARDS, mask, GROUP).advantages
+    )
+
+
+def test_opos_advantages_sum_to_zero_over_the_tokens_of_a_group():
+    by_response = opo(REWARDS, MASK, GROUP).advantages.sum(1)
+    assert float(by_response[GROUP == 7].sum()) == pytest.approx(0, abs=1e-12)
+    assert float(by_response[GROUP == 2].sum()) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_group_of_equal_rewards_is_zero_but_where_the_batch_is_whitened():
+    rewards = REWARDS.clone()
+    rewards[1], rewards[4] = torch.tensor([0.0, 0.0, 0.7]), torch.tensor([0.7, 0.0, 0.0])
+    for function in (grpo, dr_grpo, rloo, opo):
+        assert (function(rewards, MASK, GROUP).advantages[GROUP == 2] == 0).all()
+    # On tokens: -1 | 0 0 0 | -2 -2 -2 | 3 3 | 0. Sum -1, squares 1 + 12 + 18 = 31 of 10.
+    whitened = reinforce_plus_plus_baseline(rewards, MASK, GROUP).advantages
+    expected = 0.1 / math.sqrt(3.1 - 0.01 + 1e-8)
+    assert whitened[GROUP == 2][MASK[GROUP == 2]].tolist() == pytest.approx([expected] * 4)
+
+
+def test_two_responses_of_one_token():
+    rewards, mask = torch.tensor([[1.0], [0.0]]), torch.ones(2, 1, dtype=torch.bool)
+    group = torch.zeros(2, dtype=torch.int64)
+    # Mean 1/2, deviation over n - 1 sqrt(1/2), over n 1/2.
+    assert dr_grpo(rewards, mask, group).advantages.tolist() == [[0.5], [-0.5]]
+    assert opo(rewards, mask, group).advantages.tolist() == [[0.5], [-0.5]]
+    assert rloo(rewards, mask, group).advantages.tolist() == [[1.0], [-1.0]]
+    std = 0.5 / (math.sqrt(0.5) + GROUP_EPS)
+    assert grpo(rewards, mask, group).advantages.flatten().tolist() == pytest.approx([std, -std])
+    whitened = reinforce_plus_plus_baseline(rewards, mask, group).advantages
+    assert whitened.flatten().tolist() == pytest.approx([1.0, -1.0])
