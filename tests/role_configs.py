@@ -15,11 +15,17 @@ from hybridrl.config.schema import (
     KLPlacement,
     KLSchedule,
     Layout,
+    LoRAConfig,
     LRSchedule,
     ModelConfig,
     Offload,
     OptimConfig,
     ReferenceConfig,
+)
+
+LINEAR_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
 )
 
 
@@ -57,6 +63,15 @@ def optim_config(lr: float = 1e-3) -> OptimConfig:
     )
 
 
+def lora_config(rank: int = 0, **changes: Any) -> LoRAConfig:
+    values: dict[str, Any] = {
+        "alpha": 8.0,
+        "target_modules": list(LINEAR_LAYERS),
+        "seed": 4,
+    }
+    return LoRAConfig(rank=rank, **(values | changes))
+
+
 def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.actor.ActorWorker",
@@ -70,6 +85,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
             target=1.0,
             horizon=1000,
         ),
+        "lora": lora_config(),
         "total_steps": 10,
         "temperature": 0.8,
         "mini_batch_size": 8,
@@ -96,11 +112,13 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
     return CriticConfig(**(values | changes))
 
 
-def reference_config(folder: Path, fsdp: FSDPConfig) -> ReferenceConfig:
-    return ReferenceConfig(
-        worker="hybridrl.workers.reference.ReferenceWorker",
-        model=model_config(folder),
-        fsdp=fsdp,
-        temperature=0.8,
-        log_prob_chunk_tokens=7,
-    )
+def reference_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ReferenceConfig:
+    values: dict[str, Any] = {
+        "worker": "hybridrl.workers.reference.ReferenceWorker",
+        "model": model_config(folder),
+        "fsdp": fsdp,
+        "lora": lora_config(),
+        "temperature": 0.8,
+        "log_prob_chunk_tokens": 7,
+    }
+    return ReferenceConfig(**(values | changes))

@@ -71,6 +71,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
                 f"{role}.optim.schedule = constant",
                 f"set {role}.optim.schedule=cosine or linear",
             )
+    yield from _idle_lora(config)
     yield from _idle_rollout(config)
     yield from _idle_layout(config)
     if config.model.init is Init.pretrained:
@@ -111,6 +112,24 @@ def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
             cause,
             f"{text}, which needs no critic",
             "set algorithm=ppo",
+        )
+
+
+def _idle_lora(config: RunConfig) -> Iterator[Idle]:
+    """What describes adapters that there are not, and a reference that is not loaded."""
+    if config.lora.rank == 0:
+        yield Idle(
+            ("lora.alpha", "lora.target_modules", "lora.seed"),
+            "lora.rank",
+            "lora.rank = 0, which leaves adapters out",
+            "set lora=default",
+        )
+    else:
+        yield Idle(
+            ("ref.log_prob_chunk_tokens",),
+            "lora.rank",
+            f"lora.rank = {config.lora.rank}: the reference is the actor's model without adapters",
+            "set actor.log_prob_chunk_tokens",
         )
 
 

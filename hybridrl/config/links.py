@@ -7,15 +7,16 @@ from omegaconf import DictConfig, OmegaConf
 
 # role -> its shared nodes -> the node that each must link
 LINKS: dict[str, dict[str, str]] = {
-    "actor": {"model": "model", "fsdp": "fsdp", "kl": "algorithm.kl"},
+    "actor": {"model": "model", "fsdp": "fsdp", "lora": "lora", "kl": "algorithm.kl"},
     "critic": {"model": "model", "fsdp": "fsdp"},
-    "ref": {"model": "model", "fsdp": "fsdp"},
+    "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
     "rollout": {"model": "model"},
 }
 REASONS = {
     "model": "every role must start from the same weights",
     "fsdp": "actor, critic and ref must shard alike, or the reshard plan is wrong",
     "kl": "the penalty in the reward and in the loss must be the same",
+    "lora": "the reference is the model under the actor's adapters",
 }
 
 

@@ -63,6 +63,21 @@ class ModelShape:
         return attention + mlp + 2 * h
 
     @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of a decoder layer, by name."""
+        h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner = self.intermediate
+        return {
+            "q_proj": (q, h),
+            "k_proj": (kv, h),
+            "v_proj": (kv, h),
+            "o_proj": (h, q),
+            "gate_proj": (inner, h),
+            "up_proj": (inner, h),
+            "down_proj": (h, inner),
+        }
+
+    @property
     def parameters(self) -> int:
         """Elements of the causal language model, a tied lm_head counted once."""
         return self.backbone_parameters + (0 if self.tied else self.embedding_parameters)

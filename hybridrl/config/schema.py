@@ -194,6 +194,16 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
+class LoRAConfig:
+    """conf/lora: low-rank adapters of the actor; rank 0 means none."""
+
+    rank: int
+    alpha: float
+    target_modules: list[str]
+    seed: int
+
+
+@dataclass(kw_only=True)
 class OptimConfig:
     """conf/actor and conf/critic: optim."""
 
@@ -220,6 +230,7 @@ class ActorConfig(RoleConfig):
     """conf/actor."""
 
     fsdp: FSDPConfig
+    lora: LoRAConfig
     kl: KLConfig
     total_steps: int
     temperature: float
@@ -248,6 +259,7 @@ class ReferenceConfig(RoleConfig):
     """conf/ref."""
 
     fsdp: FSDPConfig
+    lora: LoRAConfig
     temperature: float
     log_prob_chunk_tokens: int
 
@@ -341,6 +353,7 @@ class RunConfig:
     fsdp: FSDPConfig
     cluster: ClusterConfig
     algorithm: AlgorithmConfig
+    lora: LoRAConfig
     actor: Any
     critic: Any
     ref: Any

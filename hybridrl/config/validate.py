@@ -11,6 +11,7 @@ from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_kl import kl_problems
+from hybridrl.config.check_lora import lora_problems
 from hybridrl.config.check_memory import memory_problems, offload_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
@@ -91,11 +92,13 @@ MODEL_CHECKS: tuple[
     (sizes.length_problems, ("rollout.max_prompt_tokens", "rollout.max_response_tokens")),
     (sizes.tensor_parallel_problems, (TP,)),
     (sequences.sequence_head_problems, SEQUENCES),
+    (lora_problems, ("lora",)),
 )
 EFFECT_NEEDS = (
     "algorithm.advantage",
     "algorithm.kl.coef",
     "algorithm.kl.schedule",
+    "lora.rank",
     "actor.optim.schedule",
     "critic.optim.schedule",
     "hardware.accelerator",

@@ -3,7 +3,8 @@
 torch.compile makes different code for a forward that will be differentiated and for one that will
 not, and the two round differently. Old log-probs must have the very bits of the update's first
 forward, so a compiled layer always runs the former; without gradients it forgets at once what
-backward would need.
+backward would need. Its input always counts as differentiable: under adapters that of the first
+layer, which comes from a frozen embedding, would not be in an update.
 
 Token counts, sequence counts and the longest length differ from call to call. They are symbols
 from the first call on, so that nothing is compiled a second time. Whatever would break the graph
@@ -33,7 +34,8 @@ def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
     rest = {name: value for name, value in kwargs.items() if name not in sizes}
     needs_grad = torch.is_grad_enabled()
-    states = hidden_states if needs_grad else hidden_states.detach().requires_grad_()
+    differentiable = hidden_states.requires_grad
+    states = hidden_states if differentiable else hidden_states.detach().requires_grad_()
     for leaf in tree_leaves((states, rest)):
         if isinstance(leaf, Tensor):
             torch._dynamo.maybe_mark_dynamic(leaf, min(leaf.dim() - 1, 1))

@@ -18,19 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.distributed.accumulation import reshard
 from hybridrl.distributed.compiling import compile_layer
 from hybridrl.distributed.log_probs import KeptLogits
+from hybridrl.distributed.lora import (
+    adapted_weights,
+    adapters,
+    add_adapters,
+    checkpoint_parameters,
+    first_factor,
+)
 from hybridrl.distributed.mesh import device_of, sharding_mesh
-from hybridrl.distributed.shards import NamedShard
+from hybridrl.distributed.shards import NamedShard, ShardKind
 from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
 from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
 from hybridrl.models.resolve import model_folder
 
 
 def load_sharded_policy(
-    model: ModelConfig, fsdp: FSDPConfig, mesh: DeviceMesh, chunk_tokens: int
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    mesh: DeviceMesh,
+    chunk_tokens: int,
+    lora: LoRAConfig | None = None,
 ) -> TokenLogProbs:
     """The model's causal LM, sharded, with float32 master weights; a collective over all ranks.
 
@@ -42,6 +53,7 @@ def load_sharded_policy(
         fsdp: the sharding spec; columns null means that every weight is cut by rows.
         mesh: the training mesh.
         chunk_tokens: tokens whose logits are computed at one time.
+        lora: adapters, which alone are then trained; None or rank 0: there are none.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or
@@ -49,10 +61,14 @@ def load_sharded_policy(
     """
     lm = empty_model(AutoModelForCausalLM, model_folder(model))
     _check_columns(lm, fsdp, mesh)
+    if lora is not None and lora.rank:
+        add_adapters(lm, lora)
     keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
     root = TokenLogProbs(lm, chunk_tokens, keep)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
     _fill(root, first_weights(model, lm, AutoModelForCausalLM, device_of(mesh)), device_of(mesh))
+    if lora is not None:
+        _fill_adapters(lm, lora.seed, device_of(mesh))
     return root.eval()
 
 
@@ -86,32 +102,60 @@ def load_sharded_critic(
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     """This rank's shards of the causal LM under their checkpoint names, tied duplicates included.
 
-    The getters stay valid over optimizer steps and forwards.
+    The getters stay valid over optimizer steps and forwards. Those of adapted weights, whose
+    adapters they merge, are collectives.
     """
     reshard(root)
-    return [
-        NamedShard(name, tuple(param.shape), partial(_local_shard, param), _dim_cut(param))
-        for name, param in root.lm.named_parameters(remove_duplicate=False)
-    ]
+    adapted = adapted_weights(root.lm)
+    rest = ShardKind.frozen if adapted else ShardKind.live
+    shards = []
+    for name, param in checkpoint_parameters(root.lm, tied_twice=True):
+        local, kind = partial(_local_shard, param), rest
+        if name in adapted:
+            local, kind = adapted[name].merged_shard, ShardKind.merged
+        shards.append(NamedShard(name, tuple(param.shape), local, _dim_cut(param), kind))
+    return shards
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     """The causal LM's weights under checkpoint names, float32 on CPU; a collective.
 
-    Tied tensors appear once, as in a checkpoint.
+    Tied tensors appear once, as in a checkpoint. Adapters are merged, to the bits that
+    `named_shards` has.
 
     Returns:
         Every weight on rank 0, nothing on the other ranks.
     """
     reshard(root)
+    adapted = adapted_weights(root.lm)
+    return _on_first_rank(
+        (name, adapted[name].merged() if name in adapted else param.detach().full_tensor())
+        for name, param in checkpoint_parameters(root.lm)
+    )
+
+
+def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
+    """The adapters' weights under peft's names, float32 on CPU; a collective.
+
+    Returns:
+        Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
+    """
+    reshard(root)
+    return _on_first_rank(
+        (f"base_model.model.{name}.{factor}.weight", weight.detach().full_tensor())
+        for name, layer in adapters(root.lm).items()
+        for factor, weight in (("lora_A", layer.lora_A.weight), ("lora_B", layer.lora_B.weight))
+    )
+
+
+def _on_first_rank(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies on CPU: a gathered tensor may be a view of a padded, larger storage."""
     is_first = dist.get_rank() == 0
-    full = {}
-    for name, param in root.lm.named_parameters():
-        gathered = param.detach().full_tensor()
+    kept = {}
+    for name, tensor in tensors:
         if is_first:
-            # A copy: the gathered tensor may be a view of a padded, larger storage.
-            full[name] = gathered.to("cpu", copy=True)
-    return full
+            kept[name] = tensor.to("cpu", copy=True)
+    return kept
 
 
 def _local_shard(param: DTensor) -> Tensor:
@@ -130,7 +174,7 @@ def _dim_cut(param: DTensor) -> int:
 def _checkpoint_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """What comes from a checkpoint, under its names there; tied tensors once."""
     if isinstance(root, TokenLogProbs):
-        return list(root.lm.named_parameters())
+        return list(checkpoint_parameters(root.lm))
     assert isinstance(root, TokenValues)
     prefix = root.backbone.base_model_prefix
     return [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
@@ -179,9 +223,14 @@ def _shard(
 
 
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
-    """By columns what fsdp.columns names, by rows what it does not."""
+    """By columns what fsdp.columns names, and A of its adapter; by rows everything else."""
     names = set(fsdp.columns or [])
     by_columns = {param for name, param in _checkpoint_parameters(root) if name in names}
+    by_columns |= {
+        layer.lora_A.weight
+        for layer in adapters(root).values()
+        if layer.base_layer.weight in by_columns
+    }
     return lambda param: Shard(1 if param in by_columns else 0)
 
 
@@ -200,6 +249,13 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
         buffer.copy_(buffers[name])
     for name, param in _checkpoint_parameters(root):
         _keep_shard(param, first(name, param.shape))
+
+
+def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:
+    """A from the seed, B = 0: the adapted model is the model."""
+    for name, layer in adapters(lm).items():
+        _keep_shard(layer.lora_A.weight, first_factor(layer, name, seed, device))
+        layer.lora_B.weight.detach().to_local().zero_()
 
 
 def _keep_shard(param: DTensor, whole: Tensor) -> None:

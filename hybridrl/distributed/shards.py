@@ -5,8 +5,23 @@ Plain data, so that whoever plans a reshard need not know who trains the weights
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from torch import Tensor
+
+
+class ShardKind(Enum):
+    """What a shard's getter returns.
+
+    live: a view of live storage, whose content changes as training goes on.
+    frozen: a view of storage whose content never changes.
+    merged: a new tensor, float32, computed from what changes; the getter is a collective over
+        the shard group.
+    """
+
+    live = "live"
+    frozen = "frozen"
+    merged = "merged"
 
 
 @dataclass(frozen=True)
@@ -21,11 +36,13 @@ class NamedShard:
         name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
         shape: the whole tensor's.
         local: this rank's shard as it is when called: contiguous, float32, without FSDP2's
-            padding; for a DTensor, its `to_local()`. A view of live storage, not a copy.
+            padding; for a DTensor, its `to_local()`.
         dim: which dim is cut, 0 or 1.
+        kind: whether that is a view of live storage, and whether it changes.
     """
 
     name: str
     shape: tuple[int, ...]
     local: Callable[[], Tensor]
     dim: int = 0
+    kind: ShardKind = ShardKind.live

@@ -40,7 +40,7 @@ class ActorWorker(ModelWorker):
     def __init__(self, config: ActorConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
         self.model = load_sharded_policy(
-            config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
+            config.model, config.fsdp, mesh, config.log_prob_chunk_tokens, config.lora
         )
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
         self.optimizer = Optimizer(

@@ -42,7 +42,7 @@ class Optimizer:
     """AdamW on sharded float32 master weights, with gradients clipped by their global norm.
 
     Args:
-        model: its parameters are trained.
+        model: its parameters are trained, but for those that are frozen.
         config: AdamW's settings, clipping and schedule.
         total_steps: length of the run.
         offload: where the moments lie outside `on_device`.
@@ -53,7 +53,7 @@ class Optimizer:
     ) -> None:
         self.config = config
         self.total_steps = total_steps
-        self.parameters = list(model.parameters())
+        self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.adamw = torch.optim.AdamW(
             self.parameters,
             lr=config.lr,

@@ -126,7 +126,7 @@ def test_dataclasses_have_no_defaults():
 def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
     number = {int, float, int | None, float | None, list[float], list[int]}
-    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl)\.")
+    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl|lora)\.")
 
     def hint_of(key: str) -> object:
         cls: typing.Any = schema.RunConfig
