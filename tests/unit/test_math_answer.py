@@ -1,0 +1,139 @@
+r"""MATH's reward through math-verify: which answer counts, what equals it, hostile answers."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl.config.classes import check_reward_function
+from hybridrl.config.errors import ConfigError
+from hybridrl.rewards.base import package_problems
+from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
+from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.scorer import RewardScorer
+
+SCORE = "hybridrl.rewards.math_answer.score"
+HALF = {"answer": r"Halve it: $1/2$. The answer is $\boxed{\frac{1}{2}}$."}
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible"),
+    [
+        (r"so \boxed{\frac12}", 1.0, 1.0),
+        (r"so \boxed{0.5}.", 1.0, 1.0),
+        (r"so $\boxed{ \dfrac{2}{4} }$", 1.0, 1.0),
+        (r"\boxed {1/2}", 1.0, 1.0),
+        (r"\boxed{3} no, \boxed{1/2}", 1.0, 1.0),
+        (r"\boxed{1/2} no, \boxed{3}", 0.0, 0.0),
+        (r"\boxed{1/2} and \boxed{}", 0.0, 0.0),
+        (r"\boxed{1/2} and then \boxed{1", 0.0, 0.0),  # cut off
+        (r"\boxed{1/2 or so", 0.0, 0.0),
+        (r"the answer is $\frac{1}{2}$", 0.0, 1.0),
+        ("the answer is 1/2", 0.0, 1.0),
+        ("1/2, no: the answer is 3", 0.0, 0.0),
+        ("half of it", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_which_answer_counts(response, strict, flexible):
+    assert score("prompt", response, HALF, mode="strict") == strict
+    assert score("prompt", response, HALF, mode="flexible") == flexible
+
+
+@pytest.mark.parametrize(
+    ("answer", "boxed", "expected"),
+    [
+        ("42", "42.0", 1.0),
+        ("1000", "1,000", 1.0),
+        (r"\sqrt{8}", r"2\sqrt{2}", 1.0),
+        ("x^2 - 1", "(x-1)(x+1)", 1.0),
+        ("5", "x = 5", 1.0),
+        (r"10\text{ cm}", "10", 1.0),
+        (r"\{1, 2\}", r"\{2, 1\}", 1.0),
+        ("(1,2]", "(1, 2]", 1.0),
+        ("(1,2]", "[1,2]", 0.0),
+        ("(1,2)", "(2,1)", 0.0),
+        (r"\frac{1}{3}", "0.333", 0.0),
+        ("x^2 - 1", "(x-1)^2", 0.0),
+        (r"\text{(C)}", "C", 1.0),
+        (r"\text{(C)}", "D", 0.0),
+        ("east", r"\text{east}", 1.0),
+        ("east", "east", 1.0),
+        ("east", "seat", 0.0),  # the same letters: as a product they would be equal
+    ],
+)
+def test_equal_as_mathematics(answer, boxed, expected):
+    assert score("", rf"\boxed{{{boxed}}}", {"answer": answer}, mode="strict") == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["42", " 42 ", "$42$", r"\(42\)", r"\boxed{42}", r"\boxed{7}, no \boxed{42}", "a\n#### 42", 42],
+)
+def test_the_examples_answer_may_stand_in_a_solution_or_alone(answer):
+    assert reference_answer(answer)[0] == 42
+
+
+@pytest.mark.parametrize("answer", ["", "  ", "$$", r"\boxed{}"])
+def test_an_example_without_answer_raises(answer):
+    with pytest.raises(ValueError, match=r"data\.answer_key"):
+        score("", r"\boxed{1}", {"answer": answer}, mode="strict")
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"\boxed{\frac{1}{2}} x", r"\frac{1}{2}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{a \} b}", r"a \} b"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{\text{a \boxed{2}}}", "2"),
+        (r"\boxed{1", None),
+        (r"\boxed 1", None),
+        (r"\boxed", None),
+        ("1", None),
+    ],
+)
+def test_last_boxed(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+def test_a_long_text_is_read_at_its_end():
+    lines = "so $x = 1$ and 2 3 4\n" * 5000
+    assert score("", f"{lines}the answer is $0.5$", HALF, mode="flexible") == 1.0
+    assert score("", rf"{lines}\boxed{{1/2}}", HALF, mode="strict") == 1.0
+    assert score("", rf"\boxed{{{'1' * 2000}}}", HALF, mode="strict") == 0.0
+
+
+def test_answers_that_take_for_ever_are_cut_off_and_their_process_goes_on():
+    """With math-verify's own alarm, its end would take the scorer's away."""
+    responses = [r"\boxed{1/2}", r"\boxed{9^{9^{9^{9}}}}", "so 1/2"]
+    with RewardScorer(
+        SCORE, {"mode": "flexible"}, timeout_s=2.0, num_processes=1, failed_score=-1.0
+    ) as scorer:
+        result = scorer.score([("", response, HALF) for response in responses])
+    assert result.scores == [1.0, -1.0, 1.0]
+    assert result.failure_counts == {FailureKind.error: 0, FailureKind.timeout: 1}
+
+
+def test_the_package_is_imported_by_the_first_call_alone():
+    code = (
+        "import sys; import hybridrl.rewards.math_answer as m; assert 'sympy' not in sys.modules\n"
+        r"m.score('', r'\boxed{1}', {'answer': '1'}, mode='strict'); print('sympy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")  # nor does it warn
+
+
+def test_bad_settings_are_named_before_a_run():
+    check_reward_function("reward", SCORE, {"mode": "strict"})
+    with pytest.raises(ConfigError, match=r"reward\.args\.mode = loose, expected one of strict"):
+        check_reward_function("reward", SCORE, {"mode": "loose"})
+
+
+def test_a_missing_package_is_named_with_what_to_type():
+    (problem,) = package_problems("eval.rules.math", "no_such_module_at_all", "no-such-package")
+    assert "eval.rules.math.function needs the package no-such-package" in problem
+    assert "pip install no-such-package" in problem
+    assert list(package_problems("reward", "math_verify", "math-verify")) == []
