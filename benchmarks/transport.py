@@ -108,10 +108,7 @@ class Anew(Shardable):
 
     def shard(self, num_shards: int) -> Sequence[RankBatch]:
         """The ranks' batches, cut now."""
-        whole = ScheduledBatch.of(
-            self.scheduled.batch, self.scheduled.ranks, self.scheduled.num_tokens
-        )
-        return whole.shard(num_shards)
+        return ScheduledBatch.of(self.scheduled.batch, self.scheduled.ranks).shard(num_shards)
 
     def join(self, results: Sequence[Any]) -> Any:
         """As the scheduled batch does."""

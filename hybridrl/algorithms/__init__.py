@@ -1,1 +1,1 @@
-"""Advantages, losses and KL estimators: pure functions on tensors [B, T]."""
+"""Advantages, losses, KL estimators and corrections: pure functions on tensors."""

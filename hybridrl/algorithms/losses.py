@@ -1,8 +1,9 @@
-"""PPO's losses: each a sum over tokens divided by the global token count of the mini-batch.
+"""The value loss, and what is added to any policy loss: entropy bonus and KL penalty.
 
-A rank calls them on the tokens of one micro-batch with the count of all ranks' mini-batch. Then
-the losses of the parts, and their gradients, add up to those of the whole, however its tokens
-were spread (FSDP's averaging over ranks must be off).
+The value loss is a sum over tokens divided by the global token count of the mini-batch. A rank
+calls it on the tokens of one micro-batch with the count of all ranks' mini-batch. Then the losses
+of the parts, and their gradients, add up to those of the whole, however its tokens were spread
+(FSDP's averaging over ranks must be off). The others are token by token (aggregation.py).
 
 Shapes:  token fields have one shape, usually flat [N]; N may be 0
 Masks:   true on tokens the policy sampled; what stands off the mask, even NaN, counts for nothing
@@ -12,67 +13,10 @@ Metrics: detached sums over tokens; reduced over ranks and divided by the count 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import MAX_LOG_RATIO, check_coef, estimate_kl
+from hybridrl.algorithms.kl import check_coef, estimate_kl
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
+from hybridrl.algorithms.token_loss import Sums, TokenLoss, log_ratio_of
 from hybridrl.config.schema import KLEstimator
-
-Sums = dict[str, Tensor]
-
-
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_ratio: float,
-    num_tokens: float | Tensor,
-) -> tuple[Tensor, Sums]:
-    """PPO's clipped surrogate, to be minimised.
-
-    L = -1/num_tokens * sum_t min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t),
-    ratio_t = exp(log_probs_t - old_log_probs_t). The exponent is clamped to +-MAX_LOG_RATIO,
-    beyond which it has no gradient, so that ratio * A stays finite in float32.
-
-    Args:
-        log_probs: the current weights', with graph, nats.
-        old_log_probs: those before this step's updates, nats.
-        advantages: A_t.
-        response_mask: bool.
-        clip_ratio: eps, > 0.
-        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
-
-    Returns:
-        Scalar loss with its graph, float32 (float64 for float64 input); and sums over tokens:
-        ratio; clip_fraction: tokens whose gradient clipping took away; approx_kl: k3 of
-        KL(old || current), nats.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, clip_ratio <= 0 or num_tokens <= 0.
-
-    Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347
-    """
-    check_same_shape(
-        "policy_loss",
-        log_probs=log_probs,
-        old_log_probs=old_log_probs,
-        advantages=advantages,
-        response_mask=response_mask,
-    )
-    if not clip_ratio > 0:
-        raise ValueError(f"policy_loss needs clip_ratio > 0; got {clip_ratio=}")
-    log_ratio = _log_ratio("policy_loss", log_probs, old_log_probs, response_mask)
-    advantages = at_least_float32(advantages).masked_fill(~response_mask, 0.0)
-    ratio = log_ratio.exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
-    loss = -mean_over(num_tokens, torch.minimum(unclipped, clipped), response_mask)
-    ratio, log_ratio = ratio.detach(), log_ratio.detach()
-    return loss, {
-        "ratio": masked_sum(ratio, response_mask),
-        "clip_fraction": masked_sum((clipped < unclipped).detach(), response_mask),
-        "approx_kl": masked_sum(torch.expm1(log_ratio) - log_ratio, response_mask),
-    }
 
 
 def value_loss(
@@ -131,41 +75,37 @@ def value_loss(
     }
 
 
-def entropy_loss(
-    entropy: Tensor, response_mask: Tensor, *, coef: float, num_tokens: float | Tensor
-) -> tuple[Tensor, Sums]:
-    """The entropy bonus, as a loss to add: L = -coef/num_tokens * sum_t H_t.
+def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> TokenLoss:
+    """The entropy bonus, as a loss to add: l_t = -coef * H_t.
 
     Args:
-        entropy: H_t of the policy's distribution at each token, with graph, nats.
-        response_mask: bool.
+        entropy: [N] H_t of the policy's distribution at each token, with graph, nats.
+        response_mask: [N] bool.
         coef: weight of the bonus, >= 0.
-        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
 
     Returns:
-        Scalar loss with its graph, float32 (float64 for float64 input); and the sum over tokens
-        entropy, nats.
+        Losses of tokens; and the sum entropy, nats, not weighted.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, coef < 0 or num_tokens <= 0.
+        ValueError: shapes differ, the mask is not bool, or coef < 0.
 
     Source: Schulman et al. 2017, equation 9, https://arxiv.org/abs/1707.06347
     """
-    check_coef("entropy_loss", coef)
-    mean = mean_over(num_tokens, entropy, response_mask)
-    return -coef * mean, {"entropy": masked_sum(entropy.detach(), response_mask)}
+    check_coef("entropy_bonus", coef)
+    check_same_shape("entropy_bonus", entropy=entropy, response_mask=response_mask)
+    sums = {"entropy": masked_sum(entropy.detach(), response_mask)}
+    return TokenLoss(-coef * at_least_float32(entropy).masked_fill(~response_mask, 0.0), sums)
 
 
-def kl_loss(
+def kl_penalty(
     log_probs: Tensor,
     ref_log_probs: Tensor,
     response_mask: Tensor,
     *,
     coef: float,
     estimator: KLEstimator,
-    num_tokens: float | Tensor,
-) -> tuple[Tensor, Sums]:
-    """The KL penalty against the reference, as a loss to add: L = coef/num_tokens * sum_t KL_t.
+) -> TokenLoss:
+    """The KL penalty against the reference, as a loss to add: l_t = coef * KL_t.
 
     An unbiased estimate need not have an unbiased gradient. With p the policy, q the reference,
     d = log p - log q and tokens sampled from p, the gradients are on average
@@ -178,35 +118,35 @@ def kl_loss(
     are no longer sampled from p exactly, and no correction is made for that.
 
     Args:
-        log_probs: the current weights', with graph, nats.
-        ref_log_probs: the frozen reference's, nats.
-        response_mask: bool.
+        log_probs: [N] the current weights', with graph, nats.
+        ref_log_probs: [N] the frozen reference's, nats.
+        response_mask: [N] bool.
         coef: weight of the penalty, >= 0.
-        estimator: k1, k2 or k3; k2 for the right gradient.
-        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
+        estimator: k2 for the right gradient.
 
     Returns:
-        Scalar loss with its graph, float32 (float64 for float64 input); and the sum over tokens
-        kl_loss, nats, not weighted.
+        Losses of tokens; and the sum kl_loss, nats, not weighted.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, coef < 0 or num_tokens <= 0.
+        ValueError: shapes differ, the mask is not bool, or coef < 0.
 
     Source: http://joschu.net/blog/kl-approx.html for the estimators; Tang and Munos 2025,
         https://arxiv.org/abs/2506.09477, for their gradients
     """
     check_same_shape(
-        "kl_loss", log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask
+        "kl_penalty",
+        log_probs=log_probs,
+        ref_log_probs=ref_log_probs,
+        response_mask=response_mask,
     )
-    check_mask("kl_loss", response_mask)
-    check_coef("kl_loss", coef)
+    check_mask("kl_penalty", response_mask)
+    check_coef("kl_penalty", coef)
     # Filled before, not after: the gradient of exp(NaN) would be NaN times 0.
     log_probs, ref_log_probs = (
         tensor.masked_fill(~response_mask, 0.0) for tensor in (log_probs, ref_log_probs)
     )
     kl = estimate_kl(log_probs, ref_log_probs, estimator)
-    loss = coef * mean_over(num_tokens, kl, response_mask)
-    return loss, {"kl_loss": masked_sum(kl.detach(), response_mask)}
+    return TokenLoss(coef * kl, {"kl_loss": masked_sum(kl.detach(), response_mask)})
 
 
 def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
@@ -244,14 +184,12 @@ def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -
         response_mask: bool, the same shape.
 
     Returns:
-        Detached scalar; the exponent is clamped as in `policy_loss`.
+        Detached scalar; the exponent is clamped as in the policy losses.
 
     Raises:
         ValueError: shapes differ, or the mask is not bool.
     """
-    check_same_shape("ratio_max", log_probs=log_probs, old_log_probs=old_log_probs)
-    check_same_shape("ratio_max", log_probs=log_probs, response_mask=response_mask)
-    log_ratio = _log_ratio("ratio_max", log_probs.detach(), old_log_probs.detach(), response_mask)
+    log_ratio = log_ratio_of("ratio_max", log_probs.detach(), old_log_probs, response_mask).detach()
     return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max().exp()
 
 
@@ -279,10 +217,3 @@ def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor)
     if not num_tokens > 0:
         raise ValueError(f"num_tokens, over all ranks, must be > 0; got {num_tokens}")
     return total / num_tokens
-
-
-def _log_ratio(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log_probs - old_log_probs within +-MAX_LOG_RATIO, 0 off the mask."""
-    check_mask(function, mask)
-    difference = at_least_float32(log_probs) - at_least_float32(old_log_probs)
-    return difference.masked_fill(~mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -4,10 +4,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.check_sizes import world_size, world_text
+from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
 from hybridrl.config.estimators import SETTINGS, estimator_of, taking
 from hybridrl.config.given import Given, Source
 from hybridrl.config.layout import is_nested
-from hybridrl.config.schema import Accelerator, Init, KLSchedule, Layout, LRSchedule, RunConfig
+from hybridrl.config.policy_losses import policy_loss_of
+from hybridrl.config.schema import (
+    Accelerator,
+    CorrectionMethod,
+    Init,
+    KLSchedule,
+    Layout,
+    LRSchedule,
+    RunConfig,
+)
 
 
 class Idle(NamedTuple):
@@ -71,6 +81,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
                 f"{role}.optim.schedule = constant",
                 f"set {role}.optim.schedule=cosine or linear",
             )
+    yield from _idle_loss(config)
     yield from _idle_lora(config)
     yield from _idle_rollout(config)
     yield from _idle_layout(config)
@@ -81,13 +92,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             "model.init = pretrained",
             "set model.init=random",
         )
-    if config.data.train_files is not None:
-        yield Idle(
-            ("data.name",),
-            "data.train_files",
-            "data.train_files given",
-            "remove data.train_files",
-        )
+    yield from _idle_data(config.data)
 
 
 def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
@@ -115,6 +120,32 @@ def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
         )
 
 
+def _idle_loss(config: RunConfig) -> Iterator[Idle]:
+    """What corrects nothing, and the size of a penalty that nobody pays."""
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if policy_loss_of(config.algorithm.loss.function).is_against_rollout:
+        yield Idle(
+            (key,),
+            "algorithm.loss.function",
+            f"algorithm.loss.function = {config.algorithm.loss.function}, which weighs by the "
+            f"sampler's probabilities itself",
+            "take another algorithm/loss",
+        )
+    elif correction.method is CorrectionMethod.none:
+        keys = (f"{key}.level", f"{key}.low", f"{key}.high")
+        yield Idle(keys, f"{key}.method", f"{key}.method = none", f"set {key}.method=truncate")
+    elif correction.method is CorrectionMethod.truncate:
+        text = f"{key}.method = truncate"
+        yield Idle((f"{key}.low",), f"{key}.method", text, f"set {key}.method=mask")
+    if config.algorithm.overlong.buffer_tokens == 0:
+        yield Idle(
+            ("algorithm.overlong.penalty",),
+            "algorithm.overlong.buffer_tokens",
+            "algorithm.overlong.buffer_tokens = 0",
+            "set algorithm.overlong.buffer_tokens",
+        )
+
+
 def _idle_lora(config: RunConfig) -> Iterator[Idle]:
     """What describes adapters that there are not, and a reference that is not loaded."""
     if config.lora.rank == 0:
@@ -130,6 +161,39 @@ def _idle_lora(config: RunConfig) -> Iterator[Idle]:
             "lora.rank",
             f"lora.rank = {config.lora.rank}: the reference is the actor's model without adapters",
             "set actor.log_prob_chunk_tokens",
+        )
+
+
+def _idle_data(data: DataConfig) -> Iterator[Idle]:
+    """Keys of conf/data that nothing reads as the others stand."""
+    if data.mixture:
+        yield Idle(
+            tuple(f"data.{key}" for key in SOURCE_KEYS),
+            "data.mixture",
+            "data.mixture, whose data sets have their own",
+            "set data.mixture.<name>.*",
+        )
+    elif data.train_files is not None:
+        yield Idle(
+            ("data.name",),
+            "data.train_files",
+            "data.train_files given",
+            "remove data.train_files",
+        )
+    if data.few_shot == 0:
+        solutions = (f"data.mixture.{name}.solution_key" for name in data.mixture)
+        yield Idle(
+            ("data.solution_key", *solutions),
+            "data.few_shot",
+            "data.few_shot = 0",
+            "set data.few_shot above 0",
+        )
+    if data.curriculum is None:
+        yield Idle(
+            ("data.curriculum_steps",),
+            "data.curriculum",
+            "data.curriculum = null",
+            "set data.curriculum=<column with the difficulty>",
         )
 
 

@@ -7,7 +7,13 @@ from omegaconf import DictConfig, OmegaConf
 
 # role -> its shared nodes -> the node that each must link
 LINKS: dict[str, dict[str, str]] = {
-    "actor": {"model": "model", "fsdp": "fsdp", "lora": "lora", "kl": "algorithm.kl"},
+    "actor": {
+        "model": "model",
+        "fsdp": "fsdp",
+        "lora": "lora",
+        "kl": "algorithm.kl",
+        "loss": "algorithm.loss",
+    },
     "critic": {"model": "model", "fsdp": "fsdp"},
     "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
     "rollout": {"model": "model"},
@@ -15,6 +21,7 @@ LINKS: dict[str, dict[str, str]] = {
 REASONS = {
     "model": "every role must start from the same weights",
     "fsdp": "actor, critic and ref must shard alike, or the reshard plan is wrong",
+    "loss": "its settings are checked where algorithm names the loss",
     "kl": "the penalty in the reward and in the loss must be the same",
     "lora": "the reference is the model under the actor's adapters",
 }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from hybridrl.config.data_schema import DataConfig
+
 
 # OmegaConf takes enum members by their names, so names and values are the same words.
 class KLPlacement(StrEnum):
@@ -22,6 +24,8 @@ class KLEstimator(StrEnum):
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+    k1_straight_through = "k1_straight_through"
+    k3_straight_through = "k3_straight_through"
 
 
 class KLSchedule(StrEnum):
@@ -31,19 +35,36 @@ class KLSchedule(StrEnum):
     adaptive = "adaptive"
 
 
+class Aggregation(StrEnum):
+    """How the losses of tokens become the loss of a mini-batch (algorithms/aggregation.py)."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    sequence_sum = "sequence_sum"
+
+
+class CorrectionMethod(StrEnum):
+    """What is done about tokens that the trainer finds likelier or less likely than vLLM did."""
+
+    none = "none"
+    truncate = "truncate"
+    mask = "mask"
+
+
+class CorrectionLevel(StrEnum):
+    """What an importance ratio is of (algorithms/rollout_correction.py)."""
+
+    token = "token"
+    sequence = "sequence"
+    sequence_mean = "sequence_mean"
+
+
 class LRSchedule(StrEnum):
     """Course of the learning rate after warm-up."""
 
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
-
-
-class TooLongPrompts(StrEnum):
-    """What a prompt longer than rollout.max_prompt_tokens gets."""
-
-    error = "error"
-    drop = "drop"
 
 
 class Accelerator(StrEnum):
@@ -123,21 +144,6 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
-    """conf/data. Files are lists of paths or one path."""
-
-    name: str
-    train_files: Any
-    eval_files: Any
-    prompt_key: str
-    answer_key: str
-    num_eval_problems: int | None
-    system_prompt: str | None
-    too_long_prompts: TooLongPrompts
-    prompts_per_step: int
-
-
-@dataclass(kw_only=True)
 class FSDPConfig:
     """conf/fsdp: the one sharding spec.
 
@@ -182,6 +188,33 @@ class KLConfig:
 
 
 @dataclass(kw_only=True)
+class LossConfig:
+    """conf/algorithm/loss: the policy loss and its settings."""
+
+    function: str
+    args: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """conf/algorithm: rollout_correction."""
+
+    method: CorrectionMethod
+    level: CorrectionLevel
+    low: float
+    high: float
+
+
+@dataclass(kw_only=True)
+class OverlongConfig:
+    """conf/algorithm: overlong."""
+
+    buffer_tokens: int
+    penalty: float
+    train_on_truncated: bool
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     """conf/algorithm."""
 
@@ -190,6 +223,11 @@ class AlgorithmConfig:
     lam: float
     pass_k: int
     whiten_advantages: bool
+    loss: LossConfig
+    aggregation: Aggregation
+    rollout_correction: RolloutCorrectionConfig
+    overlong: OverlongConfig
+    max_sampling_rounds: int
     kl: KLConfig
 
 
@@ -232,12 +270,14 @@ class ActorConfig(RoleConfig):
     fsdp: FSDPConfig
     lora: LoRAConfig
     kl: KLConfig
+    loss: LossConfig
+    aggregation: Aggregation
+    max_response_tokens: int
     total_steps: int
     temperature: float
     mini_batch_size: int
     epochs: int
     max_tokens_per_gpu: int
-    clip_ratio: float
     entropy_coef: float
     log_prob_chunk_tokens: int
     optim: OptimConfig

@@ -6,9 +6,11 @@ another and no check meets a value of the wrong type.
 
 from collections.abc import Callable, Iterable, Iterator
 
+from hybridrl.config import check_losses as losses
 from hybridrl.config import check_resources as resources
 from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
+from hybridrl.config.check_data import mixture_problems
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.check_lora import lora_problems
@@ -20,6 +22,7 @@ from hybridrl.config.given import Given
 from hybridrl.config.layout import layout_problems
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
 
@@ -60,6 +63,12 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
         group_problems,
         ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),
     ),
+    (losses.correction_problems, ("algorithm.rollout_correction",)),
+    (losses.overlong_problems, ("algorithm.overlong", "rollout.max_response_tokens")),
+    (
+        losses.sampling_problems,
+        ("algorithm.max_sampling_rounds", "rollout.responses_per_prompt"),
+    ),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
     (
         sizes.step_problems,
@@ -78,6 +87,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (offload_problems, ("hardware.accelerator", "fsdp.offload")),
     (resources.kv_cache_problems, ("hardware.accelerator", "rollout.kv_cache_mb")),
     (resources.package_problems, ("tracking",)),
+    (mixture_problems, ("data.mixture",)),
 )
 MACHINE_CHECKS: tuple[
     tuple[Callable[[RunConfig, Machine], Iterable[str]], tuple[str, ...]], ...
@@ -98,11 +108,17 @@ EFFECT_NEEDS = (
     "algorithm.advantage",
     "algorithm.kl.coef",
     "algorithm.kl.schedule",
+    "algorithm.loss",
+    "algorithm.rollout_correction",
+    "algorithm.overlong",
     "lora.rank",
     "actor.optim.schedule",
     "critic.optim.schedule",
     "hardware.accelerator",
     "data.train_files",
+    "data.few_shot",
+    "data.curriculum",
+    "data.mixture",
     "model.init",
     "fsdp.dp_shard",
     "fsdp.layout",
@@ -125,6 +141,7 @@ def run_checks(
         report: takes the problems; its broken keys decide which checks can be run.
     """
     _check_estimator(config, report)
+    _check_loss(config, report)
     found = [
         *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
         *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
@@ -147,6 +164,12 @@ def _applicable(
     for problems, needs in checks:
         if report.usable(needs):
             yield from problems
+
+
+def _check_loss(config: RunConfig, report: Report) -> None:
+    if report.usable(["algorithm.loss"]):
+        for problem in loss_problems(config.algorithm.loss):
+            report.add(problem, broken="algorithm.loss")
 
 
 def _check_estimator(config: RunConfig, report: Report) -> None:

@@ -126,6 +126,9 @@ class RolloutBatch:
         advantages: ragged float32.
         returns: ragged float32, the critic's targets.
         baseline_rewards: [B] float32, outcome of the greedy response to the same prompt.
+        loss_mask: ragged bool, true on tokens that count in the policy loss; None: response_mask.
+        loss_weights: ragged float32, multiply the policy loss of each token; None: 1.
+        selected: ragged bool, true on tokens that the policy loss treats in a way of its own.
     """
 
     prompts: Ragged
@@ -143,6 +146,9 @@ class RolloutBatch:
     advantages: Ragged | None = None
     returns: Ragged | None = None
     baseline_rewards: Tensor | None = None
+    loss_mask: Ragged | None = None
+    loss_weights: Ragged | None = None
+    selected: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.responses)

@@ -63,6 +63,10 @@ class Ragged:
         total = torch.cat([torch.zeros(1, dtype=torch.int64), self.values.cumsum(0)])
         return total[ends] - total[ends - self.lengths]
 
+    def row_ids(self) -> Tensor:
+        """[N] int64: which row each element belongs to."""
+        return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths.numpy()))
+
     def select(self, indices: Sequence[int] | Tensor) -> "Ragged":
         """The rows `indices`, in that order."""
         return RowPicker.of(self.lengths, indices).pick(self)
@@ -110,11 +114,6 @@ def concat(parts: Sequence[Ragged]) -> Ragged:
     return Ragged(
         torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts])
     )
-
-
-def mask_of(lengths: Tensor, width: int) -> Tensor:
-    """[B, width] bool, true on the first lengths[b] positions of row b."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def _places(lengths: Tensor, width: int) -> Tensor:

@@ -21,6 +21,7 @@ from hybridrl.data.dealing import Dealer, dealer_for
 from hybridrl.data.ragged import Ragged, RowPicker, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
+from hybridrl.data.totals import Totals
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
@@ -31,11 +32,15 @@ class MiniBatch(NamedTuple):
 
     Attributes:
         micros: its packed micro-batches; every rank has equally many.
-        num_tokens: response tokens that the policy sampled, over all ranks.
+        totals: what its loss is divided by, over all ranks.
     """
 
     micros: list[RolloutBatch]
-    num_tokens: int
+    totals: Totals
+
+
+# By epoch and mini-batch, as in `MiniBatch`.
+EpochTotals = list[list[Totals]]
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,14 @@ class RankBatch:
     Attributes:
         batch: every response this rank touches in some epoch.
         epochs: indices into `batch`, by epoch, mini-batch and micro-batch.
-        num_tokens: by epoch and mini-batch, as in `MiniBatch`.
+        sampled: totals of response_mask, the tokens that the policy sampled.
+        counted: totals of loss_mask, those that count in the policy loss.
     """
 
     batch: RolloutBatch
     epochs: Epochs
-    num_tokens: list[list[int]]
+    sampled: EpochTotals
+    counted: EpochTotals
 
     def micro_batches(self, epoch: int) -> Iterator[RolloutBatch]:
         """The packed forwards of one epoch, in the order in which `update` runs them."""
@@ -59,14 +66,34 @@ class RankBatch:
                 yield self.batch.select(micro)
 
     def mini_batches(self) -> Iterator[MiniBatch]:
-        """What this rank computes for each optimizer step of each epoch."""
-        for epoch, counts in zip(self.epochs, self.num_tokens, strict=True):
-            for mini, num_tokens in zip(epoch, counts, strict=True):
-                yield MiniBatch([self.batch.select(micro) for micro in mini], num_tokens)
+        """What this rank computes for each optimizer step of each epoch; all tokens count."""
+        return self._mini_batches(self.sampled)
+
+    def policy_mini_batches(self) -> Iterator[MiniBatch]:
+        """The same for the policy loss, in which the tokens of loss_mask count."""
+        return self._mini_batches(self.counted)
 
     def map_first_epoch(self, compute: Callable[[RolloutBatch], Ragged]) -> Ragged:
         """`compute` on each micro-batch of the first epoch, rows in that order."""
         return concat([compute(micro) for micro in self.micro_batches(epoch=0)])
+
+    def _mini_batches(self, totals: EpochTotals) -> Iterator[MiniBatch]:
+        for epoch, of_epoch in zip(self.epochs, totals, strict=True):
+            for mini, of_mini in zip(epoch, of_epoch, strict=True):
+                yield MiniBatch([self.batch.select(micro) for micro in mini], of_mini)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a rank's batch gets after it was sent.
+
+    Attributes:
+        fields: by name.
+        counted: totals of the loss mask among the fields; None where there is none.
+    """
+
+    fields: dict[str, Ragged]
+    counted: EpochTotals | None
 
 
 @dataclass(frozen=True)
@@ -76,41 +103,42 @@ class ScheduledBatch(Shardable):
     Attributes:
         batch: the responses of the step.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
-        num_tokens: by epoch and mini-batch, as in `MiniBatch`.
         pickers: for each rank, the responses it touches in some epoch.
-        cut: for each rank the pieces of its `RankBatch`: the batch as it was scheduled, then the
-            fields of each `adding`.
+        cut: for each rank the pieces of its `RankBatch`: the batch as it was scheduled, then what
+            each `adding` added.
     """
 
     batch: RolloutBatch
     ranks: list[Epochs]
-    num_tokens: list[list[int]]
     pickers: list[RowPicker]
     cut: list[list[Piece]]
 
     @classmethod
-    def of(
-        cls, batch: RolloutBatch, ranks: list[Epochs], num_tokens: list[list[int]]
-    ) -> "ScheduledBatch":
+    def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """A batch cut as the ranks' indices say."""
+        sampled = _totals(ranks, batch.response_mask)
         pickers, cut = [], []
         for epochs in ranks:
             used, renamed = _renumbered(epochs)
             pickers.append(batch.picker(used))
-            cut.append([Piece(RankBatch(batch.pick(pickers[-1]), renamed, num_tokens))])
-        return cls(batch, ranks, num_tokens, pickers, cut)
+            whole = RankBatch(batch.pick(pickers[-1]), renamed, sampled, counted=sampled)
+            cut.append([Piece(whole)])
+        return cls(batch, ranks, pickers, cut)
 
     def adding(self, **new: Ragged) -> "ScheduledBatch":
         """The same schedule with fields filled in, which alone are still to be sent.
+
+        With a loss_mask, what the policy loss is divided by is counted anew.
 
         Raises:
             ValueError: a field's rows are not as long as the responses.
         """
         batch = self.batch.adding(**new)
-        cut = [
-            [*pieces, Piece({name: picker.pick(value) for name, value in new.items()})]
-            for pieces, picker in zip(self.cut, self.pickers, strict=True)
-        ]
+        counted = _totals(self.ranks, new["loss_mask"]) if "loss_mask" in new else None
+        cut = []
+        for pieces, picker in zip(self.cut, self.pickers, strict=True):
+            fields = {name: picker.pick(value) for name, value in new.items()}
+            cut.append([*pieces, Piece(Added(fields, counted))])
         return replace(self, batch=batch, cut=cut)
 
     def keeping(self, **new: Ragged) -> "ScheduledBatch":
@@ -130,8 +158,10 @@ class ScheduledBatch(Shardable):
     def assemble(contents: Sequence[Any]) -> RankBatch:
         """A rank's batch with the fields that were added to it."""
         first, *added = contents
-        fields = {name: value for more in added for name, value in more.items()}
-        return replace(first, batch=first.batch.adding(**fields))
+        fields = {name: value for more in added for name, value in more.fields.items()}
+        counts = [more.counted for more in added if more.counted is not None]
+        counted = counts[-1] if counts else first.counted
+        return replace(first, batch=first.batch.adding(**fields), counted=counted)
 
     def shard(self, num_shards: int) -> list[RankBatch]:
         """What each rank receives."""
@@ -169,6 +199,18 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
     used = sorted({i for epoch in epochs for mini in epoch for micro in mini for i in micro})
     local = {index: k for k, index in enumerate(used)}
     return used, [[[[local[i] for i in m] for m in mini] for mini in epoch] for epoch in epochs]
+
+
+def _totals(ranks: Sequence[Epochs], mask: Ragged) -> EpochTotals:
+    """What a mask leaves of each mini-batch over all ranks, by epoch and mini-batch."""
+    of_response = mask.sums().tolist()
+    totals: EpochTotals = []
+    for per_rank in zip(*ranks, strict=True):
+        totals.append([])
+        for minis in zip(*per_rank, strict=True):
+            counts = [of_response[i] for mini in minis for micro in mini for i in micro]
+            totals[-1].append(Totals(sum(counts), sum(count > 0 for count in counts)))
+    return totals
 
 
 @dataclass(frozen=True)
@@ -230,19 +272,16 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         )
     tokens = batch.num_tokens.tolist()
     cost = [sizes.cost(count) for count in tokens]
-    sampled = batch.response_mask.sums().tolist()
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
-    num_tokens: list[list[int]] = []
     for epoch in range(sizes.epochs):
         order = _shuffled(len(batch), seed, step, epoch)
         minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
-        num_tokens.append([sum(sampled[i] for i in mini) for mini in minis])
         dealt = [
             sizes.deal(mini, cost, tokens, sizes.num_shards, sizes.max_tokens) for mini in minis
         ]
         for rank, epochs in enumerate(ranks):
             epochs.append([per_rank[rank] for per_rank in dealt])
-    return ScheduledBatch.of(batch, ranks, num_tokens)
+    return ScheduledBatch.of(batch, ranks)
 
 
 def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:

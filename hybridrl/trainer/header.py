@@ -91,8 +91,10 @@ def _method(config: RunConfig) -> str:
         where = "reward" if kl.placement is KLPlacement.reward else "loss"
         penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}, {kl.schedule.value}"
     estimator = config.algorithm.advantage
-    lr, clip = config.actor.optim.lr, config.actor.clip_ratio
-    return f"PPO with {estimator}, lr {lr:g}, clip {clip:g}, {penalty}"
+    loss = config.algorithm.loss
+    settings = ", ".join(f"{name} {value}" for name, value in loss.args.items())
+    lr = config.actor.optim.lr
+    return f"{estimator} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
 
 
 def _workers(config: RunConfig, num_ranks: int) -> str:

@@ -30,6 +30,7 @@ from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
+from hybridrl.trainer.loss_fields import LossFields
 from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
@@ -69,6 +70,7 @@ class PPOTrainer:
         self.kl = kl
         self.value_function = value_function
         self.estimator = AdvantageEstimator(config.algorithm)
+        self.loss_fields = LossFields(config.algorithm, config.seed)
         self.prompts = prompts
         self.rewarder = rewarder
         self.evaluator = evaluator
@@ -102,7 +104,7 @@ class PPOTrainer:
                 self.reshard()
                 batch, prompts = self.rollout(step)
                 scheduled = self.score(batch, prompts, step)
-                scheduled = self.advantage(scheduled)
+                scheduled = self.advantage(scheduled, step)
                 self.update(scheduled, step)
                 if step == last or is_due(self.config.eval.every_steps, step):
                     self.reshard()
@@ -194,12 +196,14 @@ class PPOTrainer:
         )
         return scheduled
 
-    def advantage(self, scheduled: ScheduledBatch) -> ScheduledBatch:
-        """Rewards after the KL penalty, then advantages and, for a critic, returns."""
+    def advantage(self, scheduled: ScheduledBatch, step: int) -> ScheduledBatch:
+        """Rewards after the KL penalty, then advantages, returns, and what the loss asks for."""
         with self.phases.section("advantage"):
             rewards = self.kl.rewards(scheduled.batch)
             scheduled = scheduled.adding(**self.estimator.estimate(scheduled.batch, rewards))
-        self.metrics |= self.value_function.metrics(scheduled.batch)
+            fields, metrics = self.loss_fields.of_step(scheduled.batch, step)
+            scheduled = scheduled.adding(**fields) if fields else scheduled
+        self.metrics |= metrics | self.value_function.metrics(scheduled.batch)
         return scheduled
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:

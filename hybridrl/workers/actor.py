@@ -2,25 +2,33 @@
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.algorithms.losses import entropy_loss, kl_loss, log_ratio_max, policy_loss, ratio_max
+from hybridrl.algorithms.aggregation import AGGREGATIONS
+from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max, ratio_max
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.data.totals import Totals
 from hybridrl.distributed.export import write_hf_folder
 from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
+from hybridrl.distributed.packing import to_device
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import model_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.token_losses import TokenLosses
 from hybridrl.workers.training import LossStats, Training
+
+# Sums of the losses by the names under which they are reported.
+REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
 
 
 class ActorWorker(ModelWorker):
@@ -47,6 +55,8 @@ class ActorWorker(ModelWorker):
             self.model, config.optim, config.total_steps, config.fsdp.offload
         )
         self.kl_coef = 0.0
+        self.loss = TokenLosses(config.loss)
+        self.aggregate = AGGREGATIONS[config.aggregation]
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -76,7 +86,7 @@ class ActorWorker(ModelWorker):
             self.model, self.optimizer, self.policy_loss, self.device, self.config.fsdp
         )
         with self.optimizer.on_device():
-            for index, mini in enumerate(batch.mini_batches()):
+            for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(mini)
                 # A loss of a subclass may not report it.
                 if index == 0 and "log_ratio_max" in training.maxima:
@@ -85,58 +95,59 @@ class ActorWorker(ModelWorker):
             "actor/lr": lr
         }
 
-    def policy_loss(self, micro: RolloutBatch, num_tokens: float) -> tuple[Tensor, LossStats]:
-        """The scalar to minimise: a sum over this micro-batch's tokens, over `num_tokens`.
+    def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
+        """The scalar to minimise: a sum over this micro-batch's tokens, over totals of all.
 
-        Dividing by the global token count of the mini-batch, not by this micro-batch's, makes the
-        gradient independent of how samples were spread over ranks and micro-batches.
+        The totals are those of the mini-batch over all ranks, not of this micro-batch: then the
+        gradient does not depend on how responses were spread over ranks and micro-batches.
 
         Args:
             micro: responses of one packed forward.
-            num_tokens: response tokens of the mini-batch over all ranks.
+            totals: tokens that count in the policy loss, and responses with such tokens.
 
         Returns:
             The loss with its graph, and what to report (`LossStats`).
         """
-        coef = self.config.entropy_coef
-        result = self.forward(micro, Entropy.differentiate if coef else Entropy.report)
-        log_probs, mask = result.log_probs, self.on_device(micro.response_mask)
-        old_log_probs = self.on_device(micro.old_log_probs)
-        loss, sums = policy_loss(
-            log_probs,
-            old_log_probs,
-            self.on_device(micro.advantages),
-            mask,
-            clip_ratio=self.config.clip_ratio,
-            num_tokens=num_tokens,
+        result = self.forward(
+            micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report
         )
         assert result.entropy is not None
-        bonus, entropy = entropy_loss(result.entropy, mask, coef=coef, num_tokens=num_tokens)
-        loss = loss + bonus
-        stats = LossStats(
-            sums={
-                "ratio_mean": sums["ratio"],
-                "clip_fraction": sums["clip_fraction"],
-                "ppo_kl": sums["approx_kl"],
-                "entropy": entropy["entropy"],
-            },
-            maxima={
-                "ratio_max": ratio_max(log_probs, old_log_probs, mask),
-                "log_ratio_max": log_ratio_max(log_probs, old_log_probs, mask),
-            },
+        log_probs = result.log_probs
+        counted = micro.response_mask if micro.loss_mask is None else micro.loss_mask
+        mask = self.on_device(counted)
+        sequence_id = to_device(micro.responses.row_ids(), self.device)
+        loss = self.loss.of_tokens(
+            {
+                "log_probs": log_probs,
+                "response_mask": mask,
+                "sequence_id": sequence_id,
+                **{name: self.on_device(field) for name, field in self.loss.fields(micro).items()},
+            }
         )
+        weights = micro.loss_weights
+        terms = [loss.values if weights is None else loss.values * self.on_device(weights)]
+        bonus = entropy_bonus(result.entropy, mask, coef=self.config.entropy_coef)
+        terms.append(bonus.values)
+        sums = loss.sums | bonus.sums
         if self.kl_coef:
-            penalty, kl = kl_loss(
+            ref_log_probs = self.on_device(micro.ref_log_probs)
+            penalty = kl_penalty(
                 log_probs,
-                self.on_device(micro.ref_log_probs),
+                ref_log_probs,
                 mask,
                 coef=self.kl_coef,
                 estimator=self.config.kl.estimator,
-                num_tokens=num_tokens,
             )
-            loss = loss + penalty
-            stats.sums.update(kl)
-        return loss, stats
+            terms.append(penalty.values)
+            sums |= penalty.sums
+        values = torch.stack(terms).sum(0)
+        scalar = self.aggregate(values, mask, sequence_id, totals, self.config.max_response_tokens)
+        old_log_probs = self.on_device(micro.old_log_probs)
+        maxima = {
+            "ratio_max": ratio_max(log_probs, old_log_probs, mask),
+            "log_ratio_max": log_ratio_max(log_probs, old_log_probs, mask),
+        }
+        return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Log-probs, and entropy if wanted, of the response tokens, on the worker's device."""

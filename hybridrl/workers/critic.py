@@ -8,6 +8,7 @@ from hybridrl.config.schema import CriticConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.data.totals import Totals
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
@@ -64,12 +65,12 @@ class CriticWorker(ModelWorker):
         )
         return {f"critic/{name}": value for name, value in report.items()} | {"critic/lr": lr}
 
-    def value_loss(self, micro: RolloutBatch, num_tokens: float) -> tuple[Tensor, LossStats]:
-        """The scalar to minimise: a sum over this micro-batch's tokens, over `num_tokens`.
+    def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
+        """The scalar to minimise: a sum over this micro-batch's tokens, over those of all.
 
         Args:
             micro: responses of one packed forward.
-            num_tokens: response tokens of the mini-batch over all ranks.
+            totals: response tokens, and responses, of the mini-batch over all ranks.
 
         Returns:
             The loss with its graph, and what to report (`LossStats`).
@@ -82,7 +83,7 @@ class CriticWorker(ModelWorker):
             returns,
             mask,
             value_clip=self.config.value_clip,
-            num_tokens=num_tokens,
+            num_tokens=totals.tokens,
         )
         reported = {"clip_fraction": sums["value_clip_fraction"], "error": sums["value_error"]}
         return loss, LossStats(reported | moments(returns, old_values, mask))

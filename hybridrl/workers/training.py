@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.schedule import MiniBatch
+from hybridrl.data.totals import Totals
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
 from hybridrl.workers.optimizer import Optimizer
@@ -30,8 +31,8 @@ class LossStats:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-# (micro-batch, response tokens of the mini-batch over all ranks) -> what to minimise, its stats
-Loss = Callable[[RolloutBatch, float], tuple[Tensor, LossStats]]
+# (micro-batch, totals of the mini-batch over all ranks) -> what to minimise, its stats
+Loss = Callable[[RolloutBatch, Totals], tuple[Tensor, LossStats]]
 
 
 class Training:
@@ -40,7 +41,7 @@ class Training:
     Args:
         model: the FSDP2 root.
         optimizer: of its parameters.
-        loss: what to minimise: a sum over a micro-batch's tokens divided by the given count.
+        loss: what to minimise: a sum over a micro-batch's tokens divided by the given totals.
         device: of the model.
         fsdp: how the model is sharded.
     """
@@ -72,14 +73,15 @@ class Training:
     def accumulate_gradients(self, mini: MiniBatch) -> None:
         """The gradient of a mini-batch, the same however it is spread over ranks and micros.
 
-        Each micro-batch's loss is a sum over its tokens, divided by the response tokens of the
-        whole mini-batch on all ranks; FSDP2 sums over ranks.
+        Each micro-batch's loss is a sum over its tokens, divided by totals of the whole mini-batch
+        on all ranks; FSDP2 sums over ranks.
         """
-        self.num_tokens += mini.num_tokens
+        self.num_tokens += mini.totals.tokens
+        # A mini-batch without a single token has gradient 0, not NaN.
+        totals = Totals(*(max(count, 1) for count in mini.totals))
         for index, micro in enumerate(mini.micros):
             begin_micro_batch(self.model, self.fsdp, last=index == len(mini.micros) - 1)
-            # A mini-batch without a single token has gradient 0, not NaN.
-            loss, stats = self.loss(micro, float(max(mini.num_tokens, 1)))
+            loss, stats = self.loss(micro, totals)
             loss.backward()
             self._remember(loss.detach(), stats)
 

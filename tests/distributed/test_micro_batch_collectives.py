@@ -30,7 +30,7 @@ def collectives_of_each(worker):
         last = index == MICRO_BATCHES - 1
         begin_micro_batch(worker.model, worker.config.fsdp, last=last)
         with CommDebugMode() as forward:
-            loss, _ = worker.policy_loss(micro, 1.0)
+            loss, _ = worker.policy_loss(micro, mini.totals)
         with CommDebugMode() as backward:
             loss.backward()
         found.append((forward.get_total_counts(), backward.get_total_counts()))

@@ -1,4 +1,4 @@
-"""PPO's losses: hand-worked, against the formula in Python floats, gradients, masks, splitting."""
+"""The losses' shared promises: hand-worked, against the formula, gradients, masks, splitting."""
 
 import math
 from collections.abc import Callable
@@ -8,27 +8,43 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.clipped_losses import ppo_clip
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.losses import (
-    entropy_loss,
-    kl_loss,
+    entropy_bonus,
+    kl_penalty,
     log_ratio_max,
     mean_over,
-    policy_loss,
     ratio_max,
     value_loss,
 )
+from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.config.schema import KLEstimator
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def mean_of(function: Callable[..., TokenLoss], **settings) -> Loss:
+    """A loss of tokens as the mean over a count, as `value_loss` is one."""
+
+    def loss(*tensors: Tensor, num_tokens: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values, sums = function(*tensors, **settings)
+        assert values.shape == tensors[0].shape
+        assert not values[~tensors[-1]].any()
+        return mean_over(num_tokens, values, tensors[-1]), sums
+
+    return loss
+
+
+policy_loss = mean_of(ppo_clip, clip_low=0.2, clip_high=0.2)
 # loss, number of token tensors before the mask
 LOSSES: dict[str, tuple[Loss, int]] = {
-    "policy": (partial(policy_loss, clip_ratio=0.2), 3),
+    "policy": (policy_loss, 3),
     "value": (partial(value_loss, value_clip=0.2), 3),
-    "entropy": (partial(entropy_loss, coef=0.1), 1),
-    "kl_k1": (partial(kl_loss, coef=0.1, estimator=KLEstimator.k1), 2),
-    "kl_k2": (partial(kl_loss, coef=0.1, estimator=KLEstimator.k2), 2),
-    "kl_k3": (partial(kl_loss, coef=0.1, estimator=KLEstimator.k3), 2),
+    "entropy": (mean_of(entropy_bonus, coef=0.1), 1),
+    "kl_k1": (mean_of(kl_penalty, coef=0.1, estimator=KLEstimator.k1), 2),
+    "kl_k2": (mean_of(kl_penalty, coef=0.1, estimator=KLEstimator.k2), 2),
+    "kl_k3": (mean_of(kl_penalty, coef=0.1, estimator=KLEstimator.k3), 2),
 }
 EVERY_LOSS = pytest.mark.parametrize("name", LOSSES)
 
@@ -52,9 +68,7 @@ def test_policy_loss_hand_worked():
     # (1, +2) -> 2   (1.5, +2) -> 2.4*   (1.5, -1) -> -1.5   (.5, +1) -> .5   (.5, -1) -> -.8*
     ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
     advantages = torch.tensor([2.0, 2.0, -1.0, 1.0, -1.0])
-    loss, sums = policy_loss(
-        ratio.log(), torch.zeros(5), advantages, all_true(5), clip_ratio=0.2, num_tokens=10
-    )
+    loss, sums = policy_loss(ratio.log(), torch.zeros(5), advantages, all_true(5), num_tokens=10)
     assert loss.item() == pytest.approx(-(2 + 2.4 - 1.5 + 0.5 - 0.8) / 10, abs=1e-6)
     assert sums["clip_fraction"].item() == 2.0
     assert sums["ratio"].item() == pytest.approx(5.0, abs=1e-6)
@@ -66,9 +80,7 @@ def test_policy_loss_hand_worked():
 def test_policy_gradient_at_ratio_one_is_minus_advantage_over_the_count():
     log_probs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([2.0, -1.0, 0.5])
-    loss, _ = policy_loss(
-        log_probs, log_probs.detach(), advantages, all_true(3), clip_ratio=0.2, num_tokens=4
-    )
+    loss, _ = policy_loss(log_probs, log_probs.detach(), advantages, all_true(3), num_tokens=4)
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -advantages / 4)
 
@@ -76,9 +88,7 @@ def test_policy_gradient_at_ratio_one_is_minus_advantage_over_the_count():
 def test_clipped_tokens_have_no_gradient():
     log_probs = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, sums = policy_loss(
-        log_probs, torch.zeros(4), advantages, all_true(4), clip_ratio=0.2, num_tokens=1
-    )
+    loss, sums = policy_loss(log_probs, torch.zeros(4), advantages, all_true(4), num_tokens=1)
     loss.backward()
     assert (log_probs.grad == 0).tolist() == [True, False, False, True]
     assert sums["clip_fraction"].item() == 2.0
@@ -92,7 +102,6 @@ def test_a_huge_ratio_gives_no_nan():
         torch.tensor([-200.0, -200.0, 0.0]),
         advantages,
         all_true(3),
-        clip_ratio=0.2,
         num_tokens=1,
     )
     loss.backward()
@@ -132,7 +141,7 @@ def test_infinite_value_clip_is_half_the_squared_error():
 def test_entropy_loss_hand_worked():
     entropy = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
-    loss, sums = entropy_loss(entropy, mask, coef=0.1, num_tokens=8)
+    loss, sums = LOSSES["entropy"][0](entropy, mask, num_tokens=8)
     loss.backward()
     assert loss.item() == pytest.approx(-0.1 * 4 / 8)
     assert sums["entropy"].item() == 4.0
@@ -141,15 +150,14 @@ def test_entropy_loss_hand_worked():
 
 def test_kl_loss_hand_worked():
     # d = (1, -1): k2 sums to 1
-    loss, sums = kl_loss(
+    values, sums = kl_penalty(
         torch.tensor([-1.0, -3.0]),
         torch.tensor([-2.0, -2.0]),
         all_true(2),
         coef=0.5,
         estimator=KLEstimator.k2,
-        num_tokens=4,
     )
-    assert loss.item() == pytest.approx(0.5 * 1.0 / 4)
+    assert values.tolist() == pytest.approx([0.25, 0.25])
     assert sums["kl_loss"].item() == pytest.approx(1.0)
 
 
@@ -172,15 +180,14 @@ def test_which_kl_each_estimator_descends():
         total = torch.zeros(4, dtype=torch.float64)
         for token, probability in enumerate(log_p.exp().tolist()):
             log_p = torch.log_softmax(logits, dim=0)
-            loss, _ = kl_loss(
+            values, _ = kl_penalty(
                 log_p[token : token + 1],
                 log_q[token : token + 1],
                 all_true(1),
                 coef=1.0,
                 estimator=KLEstimator(name),
-                num_tokens=1,
             )
-            total += probability * gradient(loss, logits)
+            total += probability * gradient(values.sum(), logits)
         torch.testing.assert_close(total, exact, atol=1e-12, rtol=1e-12)
     assert not torch.allclose(right, other, rtol=0.1)
 
@@ -305,14 +312,14 @@ def test_a_count_that_is_none_is_refused(name, num_tokens):
 
 def test_hyperparameters_out_of_range_are_named():
     x, mask = torch.zeros(2), all_true(2)
-    with pytest.raises(ValueError, match="clip_ratio=0"):
-        policy_loss(x, x, x, mask, clip_ratio=0.0, num_tokens=2)
+    with pytest.raises(ValueError, match="clip_low=0"):
+        ppo_clip(x, x, x, mask, clip_low=0.0, clip_high=0.2)
     with pytest.raises(ValueError, match="value_clip=-1"):
         value_loss(x, x, x, mask, value_clip=-1.0, num_tokens=2)
     with pytest.raises(ValueError, match="coef=-1"):
-        entropy_loss(x, mask, coef=-1.0, num_tokens=2)
+        entropy_bonus(x, mask, coef=-1.0)
     with pytest.raises(ValueError, match="coef=nan"):
-        kl_loss(x, x, mask, coef=math.nan, estimator=KLEstimator.k1, num_tokens=2)
+        kl_penalty(x, x, mask, coef=math.nan, estimator=KLEstimator.k1)
 
 
 def test_count_as_tensor_equals_count_as_number():

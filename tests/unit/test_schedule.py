@@ -55,7 +55,9 @@ def test_what_every_schedule_must_hold(deal, ranks, minis, epochs, budget, data)
             assert len(per_rank[0]) <= 8 // ranks
             dealt = [i for micros in per_rank for micro in micros for i in micro]
             assert len(dealt) == 8
-            assert plan.num_tokens[epoch][mini] == sum(lengths[i] for i in dealt)
+            first, *_ = plan.shard(ranks)
+            assert first.sampled[epoch][mini] == (sum(lengths[i] for i in dealt), 8)
+            assert first.counted == first.sampled
             for micro in (micro for micros in per_rank for micro in micros):
                 assert len(micro) == 1 or tokens[micro].sum() <= budget
                 assert micro
@@ -87,7 +89,7 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
     more = plan.adding(values=values)
     for before, after, rank in zip(plan.pieces(2), more.pieces(2), more.shard(2), strict=True):
         assert after[:-1] == before and len(before) == 1
-        assert list(after[-1].content) == ["values"]
+        assert list(after[-1].content.fields) == ["values"]
         assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
         assert rank.epochs == before[0].content.epochs
     assert more.batch.values is values and plan.batch.values is None
@@ -191,3 +193,16 @@ def test_as_few_micro_batches_as_the_budget_allows():
     plan = scheduled([2] * 12, mini_batch_size=12, epochs=1, max_tokens=8)
     assert [len(rank[0][0]) for rank in plan.ranks] == [3, 3]
     assert all(len(micro) == 2 for rank in plan.ranks for micro in rank[0][0])
+
+
+def test_a_loss_mask_changes_what_the_policy_loss_is_divided_by_and_nothing_else():
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8], epochs=1)
+    mask = torch.arange(39) >= 6  # of the first response one token is left, of the second none
+    mask[0] = True
+    masked = plan.adding(loss_mask=plan.batch.responses.like(mask))
+    for before, after in zip(plan.shard(2), masked.shard(2), strict=True):
+        assert after.sampled == before.sampled == before.counted
+        totals = [mini.totals for mini in after.policy_mini_batches()]
+        assert [mini.totals for mini in after.mini_batches()] == before.sampled[0]
+        assert sum(total.tokens for total in totals) == 34
+        assert sum(total.responses for total in totals) == 7

@@ -1,0 +1,187 @@
+"""Policy losses that clip the policy ratio: PPO's and its kin, token by token.
+
+Each takes flat tensors [N] and returns a `TokenLoss`; algorithms/aggregation.py makes the scalar.
+r_t = exp(log_probs_t - old_log_probs_t) throughout, the exponent within +-MAX_LOG_RATIO.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.aggregation import sequence_sums
+from hybridrl.algorithms.masked import check_same_shape
+from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
+
+
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """PPO's clipped surrogate; with clip_high above clip_low it is DAPO's clip-higher.
+
+    l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        clip_low: in (0, 1].
+        clip_high: > 0.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347; Yu et al. 2025,
+        equation 10, https://arxiv.org/abs/2503.14476
+    """
+    _check_clip("ppo_clip", clip_low, clip_high)
+    log_ratio = log_ratio_of("ppo_clip", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("ppo_clip", advantages, response_mask)
+    unclipped = log_ratio.exp() * advantages
+    clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    sums = policy_sums(log_ratio, (clipped < unclipped).detach(), response_mask)
+    return TokenLoss(-torch.minimum(unclipped, clipped), sums)
+
+
+def dual_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    max_ratio: float,
+) -> TokenLoss:
+    """PPO's clipped surrogate whose ratio is bounded for negative advantages, too.
+
+    l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)      where A_t >= 0
+    l_t = -max(min(r_t A_t, clip(..) A_t), max_ratio A_t)               where A_t < 0
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        clip_low: in (0, 1].
+        clip_high: > 0.
+        max_ratio: c, above 1 + clip_high; the paper takes 3.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Ye et al. 2020, equation 5, https://arxiv.org/abs/1912.09729
+    """
+    if not max_ratio > 1 + clip_high:
+        raise ValueError(
+            f"dual_clip needs max_ratio > 1 + clip_high; got {max_ratio=}, {clip_high=}"
+        )
+    _check_clip("dual_clip", clip_low, clip_high)
+    log_ratio = log_ratio_of("dual_clip", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("dual_clip", advantages, response_mask)
+    unclipped = log_ratio.exp() * advantages
+    clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    bounded = torch.maximum(surrogate, max_ratio * advantages)
+    surrogate = torch.where(advantages < 0, bounded, surrogate)
+    sums = policy_sums(log_ratio, (surrogate != unclipped).detach(), response_mask)
+    return TokenLoss(-surrogate, sums)
+
+
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """REINFORCE whose importance weight is clipped and carries no gradient: no token is dropped.
+
+    l_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_probs_t,  sg: without gradient
+
+    The value is no objective that falls as training goes well; only its gradient means something.
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        clip_low: in (0, 1]; the paper sets no lower bound, which is 1.
+        clip_high: > 0.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5, https://arxiv.org/abs/2506.13585
+    """
+    _check_clip("cispo", clip_low, clip_high)
+    log_ratio = log_ratio_of("cispo", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("cispo", advantages, response_mask)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    # Filled before the product: the gradient of 0 * NaN would be NaN.
+    log_probs = log_probs.masked_fill(~response_mask, 0.0)
+    sums = policy_sums(log_ratio, weight != ratio, response_mask)
+    return TokenLoss(-weight * advantages * log_probs, sums)
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    sequence_id: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """The clipped surrogate with one ratio for a whole response: the geometric mean of its tokens'.
+
+    s_i = exp(1/|o_i| * sum_t log r_{i,t}),   s_{i,t} = sg(s_i) * pi_t / sg(pi_t)
+    l_t = -min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_t)
+
+    This is the paper's token form. Where all tokens of a response have one advantage and losses
+    are aggregated by sequence_mean, value and gradient are those of its sequence form.
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        sequence_id: [N] int64, which response of the micro-batch a token belongs to, from 0 on.
+        clip_low: in (0, 1]; the paper takes 3e-4.
+        clip_high: > 0; the paper takes 4e-4.
+
+    Returns:
+        As every policy loss; but `ratio` and `approx_kl` are of tokens' own ratios.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Zheng et al. 2025, equations 5, 7, 13 and 14, https://arxiv.org/abs/2507.18071
+    """
+    _check_clip("gspo", clip_low, clip_high)
+    check_same_shape("gspo", log_probs=log_probs, sequence_id=sequence_id)
+    log_ratio = log_ratio_of("gspo", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("gspo", advantages, response_mask)
+    lengths = sequence_sums(response_mask.to(log_ratio.dtype), sequence_id).clamp(min=1)
+    mean = (sequence_sums(log_ratio.detach(), sequence_id) / lengths)[sequence_id]
+    ratio = (mean + log_ratio - log_ratio.detach()).exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    sums = policy_sums(log_ratio, (clipped < unclipped).detach(), response_mask)
+    return TokenLoss(-torch.minimum(unclipped, clipped), sums)
+
+
+def _check_clip(function: str, clip_low: float, clip_high: float) -> None:
+    if not (0 < clip_low <= 1 and clip_high > 0):
+        raise ValueError(
+            f"{function} needs 0 < clip_low <= 1 and clip_high > 0; got {clip_low=}, {clip_high=}"
+        )

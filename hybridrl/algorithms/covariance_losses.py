@@ -1,0 +1,202 @@
+"""Policy losses that hold back the tokens which cost most entropy, and how these are found.
+
+To first order a policy gradient lowers the entropy by the covariance of log-probability and
+advantage, and few tokens have most of it. Which tokens are held back is decided once for a step,
+over all its tokens, from the log-probs before the step's updates: then it does not depend on how
+tokens are spread over ranks and micro-batches. (The paper's code decides within each micro-batch
+by the current log-probs, which are the same before the first update of a step.)
+
+Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.clipped_losses import ppo_clip
+from hybridrl.algorithms.masked import (
+    at_least_float32,
+    check_mask,
+    check_same_shape,
+    masked_mean,
+)
+from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
+
+
+def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """Each token's part of the covariance of log-probability and advantage.
+
+    Cov_t = (log_probs_t - mean log_probs) (A_t - mean A), means over all tokens of the mask.
+
+    Args:
+        log_probs: any shape, nats.
+        advantages: the same shape.
+        response_mask: the same shape, bool.
+
+    Returns:
+        The same shape, float32 (float64 for float64 input), 0 off the mask.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool or true nowhere.
+
+    Source: Cui et al. 2025, equation 10, https://arxiv.org/abs/2505.22617
+    """
+    check_same_shape("covariances", log_probs=log_probs, advantages=advantages)
+    product = _centred(log_probs, response_mask) * _centred(advantages, response_mask)
+    return product.masked_fill(~response_mask, 0.0)
+
+
+def some_in_band(
+    covariance: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator,
+    *,
+    fraction: float,
+    cov_low: float,
+    cov_high: float,
+) -> Tensor:
+    """Tokens drawn at random from those with a covariance in a band: for `clip_cov`.
+
+    floor(fraction * tokens) of them, or all there are if these are fewer.
+
+    Args:
+        covariance: [N] as from `covariances`.
+        response_mask: [N] bool.
+        generator: decides the draw.
+        fraction: of all tokens, in (0, 1]; the paper takes 2e-4.
+        cov_low, cov_high: the band; the paper takes 1 and 5.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Cui et al. 2025, equation 11, https://arxiv.org/abs/2505.22617
+    """
+    count = _count("some_in_band", covariance, response_mask, fraction)
+    if not cov_low < cov_high:
+        raise ValueError(f"some_in_band needs cov_low < cov_high; got {cov_low=}, {cov_high=}")
+    inside = response_mask & (covariance >= cov_low) & (covariance <= cov_high)
+    inside = inside.nonzero().flatten()
+    drawn = inside[torch.randperm(len(inside), generator=generator)[:count]]
+    return torch.zeros_like(response_mask).index_fill(0, drawn, True)
+
+
+def largest(
+    covariance: Tensor, response_mask: Tensor, generator: torch.Generator, *, fraction: float
+) -> Tensor:
+    """The tokens with the largest covariances: for `kl_cov`; floor(fraction * tokens) of them.
+
+    Args:
+        covariance: [N] as from `covariances`.
+        response_mask: [N] bool.
+        generator: not read: nothing is drawn.
+        fraction: of all tokens, in (0, 1]; the paper takes 2e-3 for 7B, 2e-4 for 32B.
+
+    Returns:
+        [N] bool.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or fraction is out of range.
+
+    Source: Cui et al. 2025, equation 13, https://arxiv.org/abs/2505.22617
+    """
+    count = _count("largest", covariance, response_mask, fraction)
+    ranked = covariance.masked_fill(~response_mask, -math.inf).topk(count).indices
+    return torch.zeros_like(response_mask).index_fill(0, ranked, True)
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """PPO's clipped surrogate, without gradient on the selected tokens.
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        selected: [N] bool, as from `some_in_band`.
+        clip_low: in (0, 1].
+        clip_high: > 0; the paper takes 1 for both.
+
+    Raises:
+        ValueError: shapes differ, a mask is not bool, or a setting is out of range.
+
+    Source: Cui et al. 2025, equation 12, https://arxiv.org/abs/2505.22617
+    """
+    _check_selected("clip_cov", log_probs, selected)
+    values, sums = ppo_clip(
+        log_probs, old_log_probs, advantages, response_mask, clip_low=clip_low, clip_high=clip_high
+    )
+    sums = sums | {"selected_fraction": (selected & response_mask).sum().to(values.dtype)}
+    return TokenLoss(torch.where(selected, values.detach(), values), sums)
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected: Tensor,
+    *,
+    coef: float,
+) -> TokenLoss:
+    """The policy gradient, with a KL penalty against the old policy on the selected tokens.
+
+    l_t = -r_t A_t + [t selected] coef * KL_t,   KL_t = r_t - 1 - log r_t,
+    the estimate of KL(old || current) that is never negative (the paper's code takes |log r_t|).
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        selected: [N] bool, as from `largest`.
+        coef: beta, >= 0; the paper takes 1.
+
+    Returns:
+        As every policy loss; clip_fraction counts the selected tokens.
+
+    Raises:
+        ValueError: shapes differ, a mask is not bool, or coef < 0.
+
+    Source: Cui et al. 2025, equation 14, https://arxiv.org/abs/2505.22617
+    """
+    if not (math.isfinite(coef) and coef >= 0):
+        raise ValueError(f"kl_cov needs a finite coef >= 0; got {coef=}")
+    _check_selected("kl_cov", log_probs, selected)
+    log_ratio = log_ratio_of("kl_cov", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("kl_cov", advantages, response_mask)
+    penalty = coef * (torch.expm1(log_ratio) - log_ratio)
+    sums = policy_sums(log_ratio, selected & response_mask, response_mask)
+    sums["selected_fraction"] = sums["clip_fraction"]
+    values = -log_ratio.exp() * advantages + penalty.masked_fill(~selected, 0.0)
+    return TokenLoss(values, sums)
+
+
+def _centred(values: Tensor, mask: Tensor) -> Tensor:
+    return at_least_float32(values) - masked_mean(values, mask)
+
+
+def _count(function: str, covariance: Tensor, response_mask: Tensor, fraction: float) -> int:
+    """floor(fraction * tokens)."""
+    check_same_shape(function, covariance=covariance, response_mask=response_mask)
+    check_mask(function, response_mask)
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{function} needs 0 < fraction <= 1; got {fraction=}")
+    return math.floor(fraction * int(response_mask.sum()))
+
+
+def _check_selected(function: str, log_probs: Tensor, selected: Tensor) -> None:
+    check_same_shape(function, log_probs=log_probs, selected=selected)
+    check_mask(function, selected)

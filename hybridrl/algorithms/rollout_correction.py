@@ -1,0 +1,166 @@
+"""Corrections for tokens that were sampled from another policy than the one which is trained.
+
+The sampler (mu, rollout_log_probs) and the trainer (pi_old, old_log_probs) hold the same weights
+but compute with different kernels, so their probabilities differ a little, and with top_p < 1 by
+the mass of the nucleus. rho_t = pi_old(y_t) / mu(y_t) weighs that out. The ratio of PPO
+(current over old) is a separate matter.
+
+Shapes:  B = responses, T = tokens, right-padded
+Units:   log-probs in nats; ratios and weights without unit
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape
+from hybridrl.config.schema import CorrectionLevel, CorrectionMethod
+
+# (ratios [B, T], mask, low, high) -> weights [B, T]
+Weigh = Callable[[Tensor, Tensor, float, float], Tensor]
+
+
+def importance_ratios(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    level: CorrectionLevel,
+) -> Tensor:
+    """rho of each token, or of its response.
+
+    token: rho_t = exp(d_t), d_t = old_log_probs_t - rollout_log_probs_t
+    sequence: exp(sum_t d_t), the ratio of the whole response, on each of its tokens
+    sequence_mean: exp(1/|o| sum_t d_t), its geometric mean, on each of its tokens
+    Exponents are clamped to +-MAX_LOG_RATIO.
+
+    Args:
+        old_log_probs: [B, T] the trainer's, nats.
+        rollout_log_probs: [B, T] the sampler's, nats.
+        response_mask: [B, T] bool.
+        level: what a ratio is of.
+
+    Returns:
+        [B, T] float32 (float64 for float64 input), 1 off the mask.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool.
+
+    Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token); Liu, Li et al. 2025,
+        https://richardli.xyz/rl-collapse (sequence and its geometric mean)
+    """
+    difference = _differences(old_log_probs, rollout_log_probs, response_mask)
+    if level is not CorrectionLevel.token:
+        total = difference.sum(1, keepdim=True)
+        if level is CorrectionLevel.sequence_mean:
+            total = total / response_mask.sum(1, keepdim=True).clamp(min=1)
+        difference = total.expand_as(difference)
+    ratios = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratios.masked_fill(~response_mask, 1.0)
+
+
+def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
+    """Truncated importance sampling: min(rho, high). `low` is not read.
+
+    Args:
+        ratios: [B, T] as from `importance_ratios`.
+        response_mask: [B, T] bool.
+        low: not read.
+        high: the cap, > 0.
+
+    Returns:
+        [B, T] weights of the policy loss, 0 off the mask.
+
+    Raises:
+        ValueError: the cap is not positive.
+
+    Source: Yao et al. 2025 (TIS), https://fengyao.notion.site/off-policy-rl
+    """
+    _check_band("truncated", 0.0, high)
+    return ratios.clamp(max=high).masked_fill(~response_mask, 0.0)
+
+
+def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
+    """Masked importance sampling: rho where low <= rho <= high, 0 elsewhere.
+
+    Of token ratios this is IcePop, of sequence ratios MIS. What is left out still counts in the
+    number of tokens and responses by which the loss is divided.
+
+    Args:
+        ratios: [B, T] as from `importance_ratios`.
+        response_mask: [B, T] bool.
+        low, high: the band, 0 <= low < high.
+
+    Returns:
+        [B, T] weights of the policy loss, 0 off the mask.
+
+    Raises:
+        ValueError: there is no band.
+
+    Source: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
+        https://richardli.xyz/rl-collapse
+    """
+    _check_band("masked", low, high)
+    outside = (ratios < low) | (ratios > high)
+    return ratios.masked_fill(outside | ~response_mask, 0.0)
+
+
+WEIGHTS: Mapping[CorrectionMethod, Weigh] = MappingProxyType(
+    {CorrectionMethod.truncate: truncated, CorrectionMethod.mask: masked}
+)
+
+
+def mismatch_metrics(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """How far the trainer's policy is from the sampler's, estimated on the sampled tokens.
+
+    kl: mean of rollout - old, an estimate of KL(mu || pi_old) per token, of either sign
+    kl_k3: the same by rho - 1 - log rho, never negative
+    chi2_token: mean of rho_t^2, less 1; chi2_sequence: the same of whole responses
+    ess: (sum rho_t)^2 / (N sum rho_t^2), the share of the tokens that weighted ones are worth
+
+    Args:
+        old_log_probs: [B, T] the trainer's, nats.
+        rollout_log_probs: [B, T] the sampler's, nats.
+        response_mask: [B, T] bool, true somewhere.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool or true nowhere.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Kong 1992 for the effective
+        sample size
+    """
+    difference = _differences(old_log_probs, rollout_log_probs, response_mask).double()
+    if not bool(response_mask.any()):
+        raise ValueError("mismatch_metrics needs a response token")
+    per_token = difference[response_mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_responses = difference.sum(1)[response_mask.any(1)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratios = per_token.exp()
+    return {
+        "kl": float(-per_token.mean()),
+        "kl_k3": float((torch.expm1(per_token) - per_token).mean()),
+        "chi2_token": float(torch.expm1(2 * per_token).mean()),
+        "chi2_sequence": float(torch.expm1(2 * of_responses).mean()),
+        "ess": float(ratios.sum().square() / (len(ratios) * ratios.square().sum())),
+    }
+
+
+def _differences(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] old - rollout, 0 off the mask."""
+    check_same_shape(
+        "rollout correction",
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        response_mask=mask,
+    )
+    check_mask("rollout correction", mask)
+    difference = at_least_float32(old_log_probs) - at_least_float32(rollout_log_probs)
+    return difference.masked_fill(~mask, 0.0)
+
+
+def _check_band(function: str, low: float, high: float) -> None:
+    if not 0 <= low < high:
+        raise ValueError(f"{function} needs 0 <= low < high; got {low=}, {high=}")

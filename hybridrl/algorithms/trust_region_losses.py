@@ -1,0 +1,173 @@
+"""Policy losses with a trust region other than a clipped ratio, token by token.
+
+Each takes flat tensors [N] and returns a `TokenLoss`; algorithms/aggregation.py makes the scalar.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
+
+# Keeps 1 - p from being 0 where the policy is certain of a token.
+MIN_REST = 1.0e-8
+
+
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> TokenLoss:
+    """Soft adaptive policy optimisation: a gate that closes smoothly as the ratio leaves 1.
+
+    l_t = -4/tau * sigmoid(tau (r_t - 1)) A_t,   r_t = exp(log_probs_t - old_log_probs_t),
+    tau = tau_positive where A_t > 0, tau_negative elsewhere. At r_t = 1 the gradient is that of
+    r_t A_t; it falls to 0 on both sides, faster for a larger tau.
+
+    Args:
+        log_probs: [N] the current weights', with graph, nats.
+        old_log_probs: [N] those before this step's updates, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        tau_positive: > 0; the paper takes 1.
+        tau_negative: > 0; the paper takes 1.05.
+
+    Returns:
+        As every policy loss; clip_fraction counts tokens whose gradient the gate has halved.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a tau is not positive.
+
+    Source: Gao et al. 2025, equations 5 and 6, https://arxiv.org/abs/2511.20347
+    """
+    if not (tau_positive > 0 and tau_negative > 0):
+        raise ValueError(f"sapo needs both taus > 0; got {tau_positive=}, {tau_negative=}")
+    log_ratio = log_ratio_of("sapo", log_probs, old_log_probs, response_mask)
+    advantages = advantages_of("sapo", advantages, response_mask)
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    gradient = 4 * gate.detach() * (1 - gate.detach())
+    sums = policy_sums(log_ratio, gradient < 0.5, response_mask)
+    return TokenLoss(-4 / tau * gate * advantages, sums)
+
+
+def dppo_tv(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    max_divergence: float,
+    max_ratio: float,
+) -> TokenLoss:
+    """Divergence PPO with the binary total variation |p - q| of each token.
+
+    p and q are the probabilities of the token under the current weights and as it was sampled.
+    See `_masked_policy_gradient` for the loss.
+
+    Args:
+        log_probs: [N] log p, with graph, nats.
+        rollout_log_probs: [N] log q as the sampler reported it, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        max_divergence: delta, in (0, 1).
+        max_ratio: bound of the importance weight, >= 1; the authors' code takes 20.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Qi et al. 2026, equations 11 to 13, https://arxiv.org/abs/2602.04879
+    """
+    if not 0 < max_divergence < 1:
+        raise ValueError(f"dppo_tv needs 0 < max_divergence < 1; got {max_divergence=}")
+    log_ratio = log_ratio_of("dppo_tv", log_probs, rollout_log_probs, response_mask)
+    p, q = _probabilities(log_probs, rollout_log_probs, response_mask)
+    divergence = (p - q).abs()
+    return _masked_policy_gradient(
+        "dppo_tv",
+        log_ratio,
+        advantages,
+        response_mask,
+        too_far=divergence > max_divergence,
+        max_ratio=max_ratio,
+    )
+
+
+def dppo_kl(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    max_divergence: float,
+    max_ratio: float,
+) -> TokenLoss:
+    """Divergence PPO with the binary KL divergence of each token.
+
+    D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), in nats: of "this token or any other", p
+    and q being the token's probabilities under the current weights and as it was sampled.
+
+    Args:
+        log_probs: [N] log p, with graph, nats.
+        rollout_log_probs: [N] log q as the sampler reported it, nats.
+        advantages: [N] A_t.
+        response_mask: [N] bool, true on tokens that count.
+        max_divergence: delta, > 0, nats.
+        max_ratio: bound of the importance weight, >= 1; the authors' code takes 20.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
+
+    Source: Qi et al. 2026, equations 11, 12 and 14, https://arxiv.org/abs/2602.04879
+    """
+    if not max_divergence > 0:
+        raise ValueError(f"dppo_kl needs max_divergence > 0; got {max_divergence=}")
+    log_ratio = log_ratio_of("dppo_kl", log_probs, rollout_log_probs, response_mask)
+    p, q = _probabilities(log_probs, rollout_log_probs, response_mask)
+    rest = ((1 - q).clamp(min=MIN_REST) / (1 - p).clamp(min=MIN_REST)).log()
+    divergence = -q * log_ratio.detach() + (1 - q) * rest
+    return _masked_policy_gradient(
+        "dppo_kl",
+        log_ratio,
+        advantages,
+        response_mask,
+        too_far=divergence > max_divergence,
+        max_ratio=max_ratio,
+    )
+
+
+def _probabilities(log_p: Tensor, log_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] p and q without graph; 1 off the mask."""
+    p, q = (log.detach().masked_fill(~mask, 0.0).exp() for log in (log_p, log_q))
+    return p, q
+
+
+def _masked_policy_gradient(
+    function: str,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    too_far: Tensor,
+    max_ratio: float,
+) -> TokenLoss:
+    """l_t = -M_t min(r_t, max_ratio) A_t, with the gradient of an importance-weighted REINFORCE.
+
+    M_t is 0 where the divergence is too large and the update would enlarge it: r_t > 1 with
+    A_t > 0, or r_t < 1 with A_t < 0. The weight min(r_t, max_ratio) is bounded in the gradient
+    too: it is sg(min(r_t, max_ratio)) A_t grad log p_t.
+    """
+    if not max_ratio >= 1:
+        raise ValueError(f"{function} needs max_ratio >= 1; got {max_ratio=}")
+    advantages = advantages_of(function, advantages, response_mask)
+    ratio = log_ratio.detach().exp()
+    away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
+    blocked = too_far & away
+    weight = ratio.clamp(max=max_ratio).masked_fill(blocked, 0.0)
+    # 1 in value, with the gradient of log p.
+    anchored = (log_ratio - log_ratio.detach()).exp()
+    sums = policy_sums(log_ratio, blocked, response_mask)
+    return TokenLoss(-weight * anchored * advantages, sums)

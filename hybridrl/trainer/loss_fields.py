@@ -1,0 +1,143 @@
+"""What the policy loss reads beside log-probs and advantages, decided for the whole step at once.
+
+loss_mask: which tokens count; loss_weights: importance weights against the sampler's mismatch;
+selected: the tokens that a loss treats in a way of its own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.covariance_losses import covariances
+from hybridrl.algorithms.rollout_correction import (
+    WEIGHTS,
+    importance_ratios,
+    mismatch_metrics,
+)
+from hybridrl.config.classes import locate
+from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.schema import AlgorithmConfig, CorrectionMethod, RolloutCorrectionConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.seeds import derive_seed
+
+# (batch, step) -> fields, metrics
+Part = Callable[[RolloutBatch, int], tuple[dict[str, Ragged], dict[str, float]]]
+
+
+class LossFields:
+    """Computes the fields that the run's policy loss asks for.
+
+    Args:
+        config: the algorithm section, checked.
+        seed: of the run.
+    """
+
+    def __init__(self, config: AlgorithmConfig, seed: int) -> None:
+        loss = policy_loss_of(config.loss.function)
+        self._parts: list[Part] = [mismatch]
+        if not config.overlong.train_on_truncated:
+            self._parts.append(without_truncated)
+        if config.rollout_correction.method is not CorrectionMethod.none and (
+            not loss.is_against_rollout
+        ):
+            self._parts.append(Correction(config.rollout_correction))
+        if loss.selection is not None:
+            select = locate(f"{KEY}.function", loss.selection)
+            settings = {name: config.loss.args[name] for name in loss.selection_settings}
+            self._parts.append(Selection(select, settings, seed))
+
+    def of_step(self, batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
+        """Fields to add to a batch with advantages, and metrics.
+
+        Args:
+            batch: with rollout_log_probs, old_log_probs and advantages.
+            step: training step.
+        """
+        fields: dict[str, Ragged] = {}
+        metrics: dict[str, float] = {}
+        for part in self._parts:
+            new_fields, new_metrics = part(batch, step)
+            fields |= new_fields
+            metrics |= new_metrics
+        return fields, metrics
+
+
+def mismatch(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
+    """No field; how far the trainer's policy is from the sampler's."""
+    found = mismatch_metrics(*_padded(batch))
+    return {}, {f"rollout/mismatch_{name}": value for name, value in found.items()}
+
+
+def without_truncated(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
+    """loss_mask, false on responses that were cut off (overlong filtering).
+
+    Source: Yu et al. 2025, section 3.4, https://arxiv.org/abs/2503.14476
+    """
+    kept = ~batch.truncated[batch.responses.row_ids()]
+    return {"loss_mask": batch.responses.like(batch.response_mask.values & kept)}, {}
+
+
+class Correction:
+    """loss_weights from importance ratios of trainer over sampler.
+
+    Args:
+        config: method, level and band.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self._config = config
+
+    def __call__(
+        self, batch: RolloutBatch, step: int
+    ) -> tuple[dict[str, Ragged], dict[str, float]]:
+        """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
+        config = self._config
+        old, rollout, mask = _padded(batch)
+        ratios = importance_ratios(old, rollout, mask, config.level)
+        weights = WEIGHTS[config.method](ratios, mask, config.low, config.high)
+        metrics = {
+            "rollout/correction_weight_mean": float(weights[mask].mean()),
+            "rollout/corrected_fraction": float((weights != ratios)[mask].float().mean()),
+        }
+        return {"loss_weights": Ragged.from_padded(weights, batch.responses.lengths)}, metrics
+
+
+class Selection:
+    """selected, by the covariance of log-probability and advantage.
+
+    Args:
+        select: (covariances [N], mask [N], settings) -> bool [N].
+        settings: of the policy loss.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, select: Callable[..., Tensor], settings: dict[str, float], seed: int
+    ) -> None:
+        self._select = select
+        self._settings = settings
+        self._seed = seed
+
+    def __call__(
+        self, batch: RolloutBatch, step: int
+    ) -> tuple[dict[str, Ragged], dict[str, float]]:
+        """The step's selected tokens, a function of the run's seed and the step."""
+        assert batch.old_log_probs is not None and batch.advantages is not None
+        mask = batch.response_mask.values
+        covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "selected_tokens", step))
+        chosen = self._select(covariance, mask, generator=generator, **self._settings)
+        metrics = {"actor/covariance_max": float(covariance.max())}
+        return {"selected": batch.responses.like(chosen)}, metrics
+
+
+def _padded(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """old_log_probs, rollout_log_probs and the mask of sampled tokens, [B, T] each."""
+    assert batch.old_log_probs is not None
+    return (
+        batch.old_log_probs.pad(0.0),
+        batch.rollout_log_probs.pad(0.0),
+        batch.response_mask.pad(False),
+    )

@@ -1,0 +1,44 @@
+"""The policy loss that the config names, called with what it takes."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hybridrl.algorithms.token_loss import TokenLoss
+from hybridrl.config.classes import locate
+from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.schema import LossConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+
+# Tensors that stand in the batch; the others come from the forward and from its layout.
+BATCH_FIELDS = ("old_log_probs", "rollout_log_probs", "advantages", "selected")
+
+
+class TokenLosses:
+    """Calls the function that `algorithm.loss.function` names.
+
+    Args:
+        config: the loss and its settings, checked.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        loss = policy_loss_of(config.function)
+        self._function = locate(f"{KEY}.function", loss.path)
+        self._tensors = loss.tensors
+        self._settings = {name: config.args[name] for name in loss.settings}
+
+    def fields(self, micro: RolloutBatch) -> dict[str, Ragged | None]:
+        """What the function takes out of the batch."""
+        fields = vars(micro)
+        return {name: fields[name] for name in BATCH_FIELDS if name in self._tensors}
+
+    def of_tokens(self, tensors: Mapping[str, Tensor]) -> TokenLoss:
+        """The losses of a micro-batch's tokens.
+
+        Args:
+            tensors: [N] each, by name; those that the function does not take are left out.
+        """
+        taken = {name: tensors[name] for name in self._tensors}
+        loss: TokenLoss = self._function(**taken, **self._settings)
+        return loss
