@@ -2,9 +2,13 @@
 
 x is a sampled token, p the policy that sampled it, q the reference:
     d = log p(x) - log q(x),   KL(p || q) = E_p[d]
+A good estimate of the divergence need not have its gradient (see algorithms/losses.py). The
+straight-through forms take the value of one estimator and the gradient of k2, which is the right
+one on average.
 Units:   log-probs and divergences in nats
 
-Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the values; Tang and Munos 2025,
+    https://arxiv.org/abs/2506.09477, for the gradients
 """
 
 import math
@@ -81,8 +85,57 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (torch.expm1(-difference) + difference).clamp(min=0.0)
 
 
+def k1_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """k1 with the gradient of k2: d, whose gradient is d times that of d.
+
+    verl's k1+.
+
+    Args:
+        log_probs: log p of the sampled tokens, any shape.
+        ref_log_probs: log q of the same tokens, the same shape.
+
+    Returns:
+        The same shape, float32 (float64 for float64 input), nats; bit for bit k1's values. NaN in
+        is NaN out.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Source: http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2506.09477
+    """
+    return _with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
+def k3_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """k3 with the gradient of k2: exp(-d) - 1 + d, whose gradient is d times that of d.
+
+    The gradient grows with d without bound, also where k3's own is cut off (MAX_LOG_RATIO). verl's
+    k3+ (low_var_kl+), which also bounds the value by 10.
+
+    Args:
+        log_probs: log p of the sampled tokens, any shape.
+        ref_log_probs: log q of the same tokens, the same shape.
+
+    Returns:
+        The same shape, float32 (float64 for float64 input), nats; bit for bit k3's values. NaN in
+        is NaN out.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Source: http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2506.09477
+    """
+    return _with_gradient_of_k2(k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
 ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {KLEstimator.k1: k1, KLEstimator.k2: k2, KLEstimator.k3: k3}
+    {
+        KLEstimator.k1: k1,
+        KLEstimator.k2: k2,
+        KLEstimator.k3: k3,
+        KLEstimator.k1_straight_through: k1_straight_through,
+        KLEstimator.k3_straight_through: k3_straight_through,
+    }
 )
 
 
@@ -92,7 +145,7 @@ def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator
     Args:
         log_probs: the policy's, of the sampled tokens, any shape.
         ref_log_probs: the reference's, of the same tokens, the same shape.
-        estimator: k1, k2 or k3.
+        estimator: any of ESTIMATORS.
 
     Returns:
         The same shape, float32 (float64 for float64 input), nats. NaN in is NaN out.
@@ -122,7 +175,7 @@ def kl_penalty_rewards(
         old_log_probs: the policy's before this step's updates, the same shape.
         ref_log_probs: the reference's, the same shape.
         coef: weight of the penalty, >= 0, in the reward's unit per nat.
-        estimator: k1, k2 or k3.
+        estimator: k1, k2 or k3; a straight-through form is the same here, where no gradient is.
 
     Returns:
         The same shape, float32 (float64 for float64 input), in the reward's unit. NaN in is NaN
@@ -183,6 +236,12 @@ def check_coef(function: str, coef: float) -> None:
     """Raise a ValueError unless a penalty's weight is finite and not negative."""
     if not (math.isfinite(coef) and coef >= 0):
         raise ValueError(f"{function} needs a finite coef >= 0; got {coef=}")
+
+
+def _with_gradient_of_k2(values: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """`values`, and k2's gradient: zeros are added, which only backward can tell from nothing."""
+    right = k2(log_probs, ref_log_probs)
+    return values.detach() + (right - right.detach())
 
 
 def _difference(function: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

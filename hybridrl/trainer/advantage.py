@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import Estimate, whiten
+from hybridrl.algorithms.masked import check_finite
 from hybridrl.config.classes import locate
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.config.schema import AlgorithmConfig
@@ -19,6 +20,7 @@ class AdvantageEstimator:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         estimator = estimator_of(config.advantage)
+        self._name = config.advantage
         self._function = locate("algorithm.advantage", estimator.path)
         self._tensors = [name for name in estimator.takes if name in TENSORS]
         settings = vars(config)
@@ -31,11 +33,15 @@ class AdvantageEstimator:
         Args:
             batch: with values if the estimator takes them.
             rewards: per token, after the KL penalty.
+
+        Raises:
+            ValueError: the estimator refuses its input, or an advantage is NaN or infinite.
         """
         mask = batch.response_mask.pad(False)
         tensors = {name: _tensor(name, batch, rewards, mask) for name in self._tensors}
         estimate: Estimate = self._function(**tensors, **self._settings)
         advantages, returns = estimate
+        check_finite(f"the policy loss after {self._name}", mask, advantages=advantages)
         if self._whiten:
             advantages = whiten(advantages, mask)
         found = {"advantages": advantages} | ({} if returns is None else {"returns": returns})

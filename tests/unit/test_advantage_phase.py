@@ -93,6 +93,17 @@ def test_an_estimator_by_dotted_path():
     assert estimator_of(path).compares_groups
 
 
+def not_finite(rewards):
+    """A user's estimator with a mistake."""
+    return rewards / 0, None
+
+
+def test_advantages_that_are_not_finite_stop_the_run():
+    message = r"policy loss after .*\.not_finite needs finite advantages; 4 of 4"
+    with pytest.raises(ValueError, match=message):
+        AdvantageEstimator(config(f"{__name__}.not_finite")).estimate(scored(), scored().scores)
+
+
 @pytest.mark.parametrize("name", BUILT_IN_ESTIMATORS)
 def test_the_list_of_estimators_agrees_with_the_functions(name):
     listed = BUILT_IN_ESTIMATORS[name]

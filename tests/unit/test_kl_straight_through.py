@@ -1,0 +1,103 @@
+"""Straight-through KL forms: the base's value bit for bit, the gradient of k2, that of the KL."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.kl import (
+    MAX_LOG_RATIO,
+    k1,
+    k1_straight_through,
+    k2,
+    k3,
+    k3_straight_through,
+    kl_penalty_rewards,
+)
+from hybridrl.config.schema import KLEstimator
+
+FORMS = [(k1_straight_through, k1), (k3_straight_through, k3)]
+LOG_Q = torch.tensor([0.25, 0.25, 0.1, 0.4], dtype=torch.float64).log()
+
+
+def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Log-probs from nearly equal to far apart, on either side."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -torch.rand(60, generator=generator, dtype=torch.float64) * 5
+    difference = torch.randn(60, generator=generator, dtype=torch.float64)
+    scale = 10.0 ** torch.arange(-9, 3, dtype=torch.float64).repeat_interleave(5)
+    return log_probs.to(dtype), (log_probs + difference * scale).to(dtype)
+
+
+@pytest.mark.parametrize(("form", "base"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_are_the_bases_bit_for_bit(form, base, dtype):
+    log_p, log_q = samples(dtype)
+    assert torch.equal(form(log_p, log_q), base(log_p, log_q))
+    assert torch.equal(form(log_p.requires_grad_(), log_q), base(log_p, log_q))
+
+
+@pytest.mark.parametrize(("form", "base"), FORMS)
+def test_the_gradient_is_that_of_k2_on_both_sides(form, base):
+    log_p, log_q = (x.requires_grad_() for x in samples(torch.float64))
+    weights = torch.linspace(-1, 2, len(log_p), dtype=torch.float64)
+    ours = torch.autograd.grad((weights * form(log_p, log_q)).sum(), (log_p, log_q))
+    right = torch.autograd.grad((weights * k2(log_p, log_q)).sum(), (log_p, log_q))
+    own = torch.autograd.grad((weights * base(log_p, log_q)).sum(), (log_p, log_q))
+    assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+    assert not any(torch.allclose(a, b) for a, b in zip(ours, own, strict=True))
+
+
+@pytest.mark.parametrize("form", [form for form, _ in FORMS])
+def test_the_expected_gradient_is_that_of_the_kl(form):
+    """By enumeration of a categorical's tokens, against autograd through the exact KL(p || q)."""
+    logits = torch.tensor([0.3, -0.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    exact = torch.autograd.grad((log_p.exp() * (log_p - LOG_Q)).sum(), logits, retain_graph=True)[0]
+    # Tokens are drawn with p, through which no gradient flows.
+    estimate = (log_p.exp().detach() * form(log_p, LOG_Q)).sum()
+    found = torch.autograd.grad(estimate, logits)[0]
+    assert exact.abs().max() > 0.05
+    torch.testing.assert_close(found, exact, atol=1e-14, rtol=1e-12)
+
+
+def test_hand_worked():
+    # d = ln 2: value .6931 and 1/2 - 1 + .6931 = .1931, gradient d both times.
+    for form, value in ((k1_straight_through, 0.693147), (k3_straight_through, 0.193147)):
+        log_p = torch.tensor([-1.0], requires_grad=True)
+        found = form(log_p, torch.tensor([-1.0 - math.log(2)]))
+        found.sum().backward()
+        assert found.item() == pytest.approx(value, abs=1e-6)
+        assert log_p.grad.item() == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_k3s_value_is_bounded_but_its_gradient_still_pulls():
+    log_p = torch.tensor([-100.0], requires_grad=True)
+    found = k3_straight_through(log_p, torch.tensor([0.0]))
+    found.sum().backward()
+    assert found.item() == pytest.approx(math.exp(MAX_LOG_RATIO) - 1 - MAX_LOG_RATIO, rel=1e-6)
+    assert log_p.grad.item() == -100.0
+
+
+@pytest.mark.parametrize("form", [form for form, _ in FORMS])
+def test_no_gradient_leaks_into_a_detached_reference(form):
+    log_p = torch.tensor([-1.0, -2.0], requires_grad=True)
+    found = form(log_p, torch.tensor([-1.5, -1.0]))
+    assert found.requires_grad
+    assert not form(log_p.detach(), torch.tensor([-1.5, -1.0])).requires_grad
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", [form for form, _ in FORMS])
+def test_shapes_must_agree(form):
+    with pytest.raises(ValueError, match=r"\(4,\).*\(3,\)"):
+        form(LOG_Q, LOG_Q[:3])
+
+
+def test_in_the_reward_they_are_their_bases():
+    scores = torch.zeros(4, dtype=torch.float64)
+    log_p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    for form, base in (("k1_straight_through", "k1"), ("k3_straight_through", "k3")):
+        ours = kl_penalty_rewards(scores, log_p, LOG_Q, 0.1, KLEstimator(form))
+        assert torch.equal(ours, kl_penalty_rewards(scores, log_p, LOG_Q, 0.1, KLEstimator(base)))
