@@ -76,25 +76,6 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Variance of `values` where `mask` is true: the mean square distance from their mean.
-
-    Divides by the number of values, not by one less: a single value has variance 0.
-
-    Args:
-        values: any shape.
-        mask: the same shape, bool.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values), in the squared unit of `values`.
-
-    Raises:
-        ValueError: the shapes differ, or the mask is not bool or true nowhere.
-    """
-    centred = at_least_float32(values) - masked_mean(values, mask)
-    return masked_mean(centred.square(), mask)
-
-
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 over the mask; 0 off it.
 

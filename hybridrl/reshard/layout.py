@@ -56,12 +56,6 @@ def layouts_of(shards: Sequence[NamedShard], num_shards: int) -> list[SourceLayo
     return [SourceLayout(shard.name, tuple(shard.shape), num_shards, shard.dim) for shard in shards]
 
 
-def shard_group(rank: int, dp_shard: int) -> list[int]:
-    """The ranks among which `rank`'s copy of the weights is split, row-major over dp_replicate."""
-    first = rank - rank % dp_shard
-    return list(range(first, first + dp_shard))
-
-
 def intersect(one: Region, other: Region) -> Region | None:
     """What two regions of one tensor share, or None."""
     start = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.ragged import Ragged, RowPicker, concat, mask_of
+from hybridrl.data.ragged import Ragged, RowPicker, concat
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 
@@ -85,10 +85,6 @@ def test_from_padded_inverts_pad():
 def test_concat_keeps_order():
     joined = concat([ragged(), ragged().select([2])])
     assert [row.tolist() for row in joined.rows()] == [*ROWS, [4]]
-
-
-def test_mask_is_true_on_each_rows_length():
-    assert mask_of(torch.tensor([2, 0]), 3).tolist() == [[True, True, False], [False] * 3]
 
 
 def test_lengths_that_do_not_sum_are_refused():
