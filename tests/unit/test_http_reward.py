@@ -1,0 +1,264 @@
+"""The remote scorer against a real server on the loopback: answers, retries, failures, secrets."""
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from hybridrl.config.classes import check_reward_function
+from hybridrl.config.errors import ConfigError
+from hybridrl.rewards.base import Score
+from hybridrl.rewards.http import FIRST_WAIT_S, RemoteScorerError, score, wait_s
+from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+
+SCORE = "hybridrl.rewards.http.score"
+TOKEN = "s3cret-t0ken"
+SILENCE_S = 0.3
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Does what the response asks for; counts its requests."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Server"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.peers.add(self.client_address)
+            self.server.now += 1
+            self.server.most = max(self.server.most, self.server.now)
+            seen = self.server.seen[body["response"]] = self.server.seen[body["response"]] + 1
+        kind, _, rest = body["response"].partition(" ")
+        try:
+            self.answer(kind, rest, seen)
+        except OSError:  # the client went away
+            self.close_connection = True
+        with self.server.lock:
+            self.server.now -= 1
+
+    def answer(self, kind: str, rest: str, seen: int) -> None:
+        if kind == "status":
+            code, _, failures = rest.partition(" ")
+            failing = seen <= int(failures or 1000)
+            self.send(int(code) if failing else 200, {"score": 0.5})
+        elif kind == "silent":
+            self.server.released.wait(10)
+        elif kind == "drops" and seen == 1:
+            self.close_connection = True
+        elif kind == "sleeps":
+            time.sleep(0.05)
+            self.send(200, {"score": 1.0})
+        elif kind == "raw":
+            self.send(200, rest)
+        elif kind == "echoes":
+            self.send(401, f"who is {self.headers['Authorization']}?")
+        elif kind == "authorized":
+            self.send(200, {"score": self.headers["Authorization"] == f"Bearer {TOKEN}"})
+        else:
+            self.send(200, {"score": len(kind), "parts": {"style": 0.5}})
+
+    def send(self, code: int, content: object) -> None:
+        data = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+        self.seen: Counter[str] = Counter()
+        self.bodies: list[dict] = []
+        self.peers: set = set()
+        self.now = self.most = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score?key=hidden"
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join()
+
+
+def settings(url: str, **changes) -> dict:
+    return {"url": url, "timeout_s": 5.0, "retries": 2, "token_env": None} | changes
+
+
+def ask(server: Server, response: str, **changes) -> Score:
+    return score("prompt", response, {"answer": "7"}, **settings(server.url, **changes))
+
+
+def scored(args: dict, responses: list[str], processes: int = 1) -> ScoreResult:
+    with RewardScorer(
+        SCORE, args, timeout_s=20.0, num_processes=processes, failed_score=-1.0
+    ) as scorer:
+        return scorer.score([("prompt", response, {}) for response in responses])
+
+
+def test_the_server_gets_the_item_and_gives_its_score(server):
+    example = {"answer": "7", "when": {1}}
+    assert score("p", "abc", example, **settings(server.url)) == Score(3, {"style": 0.5})
+    expected = {"prompt": "p", "response": "abc", "example": {"answer": "7", "when": "{1}"}}
+    assert server.bodies == [expected]
+
+
+def test_scores_and_parts_come_through_the_reward_processes(server):
+    result = scored(settings(server.url), ["a", "abc", "ab"])
+    assert result == ScoreResult([1.0, 3.0, 2.0], [], {"style": [0.5, 0.5, 0.5]})
+    assert len(server.peers) == 1  # one connection for one process
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_may_pass_is_tried_again(server, status):
+    assert ask(server, f"status {status} 1") == Score(0.5, {})
+    assert len(server.bodies) == 2
+
+
+def test_a_dropped_connection_is_tried_again(server):
+    assert ask(server, "drops").total == 5
+    assert len(server.bodies) == 2
+
+
+def test_retries_end_and_tell_the_last_answer(server):
+    with pytest.raises(RemoteScorerError, match=r"answered 500 .*tried 2 times"):
+        ask(server, "status 500", retries=1)
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404])
+def test_what_will_not_pass_is_not_tried_again(server, status):
+    with pytest.raises(RemoteScorerError, match=f"answered {status}"):
+        ask(server, f"status {status}")
+    assert len(server.bodies) == 1
+
+
+def test_a_silent_server_times_out(server):
+    start = time.monotonic()
+    with pytest.raises(RemoteScorerError, match=r"no answer within 0\.3 s .*tried 2 times"):
+        ask(server, "silent", timeout_s=SILENCE_S, retries=1)
+    assert time.monotonic() - start >= 2 * SILENCE_S
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("not json", "which is no JSON"),
+        ("", "which is no JSON"),
+        ('{"score": 1', "which is no JSON"),
+        ("[1]", "expected {"),
+        ("0.5", "expected {"),
+        ('{"scores": 1}', "expected {"),
+        ('{"score": 1, "parts": [1]}', "expected {"),
+    ],
+)
+def test_a_malformed_answer_is_shown_and_not_asked_for_again(server, text, told):
+    with pytest.raises(RemoteScorerError, match=told):
+        ask(server, f"raw {text}")
+    assert len(server.bodies) == 1
+
+
+def test_failures_are_counted_and_shown(server):
+    bad = ['raw {"score": "high"}', "raw <html>", 'raw {"score": NaN}', 'raw {"score": 2}']
+    result = scored(settings(server.url), ["a", *bad])
+    assert result.scores == [1.0, -1.0, -1.0, -1.0, 2.0]
+    assert result.failure_counts == {FailureKind.error: 3, FailureKind.timeout: 0}
+    reasons = [failure.reason for failure in result.failures]
+    for reason, words in zip(reasons, ["returned a str", "<html>", "returned nan"], strict=True):
+        assert words in reason
+
+
+def test_a_refused_connection_is_a_failure_that_names_the_server():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = scored(settings(f"http://127.0.0.1:{port}/score", retries=1), ["a"])
+    assert result.scores == [-1.0]
+    (failure,) = result.failures
+    for words in (f"http://127.0.0.1:{port}/score", "ConnectError", "tried 2 times"):
+        assert words in failure.reason
+
+
+def test_the_number_of_processes_is_the_number_of_requests_under_way(server):
+    result = scored(settings(server.url), [f"sleeps {i}" for i in range(16)], processes=2)
+    assert result.scores == [1.0] * 16
+    assert server.most == 2
+
+
+def test_waits_double_and_spread_and_depend_on_the_request_alone():
+    waits = [[wait_s(b"%d" % i, attempt) for i in range(200)] for attempt in range(4)]
+    for attempt, values in enumerate(waits):
+        mean = FIRST_WAIT_S * 2**attempt
+        assert all(0.5 * mean <= value < 1.5 * mean for value in values)
+        assert sum(values) / 200 == pytest.approx(mean, rel=0.1)
+        assert len(set(values)) == 200
+    assert wait_s(b"7", 1) == waits[1][7]
+
+
+def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatch, caplog):
+    monkeypatch.setenv("SCORER_TOKEN", TOKEN)
+    args = settings(server.url, token_env="SCORER_TOKEN")
+    check_reward_function("reward", SCORE, args)
+    result = scored(args, ["authorized", "echoes"])
+    assert result.scores == [1.0, -1.0]
+    (failure,) = result.failures
+    assert "who is Bearer <token>?" in failure.reason
+    shown = f"{failure} {caplog.text}"
+    assert "Traceback" in shown
+    assert TOKEN not in shown
+    assert "hidden" not in shown  # the URL's query
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"url": None}, ["r.args.url = None", "http://"]),
+        ({"url": "example.org/score"}, ["r.args.url = example.org/score"]),
+        ({"url": "ftp://example.org"}, ["r.args.url = ftp"]),
+        ({"url": "http://me:pass@example.org/x"}, ["http://example.org/x", "token_env"]),
+        ({"url": "http://"}, ["r.args.url = http://"]),
+        ({"url": "http://host /x"}, ["r.args.url = http://host /x"]),
+        ({"timeout_s": 0}, ["r.args.timeout_s = 0", "above 0"]),
+        ({"timeout_s": "1"}, ["r.args.timeout_s = 1"]),
+        ({"retries": -1}, ["r.args.retries = -1"]),
+        ({"retries": 1.5}, ["r.args.retries = 1.5"]),
+        ({"token_env": "NO_SUCH_TOKEN"}, ["r.args.token_env = NO_SUCH_TOKEN", "export"]),
+        ({"token_env": "EMPTY_TOKEN"}, ["r.args.token_env = EMPTY_TOKEN", "nothing"]),
+        ({"token_env": "TORN_TOKEN"}, ["r.args.token_env = TORN_TOKEN", "visible"]),
+        ({"token_env": "sk-s3cret"}, ["r.args.token_env is no name"]),
+    ],
+)
+def test_bad_settings_are_named_before_a_run(changes, words, monkeypatch):
+    monkeypatch.setenv("EMPTY_TOKEN", "")
+    monkeypatch.setenv("TORN_TOKEN", "s3cret\nline")
+    with pytest.raises(ConfigError) as caught:
+        check_reward_function("r", SCORE, settings("http://127.0.0.1:1/") | changes)
+    (problem,) = caught.value.problems
+    assert [word for word in words if word not in problem] == []
+    assert "s3cret" not in problem and "pass@" not in problem
