@@ -59,13 +59,22 @@ def _is_number(value: Any) -> bool:
 
 
 def _url_problems(where: str, url: Any) -> Iterator[str]:
-    if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/?#]+?(:\d+)?([/?#]\S*)?", url):
+    if not isinstance(url, str) or not _is_url(url):
         yield f"{where} = {url}, expected a URL such as http://127.0.0.1:8000/score."
     elif "@" in urlsplit(url).netloc:
         yield (
             f"{where} = {_shown(url)} holds a user name or password, which would be kept with the "
             f"config.\nPut a token into an environment variable and name that as token_env."
         )
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_host = parts.hostname is not None and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port or an IPv6 address is none
+        return False
+    return parts.scheme in ("http", "https") and has_host and not re.search(r"\s", url)
 
 
 def _token_problems(where: str, name: Any) -> Iterator[str]:

@@ -243,6 +243,8 @@ def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatc
         ({"url": "ftp://example.org"}, ["r.args.url = ftp"]),
         ({"url": "http://me:pass@example.org/x"}, ["http://example.org/x", "token_env"]),
         ({"url": "http://"}, ["r.args.url = http://"]),
+        ({"url": "http://host:port/x"}, ["r.args.url = http://host:port/x"]),
+        ({"url": "http://[::1/x"}, ["r.args.url = http://[::1/x"]),
         ({"url": "http://host /x"}, ["r.args.url = http://host /x"]),
         ({"timeout_s": 0}, ["r.args.timeout_s = 0", "above 0"]),
         ({"timeout_s": "1"}, ["r.args.timeout_s = 1"]),
