@@ -53,7 +53,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimat
 
     A_i = r_i - mean_g. Dividing by std_g would weigh up prompts that are nearly solved or nearly
     hopeless. It is (n - 1) / n times `rloo`. The method's other half, a loss that sums over tokens
-    and divides by a constant, belongs to the loss.
+    and divides by a constant, is the aggregation sequence_sum.
 
     The same as TRL's scale_rewards=False and verl's norm_adv_by_std_in_grpo=False.
 

@@ -1,6 +1,7 @@
 """AdvantageEstimator: the named function gets what it takes; whitening; the listed estimators."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,25 +9,18 @@ import torch
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
-from hybridrl.config.schema import AlgorithmConfig, KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.value_function import Critic, NoCritic
 from tests.batches import batch_of
+from tests.run_configs import run_config
 
-KL = KLConfig(
-    placement=KLPlacement.loss,
-    estimator=KLEstimator.k3,
-    coef=0.0,
-    schedule=KLSchedule.fixed,
-    target=1.0,
-    horizon=10,
-)
+COMPOSED = run_config().algorithm
 
 
 def config(advantage: str, whiten: bool = False) -> AlgorithmConfig:
-    return AlgorithmConfig(
-        advantage=advantage, gamma=0.5, lam=1.0, pass_k=1, whiten_advantages=whiten, kl=KL
-    )
+    own = {"advantage": advantage, "gamma": 0.5, "lam": 1.0, "pass_k": 1}
+    return replace(COMPOSED, **own, whiten_advantages=whiten)
 
 
 def scored():
