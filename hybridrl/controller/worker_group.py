@@ -151,7 +151,7 @@ def _outcomes(
 
 
 def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup]:
-    """Build roles in a pool's processes, in the order given, and connect them.
+    """Build roles in a pool's processes, in the order given, and connect all that are there.
 
     Args:
         pool: where.
@@ -185,14 +185,11 @@ def _build_run(
         imported: done when the roles' modules are; awaited once the rollout engine stands.
     """
     pool.read_ahead(configs["actor"].model)
-    groups = {"rollout": build_role(pool, "rollout", configs["rollout"])}
+    rollout = build_role(pool, "rollout", configs["rollout"])
     imported.result()
-    spec = replace(fsdp, columns=groups["rollout"].call("columns", fsdp))
-    for role, config in configs.items():
-        if role not in groups:
-            groups[role] = build_role(pool, role, replace(config, fsdp=spec))
-    pool.connect()
-    return groups
+    spec = replace(fsdp, columns=rollout.call("columns", fsdp))
+    sharded = {role: replace(c, fsdp=spec) for role, c in configs.items() if role != "rollout"}
+    return {"rollout": rollout, **build_roles(pool, sharded)}
 
 
 def _import(modules: Sequence[str]) -> None:
