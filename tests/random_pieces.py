@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from hybridrl.reshard.copies import Buffers, TorchCopies
+from hybridrl.reshard.copies import Buffers, Job, TorchCopies
 from hybridrl.reshard.fingerprint import hashes
 from hybridrl.reshard.pieces import Piece
 
@@ -82,7 +82,7 @@ def run(kind: type, pieces: list[Piece], source: torch.Tensor, dtype: torch.dtyp
     buffers = Buffers(device)
     buffers.place([source[:NUMEL], target])
     all_hashes = hashes(300, 500, device)
-    copies = kind(pieces, buffers, dtype, all_hashes, True)
+    copies = kind(Job(pieces, buffers, dtype, all_hashes, write=True))
     copies.run(0, 2, None, paced=True)
     copies.run(1, 2, None, paced=False)
     silent = target.clone()
@@ -95,6 +95,7 @@ def run(kind: type, pieces: list[Piece], source: torch.Tensor, dtype: torch.dtyp
         piece._replace(source=1, source_start=piece.target_start, source_stride=piece.target_stride)
         for piece in pieces
     ]
-    kind(written, buffers, dtype, all_hashes, False).run(0, 1, found, paced=False)
+    reading = Job(written, buffers, dtype, all_hashes, write=False)
+    kind(reading).run(0, 1, found, paced=False)
     assert torch.equal(sent, found)
     return [silent, target, sent]

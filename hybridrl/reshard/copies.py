@@ -5,6 +5,7 @@ pieces (numbers) + buffers (where they lie now) -> cast, copy, and fingerprint o
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,8 +64,27 @@ class Buffers:
         return flat.as_strided(size, (stride, 1), flat.storage_offset() + start)
 
 
+@dataclass(frozen=True)
+class Job:
+    """Many pieces that are read, cast to one dtype, and written.
+
+    Attributes:
+        pieces: what to copy; no two write the same element.
+        buffers: where they lie.
+        dtype: to which values are cast; that of the targets.
+        hashes: for fingerprints.
+        write: false: only read the sources, for their fingerprints.
+    """
+
+    pieces: Sequence[Piece]
+    buffers: Buffers
+    dtype: torch.dtype
+    hashes: Hashes
+    write: bool
+
+
 class Copies(Protocol):
-    """Many pieces that are read, cast to one dtype, and written."""
+    """What does a job, any number of times."""
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one of `shares` nearly equal parts of the work.
@@ -78,69 +98,44 @@ class Copies(Protocol):
         ...
 
 
-def build_copies(
-    pieces: Sequence[Piece],
-    buffers: Buffers,
-    dtype: torch.dtype,
-    hashes: Hashes,
-    write: bool,
-) -> Copies:
-    """What the device does these copies with.
-
-    Args:
-        pieces: what to copy; no two write the same element.
-        buffers: where they lie.
-        dtype: to which values are cast; that of the targets.
-        hashes: for fingerprints.
-        write: false: only read the sources, for their fingerprints.
-    """
-    if buffers.device.type == "cpu":
-        return TorchCopies(pieces, buffers, dtype, hashes, write)
-    odd = {buffers.tensors[piece.source].dtype for piece in pieces} | {dtype}
+def build_copies(job: Job) -> Copies:
+    """What the device does a job with."""
+    if job.buffers.device.type == "cpu":
+        return TorchCopies(job)
+    odd = {job.buffers.tensors[piece.source].dtype for piece in job.pieces} | {job.dtype}
     if not odd <= set(KERNEL_DTYPES):
         logger.warning(
             "copies between %s take a launch per piece, %d in all: the kernel knows %s",
             sorted(map(str, odd)),
-            len(pieces),
+            len(job.pieces),
             sorted(map(str, KERNEL_DTYPES)),
         )
-        return TorchCopies(pieces, buffers, dtype, hashes, write)
+        return TorchCopies(job)
     # Triton comes with torch for GPUs only.
     from hybridrl.reshard.triton_copies import TritonCopies
 
-    return TritonCopies(pieces, buffers, dtype, hashes, write)
+    return TritonCopies(job)
 
 
 class TorchCopies:
-    """A loop over the pieces; arguments as for `build_copies`."""
+    """A loop over the pieces."""
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        buffers: Buffers,
-        dtype: torch.dtype,
-        hashes: Hashes,
-        write: bool,
-    ) -> None:
-        self._pieces = pieces
-        self._buffers = buffers
-        self._dtype = dtype
-        self._hashes = hashes
-        self._write = write
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copies`."""
-        count = len(self._pieces)
-        for piece in self._pieces[count * share // shares : count * (share + 1) // shares]:
+        job, count = self._job, len(self._job.pieces)
+        for piece in job.pieces[count * share // shares : count * (share + 1) // shares]:
             size = (piece.rows, piece.columns)
-            values = self._buffers.view(
+            values = job.buffers.view(
                 piece.source, piece.source_start, size, piece.source_stride
-            ).to(self._dtype)
-            if self._write:
-                self._buffers.view(
-                    piece.target, piece.target_start, size, piece.target_stride
-                ).copy_(values)
+            ).to(job.dtype)
+            if job.write:
+                job.buffers.view(piece.target, piece.target_start, size, piece.target_stride).copy_(
+                    values
+                )
             if sums is not None:
                 sums[piece.sum] += (
-                    fingerprint(values, piece.row, piece.column, self._hashes) * piece.salt
+                    fingerprint(values, piece.row, piece.column, job.hashes) * piece.salt
                 )

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.clock import DeviceClock
-from hybridrl.reshard.copies import Buffers, Copies, build_copies
+from hybridrl.reshard.copies import Buffers, Copies, Job, build_copies
 from hybridrl.reshard.exchange import Staging, gather
 from hybridrl.reshard.fingerprint import hashes
 from hybridrl.reshard.layout import layouts_of
@@ -117,21 +117,21 @@ class Resharder:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a
                 shard has not the shape that was planned.
         """
-        clock = DeviceClock(self._device)
-        metrics = {"received_bytes": float(self._plan.received * self._destination.dtype.itemsize)}
+        timer = PartTimer(self._device)
         try:
-            self._prepare()
-            metrics["prepare_s"] = clock.lap()
-            self._move(fingerprint=verify)
+            with timer.part("prepare_s"):
+                self._prepare()
+            with timer.part("move_s"):
+                self._move(fingerprint=verify)
             self._sent_is_known = verify
-            metrics["move_s"] = clock.lap()
             if verify:
-                self.verify(version)
-                metrics["verify_s"] = clock.lap()
+                with timer.part("verify_s"):
+                    self.verify(version)
         finally:
             self._buffers.release()
             self._staging.free()
-        return metrics
+        received = float(self._plan.received * self._destination.dtype.itemsize)
+        return timer.seconds | {"received_bytes": received}
 
     @torch.no_grad()
     def verify(self, version: int) -> None:
@@ -221,7 +221,7 @@ class Resharder:
         parameters.place(self._parameters())
         pieces = self._tables.found()
         dtype = self._destination.dtype
-        return build_copies(pieces, parameters, dtype, self._hashes, write=False)
+        return build_copies(Job(pieces, parameters, dtype, self._hashes, write=False))
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []

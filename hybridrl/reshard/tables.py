@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridrl.distributed.regions import TracedCopy
-from hybridrl.reshard.copies import Buffers, Copies, build_copies
+from hybridrl.reshard.copies import Buffers, Copies, Job, build_copies
 from hybridrl.reshard.exchange import packed, unpacked
 from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.layout import SourceLayout
@@ -158,7 +158,7 @@ def build_programs(
     """
 
     def copies(pieces: list[Piece]) -> Copies:
-        return build_copies(pieces, buffers, dtype, hashes, write=True)
+        return build_copies(Job(pieces, buffers, dtype, hashes, write=True))
 
     return Programs(
         local=copies(tables.local()),

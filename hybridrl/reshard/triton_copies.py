@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.copies import Buffers
-from hybridrl.reshard.fingerprint import Hashes
+from hybridrl.reshard.copies import Job
 from hybridrl.reshard.pieces import Piece
 
 
@@ -58,36 +57,27 @@ class _Launch(NamedTuple):
 
 
 class TritonCopies:
-    """One kernel launch per kind of piece, mostly one in all; arguments as for `build_copies`.
+    """One kernel launch per kind of piece, mostly one in all.
 
     A kind is the dtype read and whether 16-byte accesses are possible everywhere.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        buffers: Buffers,
-        dtype: torch.dtype,
-        hashes: Hashes,
-        write: bool,
-    ) -> None:
-        self._buffers = buffers
-        self._dtype = dtype
-        self._hashes = hashes
-        self._write = write
-        self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        device = job.buffers.device
+        self._paced_programs = _multiprocessors_beside_nccl(device)
         kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
-        for piece in pieces:
-            source_dtype = buffers.tensors[piece.source].dtype
+        for piece in job.pieces:
+            source_dtype = job.buffers.tensors[piece.source].dtype
             kinds.setdefault((source_dtype, self._is_aligned(piece)), []).append(piece)
         self._launches = [
-            _Launch(*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
+            _Launch(*kind, *_tables(part, kind[0].itemsize, job.dtype.itemsize, device))
             for kind, part in kinds.items()
         ]
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copies`."""
-        shape = BESIDE_EXCHANGE if paced else ALONE
+        job, shape = self._job, BESIDE_EXCHANGE if paced else ALONE
         for launch in self._launches:
             count = len(launch.owners)
             first, end = count * share // shares, count * (share + 1) // shares
@@ -95,18 +85,18 @@ class TritonCopies:
                 continue
             programs = min(end - first, self._paced_programs) if paced else end - first
             copy_kernel[(programs,)](
-                self._buffers.addresses,
+                job.buffers.addresses,
                 launch.table,
                 launch.owners,
                 first,
                 end,
-                self._hashes.rows,
-                self._hashes.columns,
-                self._hashes.rows if sums is None else sums,
+                job.hashes.rows,
+                job.hashes.columns,
+                job.hashes.rows if sums is None else sums,
                 SOURCE=_DTYPES[launch.source_dtype],
-                TARGET=_DTYPES[self._dtype],
-                BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
-                WRITE=self._write,
+                TARGET=_DTYPES[job.dtype],
+                BITS=tl.int32 if job.dtype.itemsize == 4 else tl.int16,
+                WRITE=job.write,
                 FINGERPRINT=sums is not None,
                 ALIGNED=launch.aligned,
                 EVICTION=shape.eviction,
@@ -120,11 +110,11 @@ class TritonCopies:
         """Whether every row begins and ends at a vector's boundary, on both sides."""
         numbers = [piece.source_start, piece.source_stride, piece.columns]
         buffers = [piece.source]
-        if self._write:
+        if self._job.write:
             numbers += [piece.target_start, piece.target_stride]
             buffers.append(piece.target)
         return all(number % VECTOR == 0 for number in numbers) and all(
-            self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
+            self._job.buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
         )
 
 

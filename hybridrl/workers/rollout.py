@@ -12,6 +12,8 @@ from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.layout import choose_columns
+from hybridrl.distributed.mesh import device_of
+from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.models.resolve import model_folder
@@ -21,7 +23,6 @@ from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.part_timer import PartTimer
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class RolloutWorker(Worker):
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent.
         """
-        timer = PartTimer(self.mesh.device_type)
+        timer = PartTimer(device_of(self.mesh))
         self.weight_version = None
         with timer.part("onload_s"):
             self.actor.begin()

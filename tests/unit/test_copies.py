@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.reshard.copies import Buffers, TorchCopies
+from hybridrl.reshard.copies import Buffers, Job, TorchCopies
 from hybridrl.reshard.fingerprint import hashes
 from hybridrl.reshard.pieces import Place, cut
 from tests.random_pieces import check_kernel
@@ -52,7 +52,8 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
     )
     buffers = Buffers(CPU)
     buffers.place([source, target])
-    copies = TorchCopies(pieces, buffers, torch.float32, hashes(64, 64, CPU), write=True)
+    job = Job(pieces, buffers, torch.float32, hashes(64, 64, CPU), write=True)
+    copies = TorchCopies(job)
     copies.run(0, 1, None, paced=False)
     expected = torch.full_like(target, -1.0)
     take(expected, corner, shape).copy_(take(source, offset, shape))

@@ -1,4 +1,4 @@
-"""Wall seconds of the parts of a worker's method, device work included."""
+"""Wall seconds of the parts of what a rank does, device work included."""
 
 import time
 from collections.abc import Iterator
@@ -10,12 +10,15 @@ import torch
 class PartTimer:
     """Times parts on this rank; begins when the device has finished what it was given before.
 
+    Attributes:
+        seconds: of each part so far, by name.
+
     Args:
-        device_type: "cuda" or "cpu"; on a GPU each part ends when its kernels have.
+        device: on a GPU each part ends when its kernels have.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._on_gpu = device_type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.seconds: dict[str, float] = {}
         self._start = self._now()
 
@@ -31,6 +34,6 @@ class PartTimer:
         return self._now() - self._start
 
     def _now(self) -> float:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
