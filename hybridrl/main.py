@@ -51,7 +51,7 @@ from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
 
 if TYPE_CHECKING:
-    from hybridrl.data.prompts import PromptSets
+    from hybridrl.data.prompt_sets import PromptSets
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def _examine(
     prompts = None
     examined = examine(cfg, machine=machine, read_model=read_model_config, given=given)
     if examined.report.usable(DATA_NEEDS):
-        from hybridrl.data.prompts import examine_prompts
+        from hybridrl.data.prompt_sets import examine_prompts
 
         data, model, rollout = (
             examined.config.data,

@@ -22,7 +22,7 @@ from hybridrl.config.model_shape import ModelShape, model_shape
 from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import Accelerator, RunConfig
-from hybridrl.config.typed import Builder
+from hybridrl.config.typed import Builder, element_class
 from hybridrl.config.validate import run_checks
 
 MAX_REWARD_PROCESSES = 8
@@ -124,25 +124,45 @@ def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
     assert isinstance(tree, dict)
     composed = [key for key in leaves(tree) if _is_read(key)]
     roles = dict(zip(BUILT_IN, role_classes, strict=True))
-    return sorted({*composed, *_fields(RunConfig, "", roles)})
+    return sorted({*composed, *_fields(RunConfig, "", roles, tree)})
 
 
-def _fields(cls: type, prefix: str, roles: Mapping[str, type]) -> Iterator[str]:
-    """Dotted keys of a dataclass, but for the shared nodes of roles."""
+def _fields(
+    cls: type, prefix: str, roles: Mapping[str, type], tree: Mapping[Any, Any]
+) -> Iterator[str]:
+    """Dotted keys of a dataclass, but for the shared nodes of roles.
+
+    Args:
+        cls: of the section at the dotted key `prefix`.
+        roles: each role's dataclass.
+        tree: the composed section, which names the sections of mappings.
+    """
     for name, hint in typing.get_type_hints(cls).items():
         inner = roles[name] if cls is RunConfig and name in roles else hint
         if prefix[:-1] in LINKS and name in LINKS[prefix[:-1]]:
             continue
         if dataclasses.is_dataclass(inner):
-            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles)
+            inside = _inside(tree, name)
+            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles, inside)
+        elif element := element_class(inner):
+            for entry in _inside(tree, name):
+                yield from _fields(element, f"{prefix}{name}.{entry}.", roles, {})
         else:
             yield f"{prefix}{name}"
 
 
+def _inside(tree: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """The section `name` of the tree; empty where there is none."""
+    if name in tree and isinstance(tree[name], Mapping):
+        return tree[name]
+    return {}
+
+
 def _is_read(key: str) -> bool:
-    """Whether the built-in dataclasses have `key`; below mappings every key is read."""
+    """Whether the built-in dataclasses have `key`; mappings of plain values hold any key."""
     cls: Any = RunConfig
-    for name in key.split("."):
+    names = iter(key.split("."))
+    for name in names:
         if cls is RunConfig and name in BUILT_IN:
             cls = BUILT_IN[name][1]
             continue
@@ -152,6 +172,9 @@ def _is_read(key: str) -> bool:
         if name not in types:
             return False
         cls = types[name]
+        if element := element_class(cls):
+            next(names, None)  # of the section, which may be any
+            cls = element
     return True
 
 

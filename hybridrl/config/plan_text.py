@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.config.check_sizes import data_shards, world_size, world_text
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.layout import is_nested, ranks_by_shard
 from hybridrl.config.machine import Machine
@@ -49,13 +50,23 @@ def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
     )
     if config.model.init is Init.random:
         table.add_row("weights", f"random, from model.seed = {config.model.seed}")
-    table.add_row("data", escape(str(config.data.train_files or config.data.name)))
+    table.add_row("data", escape(_data(config.data)))
     table.add_row(
         "dtypes",
         f"train {config.fsdp.param_dtype}, reduce {config.fsdp.reduce_dtype}, "
         f"rollout {config.rollout.dtype}, master weights float32",
     )
     return table
+
+
+def _data(data: DataConfig) -> str:
+    """Where the problems come from; of a mixture, each data set's weight."""
+    if not data.mixture:
+        return str(data.train_files or data.name)
+    return ", ".join(
+        f"{name} (weight {part.weight:g}): {part.train_files or part.name}"
+        for name, part in data.mixture.items()
+    )
 
 
 def _placement(config: RunConfig, machine: Machine) -> RenderableType:

@@ -80,13 +80,20 @@ class Builder:
                 raw, reason = raw_value(node, field.name), str(error).splitlines()[0]
                 self.report.add(f"{key} = {raw} cannot be resolved: {reason}.")
             return None
-        element = _element_class(hint)
+        element = element_class(hint)
         if element is not None and isinstance(value, DictConfig):
             names = map(str, value)
-            return {name: self.section(element, value[name], f"{key}.{name}") for name in names}
+            return {name: self.element(element, value[name], f"{key}.{name}") for name in names}
         if not dataclasses.is_dataclass(hint):
             return self.leaf(cls, hint, node, field.name, key)
         return self.section(typing.cast(type, hint), value, key)
+
+    def element(self, cls: type[T], value: Any, path: str) -> T:
+        """A section of a mapping; no YAML can hold its defaults, so null is what may be null."""
+        hints = typing.get_type_hints(cls)
+        given = value if isinstance(value, DictConfig) else {}
+        absent = [name for name in hints if name not in given and _may_be_null(hints[name])]
+        return self.section(cls, value, path, dict.fromkeys(absent))
 
     def is_link(self, node: DictConfig, name: str) -> bool:
         """Whether a value is nothing but a link to a known key, where any problem is reported."""
@@ -140,7 +147,11 @@ def _instance(cls: type[T], values: dict[str, Any], path: str, report: Report) -
     return instance
 
 
-def _element_class(hint: Any) -> Any:
+def _may_be_null(hint: Any) -> bool:
+    return hint is Any or type(None) in typing.get_args(hint)
+
+
+def element_class(hint: Any) -> Any:
     """The dataclass of a mapping's values; None for everything else."""
     values = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else ()
     return values[0] if values and dataclasses.is_dataclass(values[0]) else None

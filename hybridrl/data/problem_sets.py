@@ -1,19 +1,19 @@
-"""Which problems a run trains on and which it is judged by: files, the hub or the embedded ones."""
+"""The problems of one data set, to train on and to be judged by: files, hub or embedded ones."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import DataConfig
-from hybridrl.data.files import Columns, SourceProblem, read_problems
+from hybridrl.config.data_schema import DataConfig
+from hybridrl.data.files import read_problems
 from hybridrl.data.hub import Split, hub_files
 from hybridrl.data.problems import Problem, held_out_problems, train_problems
-from hybridrl.data.seeds import derive_seed
+from hybridrl.data.rows import Columns, Row, SourceProblem, problems_of
 
 EMBEDDED = "embedded"
+# Parts of the embedded problems, by the number of steps that solve them.
+EMBEDDED_FOLDERS = ("steps_1", "steps_2", "steps_3")
 
 # Without data.num_eval_problems, this share of data.train_files is held out, and at most so many.
 HELD_OUT_SHARE = 0.1
@@ -22,25 +22,29 @@ MAX_HELD_OUT = 500
 
 @dataclass
 class ProblemSets:
-    """A run's problems.
+    """The problems of one data set.
 
     Attributes:
-        train, held_out: disjoint by source; only the first is trained on.
+        train, held_out: only the first are trained on.
         source: where they come from, in a few words.
-        notes: what the user should know of how they were split or counted.
+        notes: what the user should know of how they were split.
+        examples: solved problems that are shown before each question.
+        left_out: training problems left out, by reason.
     """
 
     train: list[SourceProblem]
     held_out: list[SourceProblem]
     source: str
     notes: list[str] = field(default_factory=list)
+    examples: list[SourceProblem] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
-def load_problem_sets(config: DataConfig) -> ProblemSets:
-    """Read what conf/data names.
+def read_problem_sets(config: DataConfig) -> tuple[ProblemSets, list[str]]:
+    """One data set, whole, and what is wrong with its files, columns, rows and counts.
 
-    Raises:
-        ConfigError: files, columns, rows or counts are wrong; all of it in one report.
+    Args:
+        config: conf/data; its mixture is not looked at.
     """
     faults: list[str] = _count_faults(config)
     named = _Named(config, faults)
@@ -49,23 +53,15 @@ def load_problem_sets(config: DataConfig) -> ProblemSets:
     if train_files is None:
         sets.train = named.problems(Split.train)
     else:
-        sets.train = _read("data.train_files", train_files, config, faults)
+        sets.train = _read("data.train_files", train_files, _columns(config, Split.train), faults)
     if eval_files is not None:
-        sets.held_out = _read("data.eval_files", eval_files, config, faults)
+        columns = _columns(config, Split.held_out)
+        sets.held_out = _read("data.eval_files", eval_files, columns, faults)
     elif train_files is None:
         sets.held_out = named.problems(Split.held_out)
     elif not faults:
         _hold_out_last(config, sets, faults)
-    if not faults and len(sets.train) < config.prompts_per_step:
-        faults.append(
-            f"data.prompts_per_step = {config.prompts_per_step}, but there are "
-            f"{len(sets.train)} training problems; a step must not hold a problem twice.\n"
-            f"Set data.prompts_per_step={max(1, len(sets.train))} or less, or give more problems."
-        )
-    if faults:
-        raise ConfigError(*faults)
-    sets.held_out = _sample(sets.held_out, config.num_eval_problems)
-    return sets
+    return sets, faults
 
 
 class _Named:
@@ -78,34 +74,57 @@ class _Named:
 
     def problems(self, split: Split) -> list[SourceProblem]:
         """One half; what goes wrong is added to the faults, the hub's absence once."""
-        if self._config.name == EMBEDDED:
-            return _embedded(split)
+        columns = _columns(self._config, split)
+        name, _, folder = self._config.name.partition("/")
+        if name == EMBEDDED:
+            return _embedded(split, folder, columns, self._faults)
         if self._files is None:
             self._files, faults = hub_files(self._config.name)
             self._faults.extend(faults)
         if split not in self._files or not self._files[split]:
             return []
-        return _read("data.name", self._files[split], self._config, self._faults)
+        return _read("data.name", self._files[split], columns, self._faults)
 
 
-def _embedded(split: Split) -> list[SourceProblem]:
+def _columns(config: DataConfig, split: Split) -> Columns:
+    """The columns that one half of a data set needs."""
+    columns = Columns(config.prompt_key, config.answer_key)
+    if split is Split.held_out:
+        return columns
+    solution = config.solution_key if config.few_shot > 0 else None
+    return columns._replace(solution_key=solution, curriculum=config.curriculum)
+
+
+def _embedded(
+    split: Split, folder: str, columns: Columns, faults: list[str]
+) -> list[SourceProblem]:
     drawn: Sequence[Problem] = train_problems() if split is Split.train else held_out_problems()
-    return [
-        SourceProblem(
-            problem.question,
-            problem.answer,
-            {"question": problem.question, "answer": problem.answer},
-            dict(problem.tags),
+    rows = [
+        Row(
             f"embedded {split.name} problem {index}",
+            {
+                "question": problem.question,
+                "answer": problem.answer,
+                "steps": int(problem.tags["steps"]),
+                "tags": dict(problem.tags),
+            },
         )
         for index, problem in enumerate(drawn)
+        if folder in ("", f"steps_{problem.tags['steps']}")
     ]
+    if not rows:
+        expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
+        faults.append(f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}.")
+        return []
+    problems, wrong = problems_of("data.name", EMBEDDED, rows, columns)
+    faults.extend(wrong)
+    return problems
 
 
 def _read(
-    key: str, paths: Sequence[Path], config: DataConfig, faults: list[str]
+    key: str, paths: Sequence[Path], columns: Columns, faults: list[str]
 ) -> list[SourceProblem]:
-    problems, wrong = read_problems(key, paths, Columns(config.prompt_key, config.answer_key))
+    problems, wrong = read_problems(key, paths, columns)
     faults.extend(wrong)
     return problems
 
@@ -141,23 +160,14 @@ def _hold_out_last(config: DataConfig, sets: ProblemSets, faults: list[str]) -> 
     count = config.num_eval_problems
     if count is None:
         count = max(1, min(MAX_HELD_OUT, int(total * HELD_OUT_SHARE)))
-    if total - count < config.prompts_per_step:
+    if count >= total:
         faults.append(
             f"data.eval_files = null holds out the last {count} of the {total} problems in "
-            f"data.train_files, which leaves {max(0, total - count)} to train on, fewer than "
-            f"data.prompts_per_step = {config.prompts_per_step}.\n"
-            "Set data.eval_files, or a smaller data.num_eval_problems or data.prompts_per_step."
+            f"data.train_files, which leaves none to train on.\n"
+            "Set data.eval_files, or a smaller data.num_eval_problems."
         )
         return
     sets.train, sets.held_out = sets.train[:-count], sets.train[-count:]
     sets.notes.append(
         f"the last {count:,} problems of data.train_files are held out, not trained on"
     )
-
-
-def _sample(problems: list[SourceProblem], count: int | None) -> list[SourceProblem]:
-    """`count` of the problems in their order, the same ones in every run; None: all."""
-    if count is None or count >= len(problems):
-        return problems
-    drawn = random.Random(derive_seed("held_out_sample")).sample(range(len(problems)), count)
-    return [problems[index] for index in sorted(drawn)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.files import Message
+from hybridrl.data.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def _tokenizer_class(folder: Path) -> str | None:
 class Renderer:
     """Chat messages -> prompt text -> token ids, as the model was trained to read them.
 
-    Without a chat template the messages' texts stand one below the other, and the tokenizer's own
-    special tokens are put around them.
+    Without a chat template the messages' texts stand one below the other, a blank line before each
+    but an answer, and the tokenizer's own special tokens are put around them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -91,7 +91,7 @@ class Renderer:
             jinja2.TemplateError: the template refuses these messages.
         """
         if not self.has_template:
-            return "\n\n".join(message["content"] for message in messages) + "\n"
+            return _plain_text(messages)
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -104,6 +104,15 @@ class Renderer:
             return []
         encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
         return encoded["input_ids"]
+
+
+def _plain_text(messages: list[Message]) -> str:
+    """The texts up to where an answer would begin, on a line of its own."""
+    text = ""
+    for message in messages:
+        between = "" if not text else "\n" if message["role"] == "assistant" else "\n\n"
+        text += between + message["content"]
+    return text + "\n"
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:

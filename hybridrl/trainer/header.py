@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.config.schema import Init, KLPlacement, RunConfig
+from hybridrl.data.prompt_sets import DataSetFacts
 
 # Placement of more ranks than this is summed up.
 MAX_RANKS_SHOWN = 8
@@ -21,8 +22,7 @@ class RunFacts:
         num_ranks: worker processes.
         placement: one line per rank: node, device.
         num_parameters: of the model; None if unknown.
-        num_train, num_held_out: prompts.
-        data_source: where the problems come from.
+        data_sets: where the problems come from, and how many there are.
         notes: more that the user should know.
     """
 
@@ -31,9 +31,7 @@ class RunFacts:
     num_ranks: int
     placement: list[str]
     num_parameters: int | None
-    num_train: int
-    num_held_out: int
-    data_source: str
+    data_sets: list[DataSetFacts]
     notes: list[str] = field(default_factory=list)
 
 
@@ -45,12 +43,12 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("machine", facts.machine),
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
         ("model", _model(config, facts.num_parameters)),
-        ("data", _data(facts)),
+        *_data(facts.data_sets),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
         *_placement(facts.placement),
         ("batch", _batch(config, facts.num_ranks)),
-        ("steps", _steps(config, facts.num_train)),
+        ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
     ]
     return lines + [("note", note) for note in facts.notes]
@@ -79,8 +77,14 @@ def _model(config: RunConfig, num_parameters: int | None) -> str:
     return f"{config.model.path}{size}{weights}, {dtypes}"
 
 
-def _data(facts: RunFacts) -> str:
-    return f"{facts.data_source}: {facts.num_train:,} training, {facts.num_held_out:,} held out"
+def _data(data_sets: list[DataSetFacts]) -> list[tuple[str, str]]:
+    """One line for each data set."""
+    lines = []
+    for facts in data_sets:
+        share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""
+        counts = f"{facts.train:,} training, {facts.held_out:,} held out"
+        lines.append(("" if lines else "data", f"{share}{facts.source}: {counts}"))
+    return lines
 
 
 def _method(config: RunConfig) -> str:
@@ -126,13 +130,17 @@ def _batch(config: RunConfig, num_ranks: int) -> str:
     )
 
 
-def _steps(config: RunConfig, num_train: int) -> str:
+def _steps(config: RunConfig, data_sets: list[DataSetFacts]) -> str:
     total = config.trainer.total_steps
-    passes = total * config.data.prompts_per_step / num_train
+    drawn = total * config.data.prompts_per_step
+    passes = ", ".join(
+        f"{drawn * facts.share / facts.train:.2g} passes over {facts.name or 'the data'}"
+        for facts in data_sets
+    )
     steps = evaluation_steps(total, config.eval.every_steps)
     listed = ", ".join(map(str, steps))
     when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
-    return f"{total} ({passes:.2g} passes over the data); evaluated {when}"
+    return f"{total} ({passes}); evaluated {when}"
 
 
 def _limits(config: RunConfig) -> str:

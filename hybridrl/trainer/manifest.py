@@ -43,6 +43,7 @@ def write_manifest(
     run_dir: Path,
     config: RunConfig,
     hardware: Any,
+    data: Any = None,
     *,
     started: datetime,
     argv: Sequence[str] = tuple(sys.argv),
@@ -53,6 +54,7 @@ def write_manifest(
         run_dir: existing directory of the run.
         config: the run, resolved.
         hardware: what the run has: dataclasses, mappings and plain values.
+        data: the run's data sets in numbers, likewise.
         started: when the run began, with its time zone.
         argv: the command line.
     """
@@ -65,6 +67,7 @@ def write_manifest(
         "versions": versions(),
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
         "hardware": plain(hardware),
+        "data": plain(data),
         "platform": platform.platform(),
     }
     path = run_dir / MANIFEST_FILE

@@ -17,8 +17,7 @@ from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.prompt_source import PromptSource
-from hybridrl.data.prompts import PromptSets
+from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.rewards.scorer import RewardScorer
@@ -58,7 +57,8 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        write_manifest(run_dir, config, machine, started=datetime.now(UTC))
+        started = datetime.now(UTC)
+        write_manifest(run_dir, config, machine, prompts.data_sets, started=started)
         _show_header(config, run_dir, machine, prompts, console)
         decode = decoder(load_tokenizer(config.model.path))
         scorer = stack.enter_context(_reward_scorer(config))
@@ -76,7 +76,7 @@ def train(
             workers,
             _kl_control(config, workers),
             _value_function(config, workers),
-            PromptSource(prompts.train, config.data.prompts_per_step, config.seed),
+            prompt_source(prompts, config.data, config.seed),
             Rewarder(decode, scorer),
             evaluator,
             reporter,
@@ -162,9 +162,7 @@ def _show_header(
         num_ranks=num_ranks,
         placement=[],
         num_parameters=model_shape(read_model_config(config.model.path)).parameters,
-        num_train=len(prompts.train),
-        num_held_out=len(prompts.held_out),
-        data_source=prompts.source,
+        data_sets=prompts.data_sets,
         notes=prompts.notes,
     )
     console.header(config.run.name, header_lines(config, facts))

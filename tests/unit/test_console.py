@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hybridrl.data.prompt_sets import DataSetFacts
 from hybridrl.trainer.columns import duration_text, step_line, step_row, title_row
 from hybridrl.trainer.console import RunConsole, pick_samples
 from hybridrl.trainer.header import RunFacts, count_text, evaluation_steps, header_lines
@@ -52,9 +53,7 @@ def facts(**changes) -> RunFacts:
         "num_ranks": 2,
         "placement": ["rank 0  here, slot 0", "rank 1  here, slot 1"],
         "num_parameters": 674_304,
-        "num_train": 8192,
-        "num_held_out": 320,
-        "data_source": "embedded",
+        "data_sets": [DataSetFacts("", "embedded", 1.0, 8192, 320)],
     }
     return RunFacts(**(known | changes))
 
@@ -71,6 +70,21 @@ def test_header_says_what_runs_where_on_what_and_how_much():
     assert lines["batch"].startswith("64 prompts x 8 responses = 512 a step; 2 updates of 256 (128")
     assert lines["steps"] == "30 (0.23 passes over the data); evaluated at 0, 10, 20, 30"
     assert lines["note"] == "be warned"
+
+
+def test_header_has_a_line_for_each_data_set_of_a_mixture():
+    sets = [
+        DataSetFacts("sums", "sums.jsonl", 0.75, 1000, 50),
+        DataSetFacts("words", "embedded", 0.25, 8192, 320),
+    ]
+    lines = header_lines(run_config(), facts(data_sets=sets))
+    at = lines.index(("data", "sums, 0.75 of the prompts, sums.jsonl: 1,000 training, 50 held out"))
+    assert lines[at + 1] == (
+        "",
+        "words, 0.25 of the prompts, embedded: 8,192 training, 320 held out",
+    )
+    # 30 steps of 64 prompts: 1920 * 3/4 / 1000 and 1920 / 4 / 8192.
+    assert dict(lines)["steps"].startswith("30 (1.4 passes over sums, 0.059 passes over words);")
 
 
 def test_header_sums_up_many_ranks_and_evaluations():

@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hybridrl.config.data_schema import DataConfig, Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import DataConfig, TooLongPrompts
 from hybridrl.data.files import Columns, read_problems
 from hybridrl.data.hub import Split, files_by_split
-from hybridrl.data.problem_sets import load_problem_sets
+from hybridrl.data.mixture import load_problem_sets
+from hybridrl.data.problem_sets import ProblemSets
 
 COLUMNS = Columns("question", "answer")
 CONFIG = DataConfig(
@@ -23,8 +24,15 @@ CONFIG = DataConfig(
     answer_key="answer",
     num_eval_problems=None,
     system_prompt=None,
+    few_shot=0,
+    solution_key=None,
     too_long_prompts=TooLongPrompts.error,
+    duplicates=Repeated.keep,
+    held_out_overlap=Repeated.drop,
+    curriculum=None,
+    curriculum_steps=10,
     prompts_per_step=4,
+    mixture={},
 )
 
 
@@ -37,6 +45,11 @@ def jsonl(path: Path, rows: list) -> Path:
 
 def rows(count: int) -> list[dict]:
     return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(count)]
+
+
+def sets_of(config: DataConfig) -> ProblemSets:
+    """The one data set of a config without a mixture."""
+    return load_problem_sets(config)[""]
 
 
 def faults_of(config: DataConfig) -> str:
@@ -165,7 +178,7 @@ def test_faults_of_training_and_held_out_files_come_together(tmp_path):
 
 def test_last_training_problems_are_held_out_where_there_are_no_others(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", rows(40))
-    sets = load_problem_sets(replace(CONFIG, train_files=str(path), num_eval_problems=10))
+    sets = sets_of(replace(CONFIG, train_files=str(path), num_eval_problems=10))
     assert [p.answer for p in sets.held_out] == [f"#### {i + 1}" for i in range(30, 40)]
     assert len(sets.train) == 30
     assert "last 10 problems" in sets.notes[0]
@@ -173,35 +186,39 @@ def test_last_training_problems_are_held_out_where_there_are_no_others(tmp_path)
 
 def test_a_tenth_is_held_out_where_no_number_is_given(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", rows(40))
-    sets = load_problem_sets(replace(CONFIG, train_files=[str(path)]))
+    sets = sets_of(replace(CONFIG, train_files=[str(path)]))
     assert (len(sets.train), len(sets.held_out)) == (36, 4)
 
 
 def test_holding_out_too_many_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", rows(40))
     report = faults_of(replace(CONFIG, train_files=str(path), num_eval_problems=37))
-    assert "leaves 3 to train on" in report
+    assert "there are 3 training problems" in report
     assert "data.prompts_per_step = 4" in report
+    report = faults_of(replace(CONFIG, train_files=str(path), num_eval_problems=40))
+    assert "leaves none to train on" in report
 
 
 def test_eval_files_are_used_whole_or_sampled(tmp_path):
-    train, held_out = jsonl(tmp_path / "a.jsonl", rows(8)), jsonl(tmp_path / "b.jsonl", rows(20))
+    train = jsonl(tmp_path / "a.jsonl", rows(28)[20:])
+    held_out = jsonl(tmp_path / "b.jsonl", rows(20))
     config = replace(CONFIG, train_files=str(train), eval_files=str(held_out))
-    assert len(load_problem_sets(config).held_out) == 20
-    some = load_problem_sets(replace(config, num_eval_problems=5)).held_out
+    assert len(sets_of(config).held_out) == 20
+    some = sets_of(replace(config, num_eval_problems=5)).held_out
     assert len({problem.where for problem in some}) == 5
-    assert some == load_problem_sets(replace(config, num_eval_problems=5)).held_out
+    assert some == sets_of(replace(config, num_eval_problems=5)).held_out
 
 
 def test_fewer_problems_than_a_step_needs_are_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", rows(3))
-    report = faults_of(replace(CONFIG, train_files=str(path), eval_files=str(path)))
+    path2 = jsonl(tmp_path / "b.jsonl", [{"question": "other", "answer": "1"}])
+    report = faults_of(replace(CONFIG, train_files=str(path), eval_files=str(path2)))
     assert "data.prompts_per_step = 4" in report
     assert "3 training problems" in report
 
 
 def test_embedded_problems_keep_their_tags_and_are_disjoint():
-    sets = load_problem_sets(CONFIG)
+    sets = sets_of(CONFIG)
     assert {problem.tags["range"] for problem in sets.held_out} == {"seen", "unseen"}
     assert len(sets.held_out) >= 300
     assert not {p.question for p in sets.train} & {p.question for p in sets.held_out}
@@ -226,15 +243,13 @@ def test_cached_hub_data_set_is_read_without_a_connection(tmp_path, monkeypatch)
     for folder in ("main", "socratic"):
         files = repository / "snapshots" / "c0ffee" / folder
         files.mkdir(parents=True)
-        for split, count in (("train", 9), ("test", 6)):
-            table = pa.Table.from_pylist(
-                [row | {"answer": f"{folder} #### 1"} for row in rows(count)]
-            )
+        for split, some in (("train", rows(15)[6:]), ("test", rows(6))):
+            table = pa.Table.from_pylist([row | {"answer": f"{folder} #### 1"} for row in some])
             pq.write_table(table, files / f"{split}-00000-of-00001.parquet")
-    sets = load_problem_sets(replace(CONFIG, name="openai/gsm8k"))
+    sets = sets_of(replace(CONFIG, name="openai/gsm8k"))
     assert (len(sets.train), len(sets.held_out)) == (9, 6)
     assert sets.train[0].answer == "main #### 1"
-    socratic = load_problem_sets(replace(CONFIG, name="openai/gsm8k/socratic"))
+    socratic = sets_of(replace(CONFIG, name="openai/gsm8k/socratic"))
     assert socratic.train[0].answer == "socratic #### 1"
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.data_schema import DataConfig, Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import DataConfig, TooLongPrompts
-from hybridrl.data.prompts import examine_prompts, load_prompts
+from hybridrl.data.prompt_sets import examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from tests.tokenizer_folders import model_folder
 
@@ -29,8 +29,15 @@ def config(tmp_path) -> DataConfig:
         answer_key="answer",
         num_eval_problems=2,
         system_prompt=None,
+        few_shot=0,
+        solution_key=None,
         too_long_prompts=TooLongPrompts.error,
+        duplicates=Repeated.keep,
+        held_out_overlap=Repeated.drop,
+        curriculum=None,
+        curriculum_steps=10,
         prompts_per_step=4,
+        mixture={},
     )
 
 
@@ -81,6 +88,7 @@ def test_chat_messages_are_taken_as_they_are(config, model, tmp_path):
     ]
     path = Path(config.train_files)
     path.write_text((json.dumps({"question": messages, "answer": 1}) + "\n") * 12)
+    config = replace(config, held_out_overlap=Repeated.keep)
     sets = load_prompts(config, model, 100)
     expected = "<|user|>What is 1 ?<|assistant|>1<|user|>Be brief.<|assistant|>"
     assert sets.train[0].text == expected
@@ -114,14 +122,16 @@ def test_too_long_prompts_are_an_error_with_line_length_and_limit(config, model)
 
 def test_too_long_prompts_can_be_dropped_and_are_counted(config, model):
     sets = load_prompts(replace(config, too_long_prompts=TooLongPrompts.drop), model, 26)
-    assert (len(sets.train), len(sets.held_out), sets.num_dropped) == (10, 1, 1)
-    assert "1 prompts longer than 26 tokens" in sets.notes[-1]
+    assert (len(sets.train), len(sets.held_out)) == (10, 1)
+    assert sets.notes[-1] == "held-out problems left out: 1 longer than 26 tokens"
+    assert sets.data_sets[0].held_out_left_out == {"longer than 26 tokens": 1}
 
 
 def test_dropping_nearly_all_is_an_error(config, model):
     problems = problems_of(replace(config, too_long_prompts=TooLongPrompts.drop), model, 8)
     assert len(problems) == 2
-    assert "leaves 2 training prompts" in problems[0]
+    # Of the ten the first two have no more than 8 tokens.
+    assert "2 training problems (left out: 8 longer than 8 tokens)" in problems[0]
     assert "no held-out prompt" in problems[1]
 
 

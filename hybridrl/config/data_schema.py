@@ -1,0 +1,65 @@
+"""The types of conf/data. Defaults and comments stand in the YAML."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+# What each data set of a mixture has for itself.
+SOURCE_KEYS = ("name", "train_files", "eval_files")
+
+
+# OmegaConf takes enum members by their names, so names and values are the same words.
+class TooLongPrompts(StrEnum):
+    """What a prompt longer than rollout.max_prompt_tokens gets."""
+
+    error = "error"
+    drop = "drop"
+
+
+class Repeated(StrEnum):
+    """What a training problem gets whose question is there already."""
+
+    keep = "keep"
+    drop = "drop"
+
+
+@dataclass(kw_only=True)
+class MixturePart:
+    """conf/data: one data set of the mixture. What is null is as in data itself.
+
+    Args:
+        weight: its share of the prompts, relative to the other data sets.
+        name, train_files: where it comes from; one of them.
+    """
+
+    weight: float
+    name: str | None
+    train_files: Any
+    eval_files: Any
+    prompt_key: str | None
+    answer_key: str | None
+    solution_key: str | None
+    num_eval_problems: int | None
+    system_prompt: str | None
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """conf/data. Files are lists of paths or one path; without a mixture `mixture` is empty."""
+
+    name: str
+    train_files: Any
+    eval_files: Any
+    prompt_key: str
+    answer_key: str
+    num_eval_problems: int | None
+    system_prompt: str | None
+    few_shot: int
+    solution_key: str | None
+    too_long_prompts: TooLongPrompts
+    duplicates: Repeated
+    held_out_overlap: Repeated
+    curriculum: str | None
+    curriculum_steps: int
+    prompts_per_step: int
+    mixture: dict[str, MixturePart]

@@ -1,0 +1,229 @@
+"""From a source's rows to problems: columns mapped by name, every fault with its place."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# One chat message has at least these two texts.
+Message = dict[str, str]
+
+MAX_FAULTS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class SourceProblem:
+    """One problem as a source holds it, not yet rendered.
+
+    Attributes:
+        prompt: the question, or a list of chat messages.
+        answer: the solution or final answer.
+        example: the whole row, with `answer` as mapped; what a reward function gets.
+        tags: names of groups whose accuracy is reported apart, such as {"range": "unseen"}.
+        where: `file:line` or the like, for messages.
+        solution: worked, as an example shows it; empty where no column was asked for.
+        difficulty: larger is harder; 0 where no column was asked for.
+    """
+
+    prompt: str | list[Message]
+    answer: str
+    example: dict[str, Any]
+    tags: dict[str, str]
+    where: str
+    solution: str = ""
+    difficulty: float = 0.0
+
+    @property
+    def question(self) -> str:
+        """The question, or of chat messages the last one of the user."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        asked = [message["content"] for message in self.prompt if message["role"] == "user"]
+        return asked[-1] if asked else self.prompt[-1]["content"]
+
+
+class Columns(NamedTuple):
+    """Which columns hold what, by the config key that says so; a dot reaches into a struct."""
+
+    prompt_key: str
+    answer_key: str
+    solution_key: str | None = None
+    curriculum: str | None = None
+
+
+class Row(NamedTuple):
+    """One problem's columns, and where they stand."""
+
+    where: str
+    values: dict[str, Any]
+
+
+class _Fault(ValueError):
+    """What is wrong with a row or a value."""
+
+
+def problems_of(
+    key: str, source: Path | str, rows: list[Row], columns: Columns, faults: Sequence[str] = ()
+) -> tuple[list[SourceProblem], list[str]]:
+    """The problems in `rows`, and what is wrong with these, as texts for a ConfigError.
+
+    Args:
+        key: the config key that named the source, for the texts.
+        source: of the rows.
+        rows: as they stand there.
+        columns: where question, answer and what else is wanted stand.
+        faults: rows that could not be read at all.
+    """
+    missing = _missing_columns(key, source, rows, columns)
+    if missing:
+        return [], missing
+    problems, faults = [], list(faults)
+    for row in rows:
+        try:
+            problems.append(_problem(row, columns))
+        except _Fault as fault:
+            faults.append(f"{row.where}: {fault}")
+    if not faults:
+        return problems, []
+    return problems, [
+        f"{key} = {source}: {len(faults)} row{'s' if len(faults) != 1 else ''} cannot be used.\n"
+        f"{some_of(faults)}\n"
+        f"A row needs text or chat messages in `{columns.prompt_key}` and text or a number in "
+        f"`{columns.answer_key}`"
+        + (f", text or a number in `{columns.solution_key}`" if columns.solution_key else "")
+        + (f", a number in `{columns.curriculum}`" if columns.curriculum else "")
+        + "."
+    ]
+
+
+def some_of(faults: Sequence[str]) -> str:
+    """The first few of many faults, one a line, and how many more there are."""
+    shown = list(faults[:MAX_FAULTS_SHOWN])
+    if len(faults) > MAX_FAULTS_SHOWN:
+        shown.append(f"... and {len(faults) - MAX_FAULTS_SHOWN} more")
+    return "\n".join(shown)
+
+
+def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Columns) -> list[str]:
+    """A text for each mapped column that no row of the source has."""
+    problems = []
+    for name, column in columns._asdict().items():
+        if column is None or not rows or any(_has(row.values, column) for row in rows):
+            continue
+        there = ", ".join(_column_names(rows[0].values))
+        problems.append(
+            f"data.{name} = {column}: {source} (from {key}) has no such column.\n"
+            f"Its columns: {there}. Set data.{name} to one of them."
+        )
+    return problems
+
+
+def _problem(row: Row, columns: Columns) -> SourceProblem:
+    """The row's problem.
+
+    Raises:
+        _Fault: a value is missing, empty or of a wrong type.
+    """
+    prompt = _prompt_of(_lookup(row.values, columns.prompt_key), columns.prompt_key)
+    answer = _answer_of(_lookup(row.values, columns.answer_key), columns.answer_key)
+    tagged = "tags" in row.values and isinstance(row.values["tags"], dict)
+    tags = row.values["tags"] if tagged else {}
+    solution, difficulty = "", 0.0
+    if columns.solution_key is not None:
+        column = columns.solution_key
+        solution = _answer_of(_lookup(row.values, column), column)
+    if columns.curriculum is not None:
+        difficulty = _number_of(_lookup(row.values, columns.curriculum), columns.curriculum)
+    return SourceProblem(
+        prompt,
+        answer,
+        row.values | {"answer": answer},
+        {name: str(value) for name, value in tags.items() if value is not None},
+        row.where,
+        solution,
+        difficulty,
+    )
+
+
+def _prompt_of(value: Any, column: str) -> str | list[Message]:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+        return [{name: text for name, text in m.items() if text is not None} for m in value]
+    if isinstance(value, list) and value:
+        raise _Fault(f"`{column}` is a list, but not of messages with texts `role`, `content`")
+    raise _Fault(f"`{column}` is {kind_of(value)}")
+
+
+def _answer_of(value: Any, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _Fault(f"`{column}` is {kind_of(value)}")
+    if isinstance(value, str) and not value.strip():
+        raise _Fault(f"`{column}` is {kind_of(value)}")
+    return str(value)
+
+
+def _number_of(value: Any, column: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise _Fault(f"`{column}` is {kind_of(value)}, expected a number")
+    return number
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and {"role", "content"} <= value.keys()
+        and isinstance(value["role"], str)
+        and isinstance(value["content"], str)
+    )
+
+
+def _lookup(values: dict[str, Any], column: str) -> Any:
+    """The value of a column; the whole name counts before its parts at the dots.
+
+    Raises:
+        _Fault: the row has no such column.
+    """
+    if column in values:
+        return values[column]
+    found: Any = values
+    for part in column.split("."):
+        if not isinstance(found, dict) or part not in found:
+            raise _Fault(f"there is no `{column}`")
+        found = found[part]
+    return found
+
+
+def _has(values: dict[str, Any], column: str) -> bool:
+    try:
+        _lookup(values, column)
+    except _Fault:
+        return False
+    return True
+
+
+def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """All names that reach a value, structs opened: a, b.c, b.d."""
+    names = []
+    for name, value in values.items():
+        nested = isinstance(value, dict) and value
+        names += _column_names(value, f"{prefix}{name}.") if nested else [prefix + name]
+    return names
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in a user's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, str | list | dict) and not (
+        value.strip() if isinstance(value, str) else value
+    ):
+        return "empty"
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names |= {list: "a list", dict: "an object"}
+    return names[type(value)] if type(value) in names else f"a {type(value).__name__}"
