@@ -134,8 +134,9 @@ def test_advantages_scale_with_the_rewards_elsewhere(name):
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_throughout_are_exactly_zero(name, value, dtype):
+    # Three times 0.1 is not 0.3 in binary, nor its third 0.1.
     mask = torch.ones(9, 1, dtype=torch.bool)
-    group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1])
     found = FUNCTIONS[name](torch.full((9, 1), value, dtype=dtype), mask, group, torch.zeros(9))
     assert found.tolist() == [[0.0]] * 9
 
