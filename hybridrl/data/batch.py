@@ -28,6 +28,7 @@ class PromptBatch(Shardable):
         top_p: nucleus of the distribution that is sampled; 1: all of it.
         expected_tokens: [P] float64, by which prompts are dealt (data/lengths.py); None: by the
             prompts' own lengths.
+        first_sample: index of each prompt's first sample; its seed derives from it.
     """
 
     prompts: Ragged
@@ -37,6 +38,7 @@ class PromptBatch(Shardable):
     temperature: float
     top_p: float
     expected_tokens: Tensor | None = None
+    first_sample: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)

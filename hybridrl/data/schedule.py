@@ -116,12 +116,14 @@ class ScheduledBatch(Shardable):
     @classmethod
     def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """A batch cut as the ranks' indices say."""
-        sampled = _totals(ranks, batch.response_mask)
+        sampled = counted = _totals(ranks, batch.response_mask)
+        if batch.loss_mask is not None:
+            counted = _totals(ranks, batch.loss_mask)
         pickers, cut = [], []
         for epochs in ranks:
             used, renamed = _renumbered(epochs)
             pickers.append(batch.picker(used))
-            whole = RankBatch(batch.pick(pickers[-1]), renamed, sampled, counted=sampled)
+            whole = RankBatch(batch.pick(pickers[-1]), renamed, sampled, counted)
             cut.append([Piece(whole)])
         return cls(batch, ranks, pickers, cut)
 
@@ -141,13 +143,15 @@ class ScheduledBatch(Shardable):
             cut.append([*pieces, Piece(Added(fields, counted))])
         return replace(self, batch=batch, cut=cut)
 
-    def keeping(self, **new: Ragged) -> "ScheduledBatch":
-        """The same schedule with fields filled in that ranks do not get.
+    def keeping(self, batch: RolloutBatch) -> "ScheduledBatch":
+        """The same schedule of the batch with fields filled in that ranks do not get.
 
         Raises:
-            ValueError: a field's rows are not as long as the responses.
+            ValueError: these are other responses.
         """
-        return replace(self, batch=self.batch.adding(**new))
+        if not torch.equal(batch.responses.lengths, self.batch.responses.lengths):
+            raise ValueError("a schedule keeps its own responses only")
+        return replace(self, batch=batch)
 
     def pieces(self, num_shards: int) -> list[list[Piece]]:
         """What each rank's `RankBatch` is made of; `num_shards` must be the ranks scheduled."""

@@ -15,7 +15,7 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     answers a prompt or what else it answers, and ranks of one engine agree without talking.
     """
     return [
-        derive_seed(run_seed, "sample", prompts.step, prompt_id, index)
+        derive_seed(run_seed, "sample", prompts.step, prompt_id, prompts.first_sample + index)
         for prompt_id in prompts.prompt_id.tolist()
         for index in range(prompts.responses_per_prompt)
     ]

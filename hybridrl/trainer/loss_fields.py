@@ -76,7 +76,8 @@ def without_truncated(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged]
     Source: Yu et al. 2025, section 3.4, https://arxiv.org/abs/2503.14476
     """
     kept = ~batch.truncated[batch.responses.row_ids()]
-    return {"loss_mask": batch.responses.like(batch.response_mask.values & kept)}, {}
+    counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
+    return {"loss_mask": batch.responses.like(counted.values & kept)}, {}
 
 
 class Correction:

@@ -12,9 +12,12 @@ The trainer runs in the driver process: it holds no weights and calls the roles 
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from hybridrl.config.estimators import estimator_of
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
@@ -22,11 +25,11 @@ from hybridrl.controller.worker_group import Call, Workers, begin_together, call
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompt_source import PromptSource
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
+from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
@@ -35,7 +38,8 @@ from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
-from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.rewarding import Rewarder, overlong_shaping
+from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -71,8 +75,12 @@ class PPOTrainer:
         self.value_function = value_function
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_fields = LossFields(config.algorithm, config.seed)
-        self.prompts = prompts
         self.rewarder = rewarder
+        self.sampling = sampling_for(config, prompts.take, self._generate, rewarder)
+        self.baseline: Baseline = NoBaseline()
+        if estimator_of(config.algorithm.advantage).needs_greedy_responses:
+            self.baseline = GreedyBaseline(config, self._generate, rewarder)
+        self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
@@ -102,8 +110,8 @@ class PPOTrainer:
         for step in range(1, last + 1):
             with self.profiler.step(step), self.phases.step():
                 self.reshard()
-                batch, prompts = self.rollout(step)
-                scheduled = self.score(batch, prompts, step)
+                sampled = self.rollout(step)
+                scheduled = self.score(sampled, step)
                 scheduled = self.advantage(scheduled, step)
                 self.update(scheduled, step)
                 if step == last or is_due(self.config.eval.every_steps, step):
@@ -124,53 +132,39 @@ class PPOTrainer:
         for name in per_rank[0]:
             self.metrics[f"reshard/{name}"] = max(metrics[name] for metrics in per_rank)
 
-    def rollout(self, step: int) -> tuple[RolloutBatch, list[Prompt]]:
-        """Sample responses to the step's prompts; then vLLM gives back what rollout.sleep names."""
-        prompts = self.prompts.take(self.config.data.prompts_per_step)
-        request = PromptBatch(
-            prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
-            prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
-            step=step,
-            responses_per_prompt=self.config.rollout.responses_per_prompt,
-            temperature=self.config.rollout.temperature,
-            top_p=self.config.rollout.top_p,
-        )
+    def rollout(self, step: int) -> Sampled:
+        """Sample responses to the next prompts; then vLLM gives back what rollout.sleep names."""
         with self.phases.section("rollout"):
-            rollout = self._generate(request)
+            sampled = self.sampling.sample(step)
+            self.baseline.generate(sampled.prompts, step)
             self.rollout_version = self.workers.rollout.call("sleep")[0]
-        batch = rollout.batch
+        batch, engines = sampled.rollout.batch, sampled.rollout.engines
         assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
-        lengths = batch.responses.lengths.float()
-        prompt_tokens = int(batch.prompts.lengths.sum())
-        self.metrics |= {
-            TOKENS: float(prompt_tokens + lengths.sum()),
-            RESPONSES: float(len(lengths)),
-            "rollout/tokens_per_second": float(lengths.sum()) / self.phases.seconds("rollout"),
-            "response/length_mean": float(lengths.mean()),
-            "response/length_max": float(lengths.max()),
-            "response/truncated_fraction": float(batch.truncated.float().mean()),
-            **engine_metrics(rollout.engines),
-        }
-        for warning in self.stragglers.warnings(rollout.engines):
+        self.metrics |= sampled.metrics | rollout_metrics(batch, self.phases.seconds("rollout"))
+        self.metrics |= engine_metrics(engines)
+        for warning in self.stragglers.warnings(engines):
             self.reporter.warn(f"step {step}: {warning}")
-        repeats = self.config.rollout.responses_per_prompt
-        return batch, [prompt for prompt in prompts for _ in range(repeats)]
+        return sampled
 
-    def reward(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> Ragged:
-        """Scores of the responses; an outcome reward stands on the last token."""
-        start = time.perf_counter()
-        rewarded = self.rewarder.score(prompts, batch.responses)
-        outcome = torch.tensor(rewarded.scores)
-        self.metrics |= {
+    def reward(self, sampled: Sampled, step: int) -> RolloutBatch:
+        """The batch with scores; an outcome reward stands on the last token."""
+        batch, start = sampled.rollout.batch, time.perf_counter()
+        rewarded = sampled.rewarded or self.rewarder.score(sampled.prompts, batch.responses)
+        baseline = self.baseline.rewards()
+        penalty = self.overlong(batch.responses.lengths)
+        outcome = torch.tensor(rewarded.scores) + penalty
+        self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
             "reward/mean": float(outcome.mean()),
             "reward/std": float(outcome.std(correction=0)),
+            "reward/overlong_penalty": -float(penalty.mean()),
             "reward/failed": float(len(rewarded.failures)),
         }
-        self.reporter.saw_responses(step, prompts, batch.responses, rewarded)
-        return outcome_on_last_token(rewarded.scores, batch.responses)
+        self.reporter.saw_responses(step, sampled.prompts, batch.responses, rewarded)
+        scores = outcome_on_last_token(outcome, batch.responses)
+        return replace(batch, scores=scores, baseline_rewards=baseline)
 
-    def score(self, batch: RolloutBatch, prompts: list[Prompt], step: int) -> ScheduledBatch:
+    def score(self, sampled: Sampled, step: int) -> ScheduledBatch:
         """Draw the mini-batches, then add old_log_probs, ref_log_probs and values, and rewards.
 
         Each is computed over exactly the micro-batches of the first epoch of the update, so that
@@ -182,12 +176,13 @@ class PPOTrainer:
             **self.value_function.scores(),
         }
         with self.phases.section("score"):
-            scheduled = schedule(batch, self.sizes, seed=self.config.seed, step=step)
+            seed = self.config.seed
+            scheduled = schedule(sampled.rollout.batch, self.sizes, seed=seed, step=step)
             results = begin_together(calls, scheduled)
-            scores = self.reward(batch, prompts, step)
+            rewarded = self.reward(sampled, step)
             outcomes = results()
             found = {name: outcome.value for name, outcome in outcomes.items()}
-            scheduled = scheduled.keeping(scores=scores).adding(**found)
+            scheduled = scheduled.keeping(rewarded).adding(**found)
         self.phases.split("score", seconds_of(outcomes))
         self.metrics |= check_rollout_log_probs(
             scheduled.batch,
@@ -251,12 +246,25 @@ class PPOTrainer:
         return rollout
 
 
-def outcome_on_last_token(outcomes: list[float], responses: Ragged) -> Ragged:
+def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
     """Token scores that are 0 but for the last token of each response, which has its outcome."""
     assert (responses.lengths > 0).all(), "a response has at least its end token"
     scores = torch.zeros(len(responses.values), dtype=torch.float32)
-    scores[responses.lengths.cumsum(0) - 1] = torch.tensor(outcomes, dtype=torch.float32)
+    scores[responses.lengths.cumsum(0) - 1] = outcomes.float()
     return responses.like(scores)
+
+
+def rollout_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float | None]:
+    """What is known of a step's responses as such."""
+    lengths = batch.responses.lengths.float()
+    return {
+        TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
+        RESPONSES: float(len(lengths)),
+        "rollout/tokens_per_second": float(lengths.sum()) / seconds,
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_fraction": float(batch.truncated.float().mean()),
+    }
 
 
 def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:

@@ -1,8 +1,14 @@
 """From sampled tokens to scores: decode, then ask the reward processes."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.overlong import overlong_penalty
+from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.tokenizer import Decode
@@ -25,12 +31,55 @@ class Rewarded:
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
 
+    def select(self, rows: Sequence[int]) -> "Rewarded":
+        """Some of the responses, in that order; `parts` stays that of all."""
+        place = {row: index for index, row in enumerate(rows)}
+        return replace(
+            self,
+            texts=[self.texts[row] for row in rows],
+            scores=[self.scores[row] for row in rows],
+            failures=[
+                replace(failure, index=place[failure.index])
+                for failure in self.failures
+                if failure.index in place
+            ],
+        )
+
+    @classmethod
+    def concat(cls, several: Sequence["Rewarded"]) -> "Rewarded":
+        """The responses of all, one behind the other."""
+        failures, start = [], 0
+        for one in several:
+            failures += [replace(fail, index=start + fail.index) for fail in one.failures]
+            start += len(one.scores)
+        names = {name for one in several for name in one.parts}
+        return cls(
+            [text for one in several for text in one.texts],
+            [score for one in several for score in one.scores],
+            failures,
+            {name: [v for one in several for v in one.parts.get(name, [])] for name in names},
+        )
+
     def part_metrics(self) -> dict[str, float]:
         """reward/part_<name>: each part's mean over the responses that have it, unweighted."""
         return {
             f"reward/part_{name}": math.fsum(values) / len(values)
             for name, values in self.parts.items()
         }
+
+
+def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
+    """(lengths [B]) -> what each response's reward falls by for its length, [B] <= 0.
+
+    Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
+    """
+    overlong, max_tokens = config.algorithm.overlong, config.rollout.max_response_tokens
+    if overlong.buffer_tokens == 0:
+        return lambda lengths: torch.zeros(len(lengths))
+    return lambda lengths: (
+        overlong.penalty
+        * overlong_penalty(lengths, max_tokens=max_tokens, buffer=overlong.buffer_tokens)
+    )
 
 
 class Rewarder:
