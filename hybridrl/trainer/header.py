@@ -79,7 +79,7 @@ def _model(config: RunConfig, num_parameters: int | None) -> str:
 
 def _data(data_sets: list[DataSetFacts]) -> list[tuple[str, str]]:
     """One line for each data set."""
-    lines = []
+    lines: list[tuple[str, str]] = []
     for facts in data_sets:
         share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""
         counts = f"{facts.train:,} training, {facts.held_out:,} held out"
