@@ -1,0 +1,135 @@
+"""From token losses to a scalar: hand-worked, weights by method, and independence of the split."""
+
+import math
+
+import pytest
+import torch
+
+from hybridrl.algorithms.aggregation import AGGREGATIONS, sequence_sums
+from hybridrl.config.schema import Aggregation
+from hybridrl.data.totals import Totals
+
+LENGTHS = (3, 1, 4, 2)
+EVERY = pytest.mark.parametrize("kind", list(Aggregation))
+
+
+def batch() -> list[torch.Tensor]:
+    """Losses, mask and response of ten tokens; the last response has none that counts."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(10, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0, 0, 0]).bool()
+    return [values, mask, torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))]
+
+
+TOTALS = Totals(tokens=6, responses=3)
+
+
+def test_hand_worked():
+    # two responses: losses 1, 3 and 6; the longest may have 4 tokens
+    values = torch.tensor([1.0, 3.0, 6.0])
+    mask, sequence = torch.ones(3).bool(), torch.tensor([0, 0, 1])
+    results = {
+        kind.name: float(AGGREGATIONS[kind](values, mask, sequence, Totals(3, 2), 4))
+        for kind in Aggregation
+    }
+    expected = {"token_mean": 10 / 3, "sequence_mean": (2 + 6) / 2, "sequence_sum": 10 / (2 * 4)}
+    assert results == pytest.approx(expected)
+
+
+@EVERY
+def test_against_the_formula_in_python_floats(kind):
+    values, mask, sequence = batch()
+    rows: dict[int, list[float]] = {}
+    for value, counts, row in zip(values.tolist(), mask.tolist(), sequence.tolist(), strict=True):
+        if counts:
+            rows.setdefault(row, []).append(value)
+    everything = math.fsum(v for row in rows.values() for v in row)
+    expected = {
+        Aggregation.token_mean: everything / 6,
+        Aggregation.sequence_mean: sum(math.fsum(row) / len(row) for row in rows.values()) / 3,
+        Aggregation.sequence_sum: everything / (3 * 16),
+    }[kind]
+    assert float(AGGREGATIONS[kind](*batch(), TOTALS, 16)) == pytest.approx(expected, rel=1e-12)
+
+
+@EVERY
+@pytest.mark.parametrize("parts", [[0, 1, 1, 2], [3, 2, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0]])
+def test_parts_add_up_however_responses_are_spread(kind, parts):
+    """Value and gradient; every part is divided by the totals of the whole."""
+    values, mask, sequence = batch()
+    whole_input = values.clone().requires_grad_()
+    whole = AGGREGATIONS[kind](whole_input, mask, sequence, TOTALS, 16)
+    whole.backward()
+    split_input = values.clone().requires_grad_()
+    total = 0.0
+    for part in range(4):
+        rows = [row for row in range(4) if parts[row] == part]
+        chosen = torch.cat([torch.where(sequence == row)[0] for row in rows] or [sequence[:0]])
+        ids = torch.arange(len(rows)).repeat_interleave(
+            torch.tensor([LENGTHS[r] for r in rows]).long()
+        )
+        loss = AGGREGATIONS[kind](split_input[chosen], mask[chosen], ids, TOTALS, 16)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(whole.item(), rel=1e-12)
+    torch.testing.assert_close(split_input.grad, whole_input.grad)
+
+
+@EVERY
+def test_gradcheck(kind):
+    values, mask, sequence = batch()
+    assert torch.autograd.gradcheck(
+        lambda x: AGGREGATIONS[kind](x, mask, sequence, TOTALS, 16), (values.requires_grad_(),)
+    )
+
+
+@EVERY
+def test_nan_off_the_mask_changes_nothing(kind):
+    values, mask, sequence = batch()
+    results = []
+    for filler in (0.0, math.nan):
+        filled = values.masked_fill(~mask, filler).requires_grad_()
+        loss = AGGREGATIONS[kind](filled, mask, sequence, TOTALS, 16)
+        loss.backward()
+        results.append((loss.item(), filled.grad.masked_fill(~mask, 0.0).tolist()))
+    assert results[0] == results[1]
+
+
+def test_weights_of_a_long_response_against_a_short_one():
+    """What a token's loss weighs: the same, by its response's length, or by a constant."""
+    mask, sequence = torch.ones(4).bool(), torch.tensor([0, 1, 1, 1])
+    weights = {}
+    for kind in Aggregation:
+        values = torch.ones(4, requires_grad=True)
+        AGGREGATIONS[kind](values, mask, sequence, Totals(4, 2), 8).backward()
+        weights[kind.name] = values.grad.tolist()
+    assert weights["token_mean"] == pytest.approx([1 / 4] * 4)
+    assert weights["sequence_mean"] == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    assert weights["sequence_sum"] == pytest.approx([1 / 16] * 4)
+
+
+@EVERY
+def test_no_token_is_zero(kind):
+    empty = torch.empty(0)
+    assert AGGREGATIONS[kind](empty, empty.bool(), empty.long(), TOTALS, 16) == 0.0
+
+
+@EVERY
+@pytest.mark.parametrize(("totals", "longest"), [((0, 1), 4), ((1, 0), 4), ((1, 1), 0)])
+def test_counts_that_are_none_are_refused(kind, totals, longest):
+    with pytest.raises(ValueError, match="positive counts"):
+        AGGREGATIONS[kind](*batch(), Totals(*totals), longest)
+
+
+@EVERY
+def test_bad_tensors_are_named(kind):
+    values, mask, sequence = batch()
+    with pytest.raises(ValueError, match=r"\(10,\).*\(9,\)"):
+        AGGREGATIONS[kind](values, mask[:9], sequence, TOTALS, 16)
+    with pytest.raises(ValueError, match="bool"):
+        AGGREGATIONS[kind](values, mask.float(), sequence, TOTALS, 16)
+
+
+def test_sequence_sums_of_responses_in_any_order():
+    sums = sequence_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1, 0, 1, 3]))
+    assert sums.tolist() == [2.0, 5.0, 0.0, 8.0]
