@@ -38,7 +38,7 @@ from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
-from hybridrl.trainer.rewarding import Rewarder, overlong_shaping
+from hybridrl.trainer.rewarding import Rewarder, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
@@ -153,7 +153,8 @@ class PPOTrainer:
         baseline = self.baseline.rewards()
         penalty = self.overlong(batch.responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
-        self.metrics |= rewarded.part_metrics() | {
+        self.metrics |= rewarded.part_metrics() | data_set_means(sampled.prompts, outcome)
+        self.metrics |= {
             "reward/seconds": time.perf_counter() - start,
             "reward/mean": float(outcome.mean()),
             "reward/std": float(outcome.std(correction=0)),

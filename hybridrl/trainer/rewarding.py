@@ -82,6 +82,20 @@ def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
     )
 
 
+def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, float]:
+    """reward/mean_<data set>: of each data set of a mixture that the step has prompts of.
+
+    Args:
+        prompts: [B] the prompt of each response.
+        outcome: [B] the responses' rewards.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt.dataset:
+            rows.setdefault(prompt.dataset, []).append(row)
+    return {f"reward/mean_{name}": float(outcome[of_set].mean()) for name, of_set in rows.items()}
+
+
 class Rewarder:
     """Scores responses by the run's reward function.
 
