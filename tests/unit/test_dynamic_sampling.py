@@ -1,0 +1,207 @@
+"""Resampling of prompts from which nothing is learned, greedy baselines, overlong shaping.
+
+Responses here are a function of prompt and sample, so that every reward is known beforehand.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.rewards.scorer import Failure, FailureKind
+from hybridrl.trainer.baseline import GreedyBaseline
+from hybridrl.trainer.rewarding import Rewarded, Rewarder, overlong_shaping
+from hybridrl.trainer.sampling import DynamicSampling, PlainSampling, sampling_for
+from tests.run_configs import run_config
+
+EACH = 2
+
+
+def config(rounds: int = 3, prompts: int = 4):
+    return run_config(
+        f"data.prompts_per_step={prompts}",
+        f"rollout.responses_per_prompt={EACH}",
+        f"actor.mini_batch_size={prompts * EACH}",
+        f"algorithm.max_sampling_rounds={rounds}",
+    )
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(number, [number, 0], f"p{number}", f"q{number}", {"answer": ""}, {})
+
+
+class Source:
+    """Prompts 0, 1, 2, ... and how many were asked for at a time."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.asked: list[int] = []
+
+    def take(self, count: int) -> list[Prompt]:
+        self.asked.append(count)
+        self.next += count
+        return [prompt(number) for number in range(self.next - count, self.next)]
+
+
+def generate(request: PromptBatch) -> Rollout:
+    """Each response is [prompt, sample] and as many more tokens as the sample's index."""
+    each = request.responses_per_prompt
+    samples = range(request.first_sample, request.first_sample + each)
+    ids = request.prompt_id.tolist()
+    rows = [[number, sample, *[9] * (sample % 3)] for number in ids for sample in samples]
+    responses = Ragged.from_rows(rows, torch.int64)
+    batch = RolloutBatch(
+        prompts=request.prompts.select([i for i in range(len(request)) for _ in samples]),
+        responses=responses,
+        response_mask=responses.like(torch.ones_like(responses.values).bool()),
+        rollout_log_probs=responses.like(-torch.ones(len(responses.values))),
+        group_id=request.prompt_id.repeat_interleave(each),
+        weight_version=torch.zeros(len(rows), dtype=torch.int64),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+    )
+    return Rollout(batch, (EngineStats(10 * len(rows), 2.0, 0.5), EngineStats(0, 0.0, 0.0)))
+
+
+class Scorer:
+    """Rewards by prompt and sample; which prompts teach something is said beforehand."""
+
+    def __init__(self, mixed: set[int]) -> None:
+        self.mixed = mixed
+        self.scored = 0
+
+    def score(self, items):
+        texts = [text for _, text, _ in items]
+        self.scored += len(texts)
+        pairs = [tuple(map(int, text.split()[:2])) for text in texts]
+        scores = [float(sample % 2) if n in self.mixed else 1.0 for n, sample in pairs]
+        return SimpleNamespace(scores=scores, failures=[], parts={})
+
+
+def decode(rows: list[list[int]]) -> list[str]:
+    return [" ".join(map(str, row)) for row in rows]
+
+
+def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):
+    source, scorer = Source(), Scorer(mixed)
+    sampling = DynamicSampling(
+        config(rounds, prompts), source.take, generate, Rewarder(decode, scorer)
+    )
+    return sampling.sample(step=1), source, scorer
+
+
+def numbers(result) -> list[int]:
+    return [p.prompt_id for p in result.prompts[::EACH]]
+
+
+def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones():
+    result, source, _ = sampled(mixed={1, 3, 4, 6})
+    # 0..3: 1 and 3 stay; 4, 5: 4 stays; 6
+    assert source.asked == [4, 2, 1]
+    assert numbers(result) == [1, 3, 4, 6]
+    assert result.rollout.batch.loss_mask is None
+    assert result.metrics == {
+        "sampling/rounds": 3.0,
+        "sampling/prompts": 7.0,
+        "sampling/mixed_fraction": 4 / 7,
+        "sampling/unmixed_prompts": 0.0,
+        "sampling/reward_mean": (4 * 1 + 3 * 2) / 14,
+    }
+
+
+def test_everything_of_a_response_stays_together():
+    result, *_ = sampled(mixed={1, 3, 4, 6})
+    batch = result.rollout.batch
+    for row, of_prompt, text, score in zip(
+        batch.responses.rows(),
+        result.prompts,
+        result.rewarded.texts,
+        result.rewarded.scores,
+        strict=True,
+    ):
+        number, sample = row.tolist()[:2]
+        assert number == of_prompt.prompt_id
+        assert text.split()[:2] == [str(number), str(sample)]
+        assert score == sample % 2
+    assert [row.tolist()[0] for row in batch.prompts.rows()] == [1, 1, 3, 3, 4, 4, 6, 6]
+    groups = batch.group_id.view(-1, EACH)
+    assert (groups == groups[:, :1]).all() and len(groups[:, 0].unique()) == 4
+
+
+def test_later_rounds_draw_other_samples():
+    result, *_ = sampled(mixed={1, 3, 4, 6})
+    samples = [row.tolist()[1] for row in result.rollout.batch.responses.rows()]
+    assert samples == [0, 1, 0, 1, 2, 3, 4, 5]
+
+
+def test_after_the_last_round_the_rest_fills_the_batch_and_does_not_count():
+    result, source, _ = sampled(mixed={1, 5}, rounds=2)
+    assert source.asked == [4, 3]
+    assert numbers(result) == [1, 5, 4, 6]
+    counted = [bool(row.all()) for row in result.rollout.batch.loss_mask.rows()]
+    assert counted == [True] * 4 + [False] * 4
+    assert result.metrics["sampling/unmixed_prompts"] == 2
+
+
+def test_a_full_first_round_is_left_as_it_is():
+    result, source, scorer = sampled(mixed={0, 1, 2, 3})
+    assert source.asked == [4] and scorer.scored == 8
+    assert numbers(result) == [0, 1, 2, 3]
+
+
+def test_where_nothing_differs_nothing_counts():
+    result, source, _ = sampled(mixed=set(), rounds=3)
+    assert source.asked == [4, 4, 4]
+    assert not result.rollout.batch.loss_mask.values.any()
+
+
+def test_engines_are_timed_over_all_rounds():
+    result, *_ = sampled(mixed={1, 3, 4, 6})
+    first, second = result.rollout.engines
+    assert (first.tokens, first.seconds, first.first_token_s) == (140, 6.0, 0.5)
+    assert second.tokens == 0
+
+
+def test_one_round_scores_nothing_while_sampling():
+    source = Source()
+    rewarder = Rewarder(decode, Scorer(set()))
+    plain = sampling_for(config(rounds=1), source.take, generate, rewarder)
+    assert isinstance(plain, PlainSampling)
+    result = plain.sample(1)
+    assert result.rewarded is None and numbers(result) == [0, 1, 2, 3]
+    assert isinstance(sampling_for(config(), source.take, generate, rewarder), DynamicSampling)
+
+
+def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
+    baseline = GreedyBaseline(config(), greedy_only, Rewarder(decode, Scorer({2})))
+    prompts = [prompt(number) for number in (1, 1, 2, 2, 3, 3)]
+    baseline.generate(prompts, step=1)
+    assert baseline.rewards().tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def greedy_only(request: PromptBatch) -> Rollout:
+    assert request.temperature == 0.0 and request.responses_per_prompt == 1
+    return generate(request)
+
+
+def test_rewards_of_some_rows_keep_their_failures():
+    failure = Failure(2, FailureKind.error, "", "")
+    rewarded = Rewarded(["a", "b", "c"], [1.0, 2.0, 3.0], [failure], {"x": [0.5]})
+    kept = rewarded.select([2, 0])
+    assert kept.texts == ["c", "a"] and kept.scores == [3.0, 1.0]
+    assert [f.index for f in kept.failures] == [0]
+    assert rewarded.select([0, 1]).failures == []
+    both = Rewarded.concat([rewarded, kept])
+    assert both.scores == [1.0, 2.0, 3.0, 3.0, 1.0]
+    assert [f.index for f in both.failures] == [2, 3]
+    assert both.parts == {"x": [0.5, 0.5]}
+
+
+def test_overlong_shaping_by_config():
+    lengths = torch.tensor([20, 38, 48])
+    assert overlong_shaping(run_config())(lengths).tolist() == [0.0, 0.0, 0.0]
+    shaped = run_config("algorithm.overlong.buffer_tokens=20", "algorithm.overlong.penalty=0.5")
+    assert shaped.rollout.max_response_tokens == 48
+    assert overlong_shaping(shaped)(lengths).tolist() == pytest.approx([0.0, -0.25, -0.5])
