@@ -6,6 +6,7 @@ parts only count as gone: tests/gpu/test_rollout_gpu.py looks at the memory.
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import DType, SleepMode
+from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
@@ -58,6 +60,8 @@ def look(folder: Path) -> dict[str, Any]:
     seen["half"] = error_of(lambda: engine.generate(prompts()))
     engine.wake(EnginePart.KV_CACHE)
     seen["first"] = engine.generate(prompts())
+    none = replace(prompts(), prompts=Ragged.from_rows([], torch.int64), prompt_id=torch.empty(0))
+    seen["nothing"] = engine.generate(none)
     seen["plain"] = plain_generate(engine, config.seed, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
@@ -110,6 +114,12 @@ def test_same_tokens_and_log_probs_as_vllm_generate(seen):
             ours.log_probs.rows()[index], torch.tensor(log_probs), rtol=0, atol=1e-5
         )
         assert bool(ours.truncated[index]) == (reason == "length")
+
+
+def test_an_engine_without_prompts_returns_nothing(seen):
+    """A round of resampling may have fewer prompts than there are engines."""
+    assert len(seen["nothing"].responses) == len(seen["nothing"].log_probs) == 0
+    assert seen["nothing"].truncated.tolist() == []
 
 
 def test_the_first_token_comes_before_the_last(seen):
