@@ -200,11 +200,16 @@ def _accuracy_table(summary: Summary) -> Table:
         gain = change.after - change.before
         table.add_row(
             change.name,
-            f"{change.before:.3f}",
-            f"{change.after:.3f}",
+            _with_interval(change.before, change.before_ci),
+            _with_interval(change.after, change.after_ci),
             Text(f"{gain:+.3f}", style="green" if gain > 0 else "red" if gain < 0 else ""),
         )
     return table
+
+
+def _with_interval(value: float, half_width: float | None) -> str:
+    """'0.934 +- 0.027', or the value alone."""
+    return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"
 
 
 def _files(run_dir: Path) -> str:

@@ -80,6 +80,8 @@ class Evaluator:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
+            eval/ci95 and eval/ci95_greedy: how far the true eval/accuracy and its greedy sister
+            may lie from the measured ones, at 95 % (half the width of the interval),
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: judgements that raised or hung, over all rules.
         """
@@ -91,11 +93,13 @@ class Evaluator:
             for rule, values in scores.items():
                 name = f"eval/accuracy_{group}{rule}"
                 metrics[name] = _mean([values[index] for index in members])
+        metrics["eval/ci95"] = half_width(scores[""])
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
             greedy = self._judge(generate(self._request(step, 0.0, 1.0)))
             metrics |= {f"eval/accuracy_greedy{rule}": _mean(v) for rule, v in greedy.items()}
+            metrics["eval/ci95_greedy"] = half_width(greedy[""])
         metrics["eval/failed"] = float(self._failed)
         self.last_accuracy = metrics["eval/accuracy"]
         return dict(metrics)
@@ -140,6 +144,16 @@ def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int
             clear = value.isidentifier() and value not in groups and value not in taken
             groups[value if clear else f"{tag}_{value}"] = members[value]
     return groups
+
+
+def half_width(scores: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of a mean: 1.96 standard errors.
+
+    The normal approximation: with accuracies near 0 or 1, and with few problems, too narrow.
+    """
+    mean = _mean(scores)
+    variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
+    return 1.96 * math.sqrt(variance / len(scores))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hybridrl.trainer.tracking import read_metrics
 
@@ -15,17 +18,26 @@ _COLORS = ("#1f6fb2", "#d1622b", "#2e8b57", "#8a5fb0", "#7a7a7a", "#b0a12c")
 
 
 class Panel(NamedTuple):
-    """One small diagram: its title, its unit and the metrics in it by their labels."""
+    """One small diagram.
+
+    Attributes:
+        title, unit: above it and beside it.
+        metrics: what is drawn, by its label.
+        bands: for some of these labels, the metric that says how far the truth may lie from it.
+    """
 
     title: str
     unit: str
     metrics: Mapping[str, str]
+    bands: Mapping[str, str] = MappingProxyType({})
 
 
 PANELS = (
     Panel("Reward", "mean of a step", {"reward": "reward/mean"}),
     Panel("KL to the reference", "nats per token", {"KL": "actor/kl"}),
     Panel("Response length", "tokens", {"mean": "response/length_mean"}),
+    Panel("Sampling speed", "tokens/s", {"all engines": "rollout/tokens_per_second"}),
+    Panel("vLLM against trainer", "nats per token", {"difference": "rollout/log_prob_diff_mean"}),
 )
 
 # Which rules and groups the last panel shows, where they were measured.
@@ -39,11 +51,11 @@ def plot_run(run_dir: Path, title: str) -> Path:
     from matplotlib.figure import Figure
 
     rows = read_metrics(run_dir / "metrics.jsonl")
-    figure = Figure(figsize=(9.6, 6.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(13.2, 6.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     panels = [*PANELS, _accuracy_panel(rows)]
-    for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _draw(axes, panel, rows)
     path = run_dir / PLOT_FILE
     figure.savefig(path)
@@ -58,7 +70,9 @@ def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
         for suffix, name in names.items()
         if any(name in row and row[name] is not None for row in rows)
     }
-    return Panel("Held-out accuracy", "mean score", measured)
+    bands = {"sampled": "eval/ci95", "greedy": "eval/ci95_greedy"}
+    title = "Held-out accuracy, 95 % interval"
+    return Panel(title, "mean score", measured, {k: bands[k] for k in bands if k in measured})
 
 
 def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -78,8 +92,22 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
         if points:
             marker = "o" if len(points) < 30 else None
             axes.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, label=label)
+            _draw_band(axes, color, rows, name, panel.bands.get(label))
             drawn += 1
     if not drawn:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
     if drawn > 1:
         axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_band(
+    axes: "Axes", color: str, rows: Sequence[Mapping[str, Any]], name: str, band: str | None
+) -> None:
+    """Where the truth may lie, around a curve, at the steps that say so."""
+    known = [row for row in rows if band in row and row[band] is not None]
+    if known:
+        middle, width = np.array([[row[name], row[band]] for row in known]).T
+        steps = [row["step"] for row in known]
+        axes.fill_between(
+            steps, middle - width, middle + width, color=color, alpha=0.18, linewidth=0
+        )

@@ -12,11 +12,19 @@ Metrics = Mapping[str, float | None]
 
 
 class Change(NamedTuple):
-    """One accuracy before training and after it."""
+    """One accuracy before training and after it.
+
+    Attributes:
+        name: of the rule or group.
+        before, after: mean scores.
+        before_ci, after_ci: half the widths of their 95 % intervals, where they were computed.
+    """
 
     name: str
     before: float
     after: float
+    before_ci: float | None = None
+    after_ci: float | None = None
 
 
 class Share(NamedTuple):
@@ -94,8 +102,10 @@ def _changes(rows: Sequence[Metrics]) -> list[Change]:
     for name in sorted(names, key=lambda name: (name != ACCURACY, name)):
         before, after = first[name], last[name]
         if before is not None and after is not None:
-            label = name.removeprefix(ACCURACY).strip("_").replace("_", " ")
-            changes.append(Change(label or "sampled", before, after))
+            suffix = name.removeprefix(ACCURACY)
+            label = suffix.strip("_").replace("_", " ") or "sampled"
+            widths = [row.get(f"eval/ci95{suffix}") for row in (first, last)]
+            changes.append(Change(label, before, after, *widths))
     return changes
 
 

@@ -18,25 +18,31 @@ def run_dir(path: Path, rows: list[dict]) -> Path:
 
 
 def rows(values: list[float | None]) -> list[dict]:
-    names = ("reward/mean", "actor/kl", "response/length_mean", "eval/accuracy")
+    names = (
+        "reward/mean",
+        "actor/kl",
+        "response/length_mean",
+        "rollout/tokens_per_second",
+        "rollout/log_prob_diff_mean",
+        "eval/accuracy",
+    )
     return [{"step": step} | dict.fromkeys(names, v) for step, v in enumerate(values)]
 
 
 def blue_pixels(path: Path) -> list[int]:
-    """Pixels of the first curve's colour in each quarter of the picture."""
+    """Pixels of the first curve's colour in each sixth of the picture."""
     image = imread(path)[..., :3]
     height, width = image.shape[:2]
     assert height > 400 and width > 600
     is_blue = np.abs(image - BLUE).max(axis=-1) < 0.02
-    rows_, columns = (slice(0, height // 2), slice(height // 2, None)), width // 2
     return [
-        int(is_blue[part, half].sum())
-        for part in rows_
-        for half in (slice(0, columns), slice(columns, None))
+        int(third.sum())
+        for half in np.array_split(is_blue, 2)
+        for third in np.array_split(half, 3, 1)
     ]
 
 
-def test_each_of_the_four_panels_has_its_curve(tmp_path):
+def test_each_of_the_six_panels_has_its_curve(tmp_path):
     path = plot_run(run_dir(tmp_path / "a", rows([0.1, 0.4, 0.3, 0.6])), "a run")
     assert path == tmp_path / "a" / "metrics.png"
     assert min(blue_pixels(path)) > 300
@@ -52,4 +58,15 @@ def test_nulls_are_left_out_of_a_curve(tmp_path):
 
 def test_run_without_numbers_still_gets_a_picture(tmp_path):
     path = plot_run(run_dir(tmp_path / "a", [{"step": 0}]), "ended early")
-    assert blue_pixels(path) == [0, 0, 0, 0]
+    assert blue_pixels(path) == [0] * 6
+
+
+def test_intervals_are_drawn_around_their_curve(tmp_path):
+    plain = rows([0.2, 0.5, 0.8])
+    with_band = [row | {"eval/ci95": 0.1} for row in plain]
+    paths = [plot_run(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", with_band))]
+    before, after = (imread(path)[..., :3] for path in paths)
+    tinted = np.abs(before - after).max(axis=-1) > 0.05
+    height, width = tinted.shape
+    assert tinted[height // 2 :, 2 * width // 3 :].sum() > 1000
+    assert not tinted[: height // 2].any()
