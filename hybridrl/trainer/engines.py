@@ -12,12 +12,18 @@ WINDOW = 3
 QUIET = 50
 
 
-def engine_metrics(engines: Sequence[EngineStats]) -> dict[str, float]:
-    """Speeds of the engines that had prompts, which one was slowest, and the last first token."""
+def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
+    """Speeds of all engines and of those that had prompts, the slowest, the last first token.
+
+    Args:
+        engines: how each fared, over all rounds of the step.
+        seconds: of the whole phase.
+    """
     speeds = {k: engine.tokens_per_second for k, engine in enumerate(engines) if engine.tokens}
     if not speeds:
         return {}
     return {
+        "rollout/tokens_per_second": sum(engine.tokens for engine in engines) / seconds,
         "rollout/engine_tokens_per_second_min": min(speeds.values()),
         "rollout/engine_tokens_per_second_mean": sum(speeds.values()) / len(speeds),
         "rollout/engine_tokens_per_second_max": max(speeds.values()),

@@ -140,8 +140,8 @@ class PPOTrainer:
             self.rollout_version = self.workers.rollout.call("sleep")[0]
         batch, engines = sampled.rollout.batch, sampled.rollout.engines
         assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
-        self.metrics |= sampled.metrics | rollout_metrics(batch, self.phases.seconds("rollout"))
-        self.metrics |= engine_metrics(engines)
+        seconds = self.phases.seconds("rollout")
+        self.metrics |= sampled.metrics | rollout_metrics(batch) | engine_metrics(engines, seconds)
         for warning in self.stragglers.warnings(engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
@@ -255,13 +255,12 @@ def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
     return responses.like(scores)
 
 
-def rollout_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float | None]:
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float | None]:
     """What is known of a step's responses as such."""
     lengths = batch.responses.lengths.float()
     return {
         TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
         RESPONSES: float(len(lengths)),
-        "rollout/tokens_per_second": float(lengths.sum()) / seconds,
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": float(batch.truncated.float().mean()),

@@ -22,14 +22,15 @@ def after(steps: int, watch: StragglerAlarm, *tokens_per_second: float) -> list[
 
 def test_metrics_hand_worked():
     stats = [EngineStats(300, 2.0, 0.1), EngineStats(100, 2.0, 0.4), EngineStats(0, 0.0, 0.0)]
-    assert engine_metrics(stats) == {
+    assert engine_metrics(stats, seconds=4.0) == {
+        "rollout/tokens_per_second": 100.0,
         "rollout/engine_tokens_per_second_min": 50.0,
         "rollout/engine_tokens_per_second_mean": 100.0,
         "rollout/engine_tokens_per_second_max": 150.0,
         "rollout/slowest_engine": 1.0,
         "rollout/first_token_s": 0.4,
     }
-    assert engine_metrics([EngineStats(0, 0.0, 0.0)]) == {}
+    assert engine_metrics([EngineStats(0, 0.0, 0.0)], seconds=1.0) == {}
 
 
 def test_a_slow_engine_is_named_with_its_place_and_both_speeds():
