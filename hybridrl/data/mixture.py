@@ -17,6 +17,9 @@ from hybridrl.data.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 
+# Why problems were left out, as `ProblemSets.left_out` has it.
+HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as examples"
+
 # Keys of data that a data set of a mixture may have for itself.
 _OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weight"]
 _OWN_KEY = re.compile(rf"\bdata\.({'|'.join(_OWN_KEYS)})\b")
@@ -78,17 +81,22 @@ def too_few(config: DataConfig, name: str, count: int, left_out: dict[str, int])
         return []
     reasons = left_out_text(left_out)
     there = f"{count} training problems" + (f" (left out: {reasons})" if reasons else "")
-    if not name:
-        return [
+    if name:
+        text = (
+            f"data.mixture.{name} has {there}, but a step of data.prompts_per_step = "
+            f"{config.prompts_per_step} takes up to {need} of them; it must not hold a problem "
+            f"twice.\nGive {name} more problems or less weight, or set a smaller "
+            f"data.prompts_per_step."
+        )
+    else:
+        text = (
             f"data.prompts_per_step = {config.prompts_per_step}, but there are {there}; a step "
             f"must not hold a problem twice.\n"
             f"Set data.prompts_per_step={max(1, count)} or less, or give more problems."
-        ]
-    return [
-        f"data.mixture.{name} has {there}, but a step of data.prompts_per_step = "
-        f"{config.prompts_per_step} takes up to {need} of them; it must not hold a problem twice.\n"
-        f"Give {name} more problems or less weight, or set a smaller data.prompts_per_step."
-    ]
+        )
+    if left_out.get(HELD_OUT_AS_WELL, 0):
+        text += " To train on held-out problems, too: data.held_out_overlap=keep."
+    return [text]
 
 
 def left_out_text(left_out: dict[str, int]) -> str:
@@ -119,23 +127,19 @@ def _leave_out(
     clean = without(sets.train, held_out)
     if overlap := len(sets.train) - len(clean):
         drops = config.held_out_overlap is Repeated.drop
-        what = "are not trained on" if drops else "are trained on: its accuracy tells less"
-        log.warning(
-            "%s%d training problems are in the held-out set as well and %s",
-            f"{name}: " if name else "",
-            overlap,
-            what,
-        )
+        what = "they are left out" if drops else "held-out accuracy will count them"
+        text = f"training problems held out as well: {overlap:,}; {what}"
+        log.warning("%s", f"{name}: {text}" if name else text)
         if drops:
-            _keep(sets, clean, "held out as well")
+            _keep(sets, clean, HELD_OUT_AS_WELL)
         else:
-            sets.notes.append(f"{overlap:,} training problems are held out as well, yet trained on")
+            sets.notes.append(text)
     if config.duplicates is Repeated.drop:
-        _keep(sets, without_repeats(sets.train, seen), "repeated")
+        _keep(sets, without_repeats(sets.train, seen), REPEATED)
     if config.few_shot:
         sets.examples = choose_examples(sets.train, held_out, config.few_shot)
         shown = {question_of(example) for example in sets.examples}
-        _keep(sets, without(sets.train, shown), "shown as examples")
+        _keep(sets, without(sets.train, shown), SHOWN)
 
 
 def _keep(sets: ProblemSets, kept: list[SourceProblem], reason: str) -> None:

@@ -114,7 +114,8 @@ def _embedded(
     ]
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
-        faults.append(f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}.")
+        fault = f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}."
+        faults += [] if fault in faults else [fault]  # both halves meet it
         return []
     problems, wrong = problems_of("data.name", EMBEDDED, rows, columns)
     faults.extend(wrong)

@@ -44,6 +44,15 @@ ONE_PROBLEM = [
     (["data.train_files=/tmp"], ["data.train_files = /tmp is a folder"]),
     (["data.train_files=[]"], ["data.train_files = []", "list of paths"]),
     (["data=verl_parquet"], ["data.train_files is missing", "Set data.train_files="]),
+    (["data.duplicates=remove"], ["data.duplicates = remove", "keep, drop"]),
+    (["data.curriculum_steps=5"], ["data.curriculum_steps", "no effect", "curriculum = null"]),
+    (["data.solution_key=x"], ["data.solution_key", "no effect", "data.few_shot = 0"]),
+    (["data=embedded_mixture", "data.name=x"], ["data.name", "no effect", "data.mixture"]),
+    (["+data.mixture.a={name: embedded}"], ["data.mixture.a.weight is missing"]),
+    (
+        ["data=embedded_mixture", "+data.mixture.one_step.wieght=3"],
+        ["data.mixture.one_step.wieght = 3: unknown key", "mean data.mixture.one_step.weight"],
+    ),
     (["trainer.total_steps=0"], ["trainer.total_steps = 0", "at least 1"]),
     (["trainer.total_steps=1.5"], ["trainer.total_steps = 1.5", "an integer"]),
     (["trainer.total_steps=null"], ["trainer.total_steps = null", "an integer"]),
@@ -165,12 +174,43 @@ def test_all_mistakes_are_in_one_report():
         assert words in found
 
 
+def test_all_mistakes_of_a_mixture_are_in_one_report():
+    found = problems(
+        "hardware=cpu",
+        "data=embedded_mixture",
+        "data.mixture.one_step.weight=0",
+        "data.mixture.two_steps.weight=nan",
+        "data.mixture.three_steps.name=embedded/steps_1",
+        "+data.mixture.nothing={weight: 1}",
+        "+data.mixture.both={weight: 1, name: x, train_files: [setup.cfg], num_eval_problems: 0}",
+        "+data.mixture.a-b={weight: 1, name: y}",
+    )
+    expected = [
+        "data.mixture.one_step.weight = 0.0, expected a number above 0",
+        "data.mixture.two_steps.weight = nan, expected a number above 0",
+        "data.mixture.three_steps and data.mixture.one_step read the same training problems",
+        "data.mixture.nothing has neither of name and train_files",
+        "data.mixture.both has both of name and train_files",
+        "data.mixture.both.train_files = setup.cfg: expected a file that ends in .jsonl",
+        "data.mixture.both.num_eval_problems = 0, expected at least 1",
+        "data.mixture.a-b: `a-b` is no name for a data set",
+    ]
+    assert len(found) == len(expected), found
+    assert all(any(text in problem for problem in found) for text in expected), found
+
+
 def test_any_key_may_be_garbage_without_hiding_the_others():
     """Whatever leaf is broken, the checks go on, name it, and still find another mistake."""
     cfg = composed(["hardware=cpu", "data.eval_files=/nowhere.jsonl"])
     tree = OmegaConf.to_container(cfg, resolve=False)
     text_keys = {"run.name", "hardware.reason", "data.name", "data.prompt_key", "data.answer_key"}
-    text_keys |= {"data.system_prompt", "model.path", "reward.args.mode"}
+    text_keys |= {
+        "data.system_prompt",
+        "data.solution_key",
+        "data.curriculum",
+        "model.path",
+        "reward.args.mode",
+    }
     text_keys |= {"eval.rules.flexible.args.mode"}
     for key in leaves(tree):
         broken = copy.deepcopy(cfg)

@@ -1,50 +1,25 @@
 """Problem files: columns by name, verl's schema as it is, every fault named with its line."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.config.data_schema import DataConfig, Repeated, TooLongPrompts
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.files import Columns, read_problems
 from hybridrl.data.hub import Split, files_by_split
 from hybridrl.data.mixture import load_problem_sets
 from hybridrl.data.problem_sets import ProblemSets
+from tests.data_configs import data_config, jsonl, sums
 
 COLUMNS = Columns("question", "answer")
-CONFIG = DataConfig(
-    name="embedded",
-    train_files=None,
-    eval_files=None,
-    prompt_key="question",
-    answer_key="answer",
-    num_eval_problems=None,
-    system_prompt=None,
-    few_shot=0,
-    solution_key=None,
-    too_long_prompts=TooLongPrompts.error,
-    duplicates=Repeated.keep,
-    held_out_overlap=Repeated.drop,
-    curriculum=None,
-    curriculum_steps=10,
-    prompts_per_step=4,
-    mixture={},
-)
-
-
-def jsonl(path: Path, rows: list) -> Path:
-    """Rows as JSON lines; texts are written as they are."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+CONFIG = data_config()
 
 
 def rows(count: int) -> list[dict]:
-    return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(count)]
+    return sums(range(count))
 
 
 def sets_of(config: DataConfig) -> ProblemSets:
@@ -263,3 +238,37 @@ def test_hub_files_in_several_folders_must_be_named(tmp_path):
     splits, faults = files_by_split("me/sums/hard", tmp_path, "hard")
     assert faults == []
     assert splits[Split.held_out] == [tmp_path / "hard" / "validation-0.parquet"]
+
+
+def test_difficulty_is_read_as_a_number_for_training_problems_alone(tmp_path):
+    graded = [row | {"meta": {"level": str(i % 3)}} for i, row in enumerate(rows(9))]
+    train = jsonl(tmp_path / "a.jsonl", graded)
+    held_out = jsonl(tmp_path / "b.jsonl", rows(12)[9:])
+    config = replace(
+        CONFIG, train_files=str(train), eval_files=str(held_out), curriculum="meta.level"
+    )
+    assert [p.difficulty for p in sets_of(config).train] == [0.0, 1.0, 2.0] * 3
+    assert sets_of(replace(CONFIG, curriculum="steps")).train[0].difficulty in (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "says"),
+    [
+        ("hard", "`level` is text, expected a number"),
+        (None, "`level` is null, expected a number"),
+        (True, "`level` is true or false, expected a number"),
+        ("nan", "`level` is text, expected a number"),
+    ],
+)
+def test_difficulty_that_is_no_number_is_named_with_its_line(tmp_path, level, says):
+    path = jsonl(tmp_path / "a.jsonl", [rows(1)[0] | {"level": level}] * 9)
+    report = faults_of(replace(CONFIG, train_files=str(path), curriculum="level"))
+    assert f"{path}:1: {says}" in report
+    assert "a number in `level`" in report
+
+
+def test_missing_difficulty_names_its_key(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", rows(9))
+    report = faults_of(replace(CONFIG, train_files=str(path), curriculum="level"))
+    assert "data.curriculum = level" in report
+    assert "Set data.curriculum to one of them" in report

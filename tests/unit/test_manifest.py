@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.machine import GPU, Machine, Node
+from hybridrl.data.prompt_sets import DataSetFacts
 from hybridrl.trainer.manifest import git_state, plain, versions, write_manifest
 from tests.run_configs import run_config
 
@@ -25,7 +26,8 @@ def git(folder: Path, *arguments: str) -> str:
 def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     machine = Machine((Node("n0", 8, 2**35, (GPU("H200", 2**37),)),))
     argv = ["main.py", "+recipe=gsm8k_ppo", "seed=7"]
-    path = write_manifest(tmp_path, run_config("seed=7"), machine, started=STARTED, argv=argv)
+    data = [DataSetFacts("sums", "a.jsonl", 1.0, 90, 10, {"repeated": 3})]
+    path = write_manifest(tmp_path, run_config("seed=7"), machine, data, started=STARTED, argv=argv)
     manifest = json.loads(path.read_text())
     assert path == tmp_path / "manifest.json"
     assert (manifest["seed"], manifest["run"]) == (7, "gsm8k_ppo")
@@ -34,6 +36,7 @@ def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     assert manifest["config"]["rollout"]["seed"] == 7
     assert manifest["config"]["actor"]["kl"]["estimator"] == "k1"
     assert manifest["config"]["actor"]["worker"] == "hybridrl.workers.actor.ActorWorker"
+    assert manifest["data"][0]["left_out"] == {"repeated": 3}
     assert manifest["hardware"]["nodes"][0]["gpus"][0]["name"] == "H200"
 
 

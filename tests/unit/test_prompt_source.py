@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.data.prompt_sets import load_prompts, prompt_source
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.seeds import derive_seed
+from tests.data_configs import data_config
 
 MIXED = {"sums": 3.0, "words": 1.0}
 
@@ -95,6 +97,19 @@ def test_a_curriculum_begins_with_the_easiest():
     assert set(drawn[:2]) == {18, 19}
     assert all(prompt_id >= 18 - position // 2 for position, prompt_id in enumerate(drawn))
     assert 0 in ids(PromptSource(prompts, 1, seed=1, curriculum=36).take(60))
+
+
+def test_a_run_with_a_curriculum_begins_with_few_steps():
+    config = data_config(curriculum="steps", curriculum_steps=50, prompts_per_step=32)
+    sets = load_prompts(config, "embedded", 200)
+    source = prompt_source(sets, config, seed=1)
+    steps = [[prompt.difficulty for prompt in source.take(32)] for _ in range(51)]
+    # About a third of the problems has one step; a tenth of all is drawn from at first, and all
+    # from step 51 on.
+    assert set(steps[0]) == {1.0}
+    means = [sum(step) / 32 for step in steps]
+    assert sum(means[:10]) < sum(means[20:30]) < sum(means[40:50])
+    assert 3.0 in steps[50]
 
 
 def test_problems_of_equal_difficulty_join_in_seeded_order():

@@ -10,6 +10,7 @@ from hybridrl.config.data_schema import DataConfig, Repeated, TooLongPrompts
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.prompt_sets import examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
+from tests.data_configs import data_config
 from tests.tokenizer_folders import model_folder
 
 QUESTIONS = [f"What is {'1 + ' * i}1 ?" for i in range(12)]
@@ -21,24 +22,7 @@ def config(tmp_path) -> DataConfig:
     path = tmp_path / "sums.jsonl"
     rows = [{"question": text, "answer": f"#### {i + 1}"} for i, text in enumerate(QUESTIONS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(
-        name="embedded",
-        train_files=str(path),
-        eval_files=None,
-        prompt_key="question",
-        answer_key="answer",
-        num_eval_problems=2,
-        system_prompt=None,
-        few_shot=0,
-        solution_key=None,
-        too_long_prompts=TooLongPrompts.error,
-        duplicates=Repeated.keep,
-        held_out_overlap=Repeated.drop,
-        curriculum=None,
-        curriculum_steps=10,
-        prompts_per_step=4,
-        mixture={},
-    )
+    return data_config(train_files=str(path), num_eval_problems=2)
 
 
 @pytest.fixture
