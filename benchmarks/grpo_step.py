@@ -30,6 +30,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import QWEN2_5
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Measured on 2 H200s with this workload: SDPA attention, bfloat16 on float32 masters, tp 2.
@@ -47,22 +51,6 @@ FIELD = {
 }
 AIMS = {"step_s": 5, "sync_ms": 15, "setup_s": 60, "outside_fraction": 0.10}
 
-QWEN2_1_5B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 1536,
-    "initializer_range": 0.02,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 # Names of ends that a tokenizer's files may give a response; without them none ends early.
 ENDS = ("eos_token", "eos_token_id")
 
@@ -117,7 +105,7 @@ def make_model(folder: Path, vocab_size: int) -> None:
     from hybridrl.models.resolve import resolve_model
 
     folder.mkdir(parents=True)
-    config = QWEN2_1_5B | {"vocab_size": vocab_size}
+    config = QWEN2_5["1.5b"] | {"vocab_size": vocab_size, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     source = resolve_model("smollm2_135m")
     for name in ("tokenizer.json", "chat_template.jinja"):

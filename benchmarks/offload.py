@@ -26,12 +26,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from hybridrl.config.model_shape import ModelShape, model_shape
 from hybridrl.distributed.offload import Offloadable
 
-# (rows, columns) of Qwen2.5-1.5B's matrices: embedding, then 28 layers.
-EMBEDDING = (151_936, 1536)
-LAYER = [(1536, 1536), (256, 1536), (256, 1536), (1536, 1536), *[(8960, 1536)] * 3, (1536, 1)]
+SHAPE = model_shape(QWEN2_5["1.5b"])
 RANKS = 2
 
 
@@ -42,11 +42,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     device = torch.device("cpu") if arguments.small else torch.device("cuda", 0)
-    shapes = [EMBEDDING, *LAYER * 28]
+    shapes = matrices(SHAPE)
     scale = RANKS * (100 if arguments.small else 1)
     shards = [torch.ones(max(1, rows // scale), columns, device=device) for rows, columns in shapes]
     result = {"bench": "offload", **hardware(), "gb": round(size_of(shards) / 1e9, 3)}
     print(json.dumps(result | measure(shards, device, arguments.repeats)))
+
+
+def matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """(rows, columns) of the embedding, then of each layer's attention, MLP and norm."""
+    hidden, keys = shape.hidden, shape.kv_heads * shape.head_dim
+    attention = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)]
+    layer = [*attention, *[(shape.intermediate, hidden)] * 3, (hidden, 1)]
+    return [(shape.vocab, hidden), *layer * shape.layers]
 
 
 def measure(shards: list[Tensor], device: torch.device, repeats: int) -> dict[str, object]:

@@ -40,6 +40,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
 from hybridrl.config.schema import (
     Accumulation,
@@ -60,13 +61,7 @@ from hybridrl.rollout import compat
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
-# hidden size, layers, heads, KV heads, intermediate size, vocabulary, tied
-SHAPES = {
-    "7b": (3584, 28, 28, 4, 18944, 152064, False),
-    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
-    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
-    "tiny": (256, 2, 4, 2, 512, 501, False),
-}
+SHAPES = QWEN2_5 | {"tiny": TINY}
 
 
 class Actor:
@@ -104,19 +99,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _model_config(size: str) -> dict[str, Any]:
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[size]
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
+    return SHAPES[size] | {
         "max_position_embeddings": 4096,
-        "initializer_range": 0.02,
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
     }

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,8 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2Config
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import QWEN2_5, TINY
 from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
@@ -42,26 +45,7 @@ from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
-SHAPES = {
-    "qwen2.5-1.5b": {
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "small": {
-        "vocab_size": 500,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-}
+SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}
 MIN_RATIO = 0.95
 
 
@@ -138,9 +122,9 @@ def _model(args: argparse.Namespace, folder: Path) -> Path:
     """A folder with the model's config.json."""
     if args.model is not None:
         return resolve_model(args.model)
-    config = Qwen2Config(**SHAPES[args.shape], max_position_embeddings=32768, eos_token_id=None)
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(folder / "model")
+    (folder / "model").mkdir()
+    config = SHAPES[args.shape] | {"eos_token_id": None}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
     return folder / "model"
 
 

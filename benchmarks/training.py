@@ -11,6 +11,8 @@ Measures   MFU by DESIGN's formula, (6 N + 6 L h S) operations per token over 98
            of tensors, beside what the planner predicts. Baseline in the same run: eager layers.
 Run        python benchmarks/training.py                    (one H200)
            python benchmarks/training.py --ranks 4          (four)
+           python benchmarks/training.py --ranks 4 --variants compiled --keep-gathered
+                                                            (ranks wait for totals alone)
            python benchmarks/training.py --small --ranks 2  (CPU, a minute)
 
 Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
@@ -31,9 +33,9 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
 from benchmarks.training_workload import (
-    QWEN2_5_1_5B,
     SMALL,
     Size,
     actor_config,
@@ -58,7 +60,7 @@ def main() -> None:
     """Measure in one process per rank; print what rank 0 found."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        config = QWEN2_5_1_5B | (SMALL if arguments.small else {})
+        config = SMALL if arguments.small else QWEN2_5["1.5b"]
         (Path(folder) / "config.json").write_text(json.dumps(config))
         mp.spawn(_run_rank, (arguments, Path(folder)), nprocs=arguments.ranks)
         print((Path(folder) / "result.json").read_text())
