@@ -92,7 +92,8 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
         if points:
             marker = "o" if len(points) < 30 else None
             axes.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, label=label)
-            _draw_band(axes, color, rows, name, panel.bands.get(label))
+            if label in panel.bands:
+                _draw_band(axes, color, rows, name, panel.bands[label])
             drawn += 1
     if not drawn:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
@@ -101,7 +102,7 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
 
 
 def _draw_band(
-    axes: "Axes", color: str, rows: Sequence[Mapping[str, Any]], name: str, band: str | None
+    axes: "Axes", color: str, rows: Sequence[Mapping[str, Any]], name: str, band: str
 ) -> None:
     """Where the truth may lie, around a curve, at the steps that say so."""
     known = [row for row in rows if band in row and row[band] is not None]
