@@ -28,7 +28,13 @@ class PromptBatch(Shardable):
         top_p: nucleus of the distribution that is sampled; 1: all of it.
         expected_tokens: [P] float64, by which prompts are dealt (data/lengths.py); None: by the
             prompts' own lengths.
-        first_sample: index of each prompt's first sample; its seed derives from it.
+        first_sample: [P] int64, index of each prompt's first sample, from which its seed derives;
+            None: 0.
+        turn: of conversations; its seed derives from it, too.
+        max_tokens: [P] int64, longest response to each prompt; None: rollout.max_response_tokens.
+        stop_token_ids: tokens that end a response beside the model's end tokens; it keeps them.
+        engine: [P] int64, who answers each prompt, by index; None: they are dealt. A conversation
+            stays where its beginning is cached.
     """
 
     prompts: Ragged
@@ -38,39 +44,54 @@ class PromptBatch(Shardable):
     temperature: float
     top_p: float
     expected_tokens: Tensor | None = None
-    first_sample: int = 0
+    first_sample: Tensor | None = None
+    turn: int = 0
+    max_tokens: Tensor | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    engine: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def shard(self, num_shards: int) -> list["PromptBatch"]:
-        """Each engine's prompts: equal counts (to one), expected tokens balanced."""
+        """Each engine's prompts: as `engine` says, or equal counts (to one), tokens balanced."""
         return [self._select(part) for part in self._deal(num_shards)]
 
     def join(self, results: Sequence["Rollout"]) -> "Rollout":
         """The engines' responses, those of each prompt together, in the order of `prompts`."""
-        dealt = [prompt for part in self._deal(len(results)) for prompt in part]
+        parts = self._deal(len(results))
+        dealt = [prompt for part in parts for prompt in part]
         start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(dealt)}
         order = [
             start[prompt] + sample
             for prompt in range(len(self))
             for sample in range(self.responses_per_prompt)
         ]
+        engine_of = {prompt: engine for engine, part in enumerate(parts) for prompt in part}
         return Rollout(
             RolloutBatch.concat([result.batch for result in results]).select(order),
             tuple(engine for result in results for engine in result.engines),
+            torch.tensor([engine_of[prompt] for prompt in range(len(self))], dtype=torch.int64),
         )
 
     def _select(self, part: list[int]) -> "PromptBatch":
-        expected = self.expected_tokens
+        def of_part(field: Tensor | None) -> Tensor | None:
+            return None if field is None else field[part]
+
         return replace(
             self,
             prompts=self.prompts.select(part),
             prompt_id=self.prompt_id[part],
-            expected_tokens=None if expected is None else expected[part],
+            expected_tokens=of_part(self.expected_tokens),
+            first_sample=of_part(self.first_sample),
+            max_tokens=of_part(self.max_tokens),
+            engine=of_part(self.engine),
         )
 
     def _deal(self, num_shards: int) -> list[list[int]]:
+        if self.engine is not None:
+            of_prompt = self.engine.tolist()
+            return [[p for p, e in enumerate(of_prompt) if e == k] for k in range(num_shards)]
         cost = self.prompts.lengths if self.expected_tokens is None else self.expected_tokens
         return balance(range(len(self)), cost.tolist(), num_shards)
 
@@ -102,10 +123,13 @@ class Rollout:
     Attributes:
         batch: the responses, those of each prompt together.
         engines: in engine order; one from an engine, all of them from `PromptBatch.join`.
+        engine_of: [P] int64, by prompt, the index of the engine that answered it; None from an
+            engine.
     """
 
     batch: "RolloutBatch"
     engines: tuple[EngineStats, ...]
+    engine_of: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,12 +138,18 @@ class RolloutBatch:
 
     Attributes:
         prompts: ragged int64, the prompt of each response.
-        responses: ragged int64, sampled token ids, the end token included.
+        responses: ragged int64, sampled token ids, the end tokens included; in a conversation the
+            environment's stand between them.
         response_mask: ragged bool, true on tokens the policy sampled.
         rollout_log_probs: ragged float32, log pi of each token as vLLM reported it.
         group_id: [B] int64, responses of one prompt share it.
         weight_version: [B] int64, the reshard whose weights sampled the response.
-        truncated: [B] bool, true where max_response_tokens cut the response off.
+        truncated: [B] bool, true where max_response_tokens cut the response off, or
+            environment.max_turns the conversation.
+        turns: [B] int64, how often the policy's turn came in each conversation.
+        environment_rewards: [B] float32, the sum of what each conversation's steps earned.
+        environment_failures: [B] int64, 1 where the environment raised, 2 where it took too long,
+            which ended the conversation; else 0.
         scores: ragged float32, reward before the KL penalty; an outcome stands on the last token.
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.
@@ -140,6 +170,9 @@ class RolloutBatch:
     group_id: Tensor
     weight_version: Tensor
     truncated: Tensor
+    turns: Tensor | None = None
+    environment_rewards: Tensor | None = None
+    environment_failures: Tensor | None = None
     scores: Ragged | None = None
     old_log_probs: Ragged | None = None
     ref_log_probs: Ragged | None = None

@@ -27,11 +27,11 @@ class Limits:
     """What ends a response.
 
     Attributes:
-        max_tokens: its longest length.
+        max_tokens: longest length of the responses to each prompt, at least 1.
         stop_token_ids: tokens that end it, and that it keeps.
     """
 
-    max_tokens: int
+    max_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
 
 
@@ -103,20 +103,24 @@ def generate(
 def _requests(
     prompts: PromptBatch, seeds: Sequence[int], limits: Limits, call: int
 ) -> list[EngineCoreRequest]:
-    """One request per response; copies of one another but for prompt, seed and id."""
+    """One request per response; copies of one another but for prompt, length, seed and id."""
     shared = SamplingParams(
         temperature=prompts.temperature,
         top_p=prompts.top_p,
-        max_tokens=limits.max_tokens,
         stop_token_ids=list(limits.stop_token_ids),
         logprobs=0,  # the sampled token's alone
         detokenize=False,
     )
     rows = [row.tolist() for row in prompts.prompts.rows()]
-    repeated = (row for row in rows for _ in range(prompts.responses_per_prompt))
+    repeated = (
+        pair
+        for pair in zip(rows, limits.max_tokens, strict=True)
+        for _ in range(prompts.responses_per_prompt)
+    )
     requests = []
-    for index, (row, seed) in enumerate(zip(repeated, seeds, strict=True)):
+    for index, ((row, max_tokens), seed) in enumerate(zip(repeated, seeds, strict=True)):
         params = copy(shared)
+        params.max_tokens = max_tokens
         params.seed = seed
         request = EngineCoreRequest(
             request_id=f"{call}-{index}",

@@ -11,12 +11,14 @@ from hybridrl.data.seeds import derive_seed
 def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
     """One seed per response, those of each prompt together.
 
-    A pure function of (run seed, step, prompt id, sample index): it does not matter which engine
-    answers a prompt or what else it answers, and ranks of one engine agree without talking.
+    A pure function of (run seed, step, prompt id, sample index, turn): it does not matter which
+    engine answers a prompt or what else it answers, and ranks of one engine agree without talking.
     """
+    first = [0] * len(prompts) if prompts.first_sample is None else prompts.first_sample.tolist()
+    turn = ("turn", prompts.turn) if prompts.turn else ()
     return [
-        derive_seed(run_seed, "sample", prompts.step, prompt_id, prompts.first_sample + index)
-        for prompt_id in prompts.prompt_id.tolist()
+        derive_seed(run_seed, "sample", prompts.step, prompt_id, start + index, *turn)
+        for prompt_id, start in zip(prompts.prompt_id.tolist(), first, strict=True)
         for index in range(prompts.responses_per_prompt)
     ]
 

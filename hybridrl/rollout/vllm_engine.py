@@ -148,17 +148,18 @@ class VLLMEngine:
         Raises:
             RuntimeError: the engine is asleep (vLLM itself would wait for ever), or its ranks
                 sampled different tokens.
-            ValueError: a prompt is longer than max_prompt_tokens.
+            ValueError: a prompt leaves too little of the context for its longest response.
         """
         if self._awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
         self._check_lengths(prompts)
-        generated = self._sample(prompts, self._config.max_response_tokens, self._stop_token_ids)
+        stop_token_ids = [*self._stop_token_ids, *prompts.stop_token_ids]
+        generated = self._sample(prompts, self._max_tokens(prompts), stop_token_ids)
         self._check_ranks_agree(generated.responses)
         return generated
 
     def _sample(
-        self, prompts: PromptBatch, max_tokens: int, stop_token_ids: Sequence[int]
+        self, prompts: PromptBatch, max_tokens: Sequence[int], stop_token_ids: Sequence[int]
     ) -> Generated:
         from hybridrl.rollout import requests  # imports vllm
 
@@ -188,16 +189,27 @@ class VLLMEngine:
         assert self._config.max_num_seqs is not None
         for size in WARM_UP_SIZES:
             if size <= self._config.max_num_seqs:
-                self._sample(replace(one, responses_per_prompt=size), 2, [])
+                self._sample(replace(one, responses_per_prompt=size), [2], [])
+
+    def _max_tokens(self, prompts: PromptBatch) -> list[int]:
+        """Longest response to each prompt."""
+        if prompts.max_tokens is None:
+            return [self._config.max_response_tokens] * len(prompts)
+        return prompts.max_tokens.tolist()
 
     def _check_lengths(self, prompts: PromptBatch) -> None:
         limit = self._config.max_prompt_tokens
-        lengths = prompts.prompts.lengths
-        assert (lengths > 0).all(), "an empty prompt"
+        lengths, max_tokens = prompts.prompts.lengths.tolist(), self._max_tokens(prompts)
+        assert all(length > 0 for length in lengths), "an empty prompt"
+        assert all(tokens > 0 for tokens in max_tokens), "no token may be sampled"
+        # What a conversation has used up of its response stands in its later prompts.
+        used = [self._config.max_response_tokens - tokens for tokens in max_tokens]
         long = [
-            f"prompt {prompt} has {length}"
-            for prompt, length in zip(prompts.prompt_id.tolist(), lengths.tolist(), strict=True)
-            if length > limit
+            f"prompt {prompt} has {length - before}"
+            for prompt, length, before in zip(
+                prompts.prompt_id.tolist(), lengths, used, strict=True
+            )
+            if length - before > limit
         ]
         if long:
             raise ValueError(f"rollout.max_prompt_tokens={limit}, but {', '.join(long)} tokens")

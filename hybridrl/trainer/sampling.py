@@ -172,7 +172,7 @@ def request_for(
         responses_per_prompt=config.rollout.responses_per_prompt,
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
-        first_sample=first_sample,
+        first_sample=torch.full((len(prompts),), first_sample),
     )
 
 

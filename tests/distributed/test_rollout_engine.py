@@ -15,12 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import DType, SleepMode
+from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import (
+    MAX_PROMPT,
     MAX_RESPONSE,
     Case,
     error_of,
@@ -62,6 +64,8 @@ def look(folder: Path) -> dict[str, Any]:
     seen["first"] = engine.generate(prompts())
     none = replace(prompts(), prompts=Ragged.from_rows([], torch.int64), prompt_id=torch.empty(0))
     seen["nothing"] = engine.generate(none)
+    seen["turns"] = in_turns(engine)
+    seen["long"] = error_of(lambda: engine.generate(replace(longest(), max_tokens=None)))
     seen["plain"] = plain_generate(engine, config.seed, folder)
     for mode in (SleepMode.none, SleepMode.kv_cache, SleepMode.all):
         config.sleep = mode
@@ -74,6 +78,40 @@ def look(folder: Path) -> dict[str, Any]:
         engine.reset_prefix_cache()
         seen[f"after_{mode}"] = engine.generate(prompts())
     return seen
+
+
+def longest() -> PromptBatch:
+    """A prompt that leaves no more than five tokens of the context."""
+    rows = [[1] * (MAX_PROMPT + MAX_RESPONSE - 5)]
+    return PromptBatch(
+        prompts=Ragged.from_rows(rows, torch.int64),
+        prompt_id=torch.tensor([9]),
+        step=1,
+        responses_per_prompt=1,
+        temperature=1.0,
+        top_p=1.0,
+        max_tokens=torch.tensor([5]),
+    )
+
+
+def in_turns(engine: VLLMEngine) -> dict[str, Any]:
+    """Greedy responses at once and in two parts, and sampled ones cut by length and token."""
+    greedy = replace(prompts(temperature=0.0), responses_per_prompt=1)
+    whole = engine.generate(greedy)
+    first = engine.generate(replace(greedy, max_tokens=torch.tensor([3, 4, 5])))
+    rows = zip(greedy.prompts.rows(), first.responses.rows(), strict=True)
+    grown = Ragged.from_rows([torch.cat(row) for row in rows], torch.int64)
+    rest = MAX_RESPONSE - torch.tensor([3, 4, 5])
+    second = engine.generate(replace(greedy, prompts=grown, max_tokens=rest, turn=1))
+    stop = int(whole.responses.rows()[2][6])
+    stopped = engine.generate(replace(greedy, stop_token_ids=(stop,)))
+    return {
+        "whole": whole,
+        "parts": (first, second),
+        "stop": stop,
+        "stopped": stopped,
+        "to_the_end": engine.generate(longest()),
+    }
 
 
 def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
@@ -120,6 +158,37 @@ def test_an_engine_without_prompts_returns_nothing(seen):
     """A round of resampling may have fewer prompts than there are engines."""
     assert len(seen["nothing"].responses) == len(seen["nothing"].log_probs) == 0
     assert seen["nothing"].truncated.tolist() == []
+
+
+def test_a_response_in_two_parts_is_the_response(seen):
+    """Tokens and log-probs, whatever of the first part is cached."""
+    whole, (first, second) = seen["turns"]["whole"], seen["turns"]["parts"]
+    assert first.responses.lengths.tolist() == [3, 4, 5] and first.truncated.all()
+    for field in ("responses", "log_probs"):
+        rows = zip(vars(first)[field].rows(), vars(second)[field].rows(), strict=True)
+        joined = torch.cat([torch.cat(row) for row in rows])
+        torch.testing.assert_close(joined, vars(whole)[field].values, rtol=0, atol=1e-5)
+    assert torch.equal(whole.truncated, second.truncated)
+
+
+def test_a_response_ends_at_a_further_stop_token_and_keeps_it(seen):
+    turns = seen["turns"]
+    for whole, stopped, cut, log_probs in zip(
+        turns["whole"].responses.rows(),
+        turns["stopped"].responses.rows(),
+        turns["stopped"].truncated,
+        turns["stopped"].log_probs.rows(),
+        strict=True,
+    ):
+        tokens = whole.tolist()
+        end = tokens.index(turns["stop"]) + 1 if turns["stop"] in tokens else len(tokens)
+        assert stopped.tolist() == tokens[:end] and len(log_probs) == end
+        assert not (cut and turns["stop"] in tokens)
+
+
+def test_a_conversation_may_fill_the_context_but_not_exceed_it(seen):
+    assert 1 <= int(seen["turns"]["to_the_end"].responses.lengths) <= 5
+    assert f"max_prompt_tokens={MAX_PROMPT}, but prompt 9 has 151" in seen["long"]
 
 
 def test_the_first_token_comes_before_the_last(seen):

@@ -91,6 +91,31 @@ def test_prompts_are_dealt_by_expected_tokens():
     assert first.expected_tokens.tolist() == [9.0, 2.0]
 
 
+def test_conversations_stay_on_their_engines():
+    prompts = replace(
+        prompts_of([3, 1, 2, 5]),
+        engine=torch.tensor([2, 0, 2, 0]),
+        max_tokens=torch.tensor([7, 8, 9, 10]),
+        first_sample=torch.tensor([0, 1, 2, 3]),
+    )
+    parts = prompts.shard(3)
+    assert [part.prompt_id.tolist() for part in parts] == [[1, 3], [], [0, 2]]
+    assert [part.max_tokens.tolist() for part in parts] == [[8, 10], [], [7, 9]]
+    assert [part.first_sample.tolist() for part in parts] == [[1, 3], [], [0, 2]]
+    joined = prompts.join([answer(part) for part in parts])
+    assert joined.batch.responses.values.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
+    assert joined.engine_of.tolist() == [2, 0, 2, 0]
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_who_answered_is_known(engines):
+    prompts = prompts_of([1, 9, 4, 4, 2])
+    parts = prompts.shard(engines)
+    joined = prompts.join([answer(part) for part in parts])
+    for engine, part in enumerate(parts):
+        assert (joined.engine_of[part.prompt_id] == engine).all()
+
+
 def test_speed_of_an_engine():
     assert EngineStats(tokens=300, seconds=2.0, first_token_s=0.1).tokens_per_second == 150.0
     assert EngineStats(tokens=0, seconds=0.0, first_token_s=0.0).tokens_per_second == 0.0

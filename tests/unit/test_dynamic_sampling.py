@@ -49,7 +49,8 @@ class Source:
 def generate(request: PromptBatch) -> Rollout:
     """Each response is [prompt, sample] and as many more tokens as the sample's index."""
     each = request.responses_per_prompt
-    samples = range(request.first_sample, request.first_sample + each)
+    first = int(request.first_sample[0])
+    samples = range(first, first + each)
     ids = request.prompt_id.tolist()
     rows = [[number, sample, *[9] * (sample % 3)] for number in ids for sample in samples]
     responses = Ragged.from_rows(rows, torch.int64)

@@ -44,6 +44,19 @@ def test_the_seed_is_the_documented_one():
     assert sample_seeds(0, batch())[0] == int.from_bytes(digest, "big") >> 1
 
 
+def test_seeds_go_by_each_prompts_own_sample():
+    apart = replace(batch(responses=1), first_sample=torch.tensor([2, 0, 1]))
+    whole = sample_seeds(0, batch())
+    assert sample_seeds(0, apart) == [whole[2], whole[3], whole[7]]
+
+
+def test_every_turn_of_a_conversation_has_seeds_of_its_own():
+    """The first turn's are those of a response without turns."""
+    turns = [sample_seeds(0, replace(batch(), turn=turn)) for turn in range(4)]
+    assert turns[0] == sample_seeds(0, batch())
+    assert len({seed for turn in turns for seed in turn}) == 4 * 9
+
+
 def write(folder, **files):
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
