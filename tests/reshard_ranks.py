@@ -1,5 +1,6 @@
 """What the tests of the resharder run on every rank: random shards, and an engine without vLLM."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,14 +10,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.engine import Destination, Resharder, ReshardError
+from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.reshard.engine import Resharder
 from hybridrl.reshard.layout import SourceLayout
+from hybridrl.reshard.mover import Destination, ReshardError
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
 from tests.toy_engine import SOURCES, ToyEngine
 
 BFLOAT = torch.bfloat16
+# What has adapters where some weights have them: parts of fused parameters, and columns.
+MERGED = ("q", "v", "o", "up", "experts")
 EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank takes columns
 
 
@@ -61,11 +65,16 @@ class Side:
         )
         self.local: dict[str, Tensor] = {}
 
-    def resharder(self, bucket_elements: int) -> Resharder:
-        shards = [
-            NamedShard(c.name, c.shape, lambda name=c.name: self.local[name], c.dim)
-            for c in self.layouts
-        ]
+    def resharder(self, bucket_elements: int, merged: Collection[str] | None = None) -> Resharder:
+        """All weights live; or those named merged, and the others frozen."""
+        shards = []
+        for c in self.layouts:
+            get, kind = (lambda name=c.name: self.local[name]), ShardKind.live
+            if merged is not None and c.name in merged:
+                get, kind = (lambda name=c.name: self.local[name].clone()), ShardKind.merged
+            elif merged is not None:
+                kind = ShardKind.frozen
+            shards.append(NamedShard(c.name, c.shape, get, c.dim, kind))
         destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
         return SmallBuckets(shards, destination, self.mesh, bucket_elements)
 
@@ -80,6 +89,12 @@ class Side:
             self.local[layout.name] = memory[: part.numel()].view(part.shape).copy_(part)
         return whole
 
+    def cut_in_place(self, whole: dict[str, Tensor]) -> None:
+        """Give some shards other content where they lie."""
+        for layout in self.layouts:
+            if layout.name in whole:
+                self.local[layout.name].copy_(cut(whole[layout.name], layout.region(self.rank)))
+
     def wrong(self, whole: dict[str, Tensor]) -> list[str]:
         """Parameters that are not, bit for bit, what the loader makes of the whole weights."""
         oracle = FloatEngine(self.engine.rank, self.engine.tp)
@@ -93,8 +108,8 @@ class Side:
 class SmallBuckets(Resharder):
     """Counts elements instead of MiB, since toys have few of them."""
 
-    def _agreed_plan(self, bucket_elements: int) -> Any:
-        return super()._agreed_plan(bucket_elements >> 19)
+    def _agreed_plans(self, bucket_elements: int, frozen: list[str]) -> Any:
+        return super()._agreed_plans(bucket_elements >> 19, frozen)
 
 
 def cut(tensor: Tensor, region: Region) -> Tensor:
@@ -119,7 +134,7 @@ def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str,
     )
     side = Side(tp, build_mesh(spec, device), by_columns, device)
     resharder = side.resharder(bucket_elements=64)
-    seen: dict[str, Any] = {"wrong": [], "buckets": len(resharder._plan.buckets)}
+    seen: dict[str, Any] = {"wrong": [], "buckets": len(plan_of(resharder).buckets)}
     # New memory every time, at other offsets from 16 bytes the third time; then a second sync of
     # weights that were changed in place.
     for seed in range(3):
@@ -136,13 +151,13 @@ def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str,
     return seen
 
 
-def missed_flips(side: Side, resharder: Resharder) -> list[str]:
+def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[str]:
     """Flip one bit of each copy and each message that a rank takes, on one rank after the other.
 
     Returns:
         What was not noticed, or blamed on anything else.
     """
-    resharder.sync(4, verify=True)
+    resharder.sync(4, verify=True, kept=kept)
     missed = []
     for rank in range(dist.get_world_size()):
         own = list(places(resharder)) if rank == dist.get_rank() else []
@@ -167,9 +182,10 @@ def missed_flips(side: Side, resharder: Resharder) -> list[str]:
 
 def places(resharder: Resharder) -> Any:
     """The last row of every local copy and of every message that this rank takes."""
-    plan, rank = resharder._plan, resharder._rank
-    taken = [(c.parameter, c.offset, c.region.shape) for c in plan.local]
-    for bucket in plan.buckets:
+    plans = [mover.plan for mover in resharder._movers]
+    rank = dist.get_rank(resharder._group)
+    taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
         for message in (m for section in bucket.receives for m in section.messages):
             for taker in message.takers:
                 if taker.receiver == rank:
@@ -177,6 +193,42 @@ def places(resharder: Resharder) -> Any:
     for name, offset, shape in taken:
         last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
         yield name, (*last[:-1], slice(last[-1], last[-1] + 1))
+
+
+def plan_of(resharder: Resharder) -> Any:
+    """The plan of what changes."""
+    return resharder._movers[-1].plan
+
+
+@torch.no_grad()
+def run_adapted(tp: int, replicas: int, device: str) -> dict[str, Any]:
+    """What one rank sees where some weights are frozen and some are merged at each sync."""
+    spec = fsdp_config(dist.get_world_size() // replicas, replicas, tensor_parallel_size=tp)
+    side = Side(tp, build_mesh(spec, device), by_columns=True, device=device)
+    resharder = side.resharder(bucket_elements=64, merged=MERGED)
+    seen: dict[str, Any] = {"wrong": []}
+    whole = side.take_weights(0)
+    # The first sync is a full one, whatever is kept; a change of what is frozen would show.
+    seen["first"] = resharder.sync(0, verify=True, kept=True)
+    seen["wrong"] += side.wrong(whole)
+    later = side.take_weights(1)
+    side.take_weights(0)
+    changed = whole | {name: later[name] for name in MERGED}
+    side.cut_in_place({name: later[name] for name in MERGED})
+    seen["second"] = resharder.sync(1, verify=True, kept=True)
+    seen["wrong"] += side.wrong(changed)
+    seen["missed"] = missed_flips(side, resharder, kept=True)
+    side.tensors["embed"].fill_(torch.nan)
+    seen["lost"] = error_of(lambda: resharder.sync(2, verify=True, kept=True))
+    seen["again"] = resharder.sync(3, verify=True, kept=True)
+    seen["wrong"] += side.wrong(changed)
+    side.tensors["norm"].fill_(torch.nan)
+    seen["not_kept"] = resharder.sync(4, verify=True, kept=False)
+    seen["wrong"] += side.wrong(changed)
+    resharder.sync(5, verify=False, kept=True)
+    seen["unsure"] = resharder.sync(6, verify=True, kept=True)
+    seen["wrong"] += side.wrong(changed)
+    return seen
 
 
 def replica_error(side: Side, resharder: Resharder) -> str:

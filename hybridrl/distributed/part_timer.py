@@ -24,10 +24,10 @@ class PartTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Note the seconds of what is inside under `name`."""
+        """Add the seconds of what is inside to those of `name`."""
         start = self._now()
         yield
-        self.seconds[name] = self._now() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def total(self) -> float:
         """Seconds since this timer was made."""

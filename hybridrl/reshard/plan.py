@@ -10,7 +10,7 @@ the sequence is the same, no sizes or headers are exchanged when data moves.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
@@ -23,6 +23,7 @@ class Plan:
     """What one rank does in a reshard.
 
     Attributes:
+        sources: names of the weights that are moved.
         local: copies out of this rank's own shards; regions of whole source tensors.
         buckets: what is exchanged, in order; as many on every rank of the group.
         copies: the whole regions this rank receives, before they were cut into pieces.
@@ -34,6 +35,7 @@ class Plan:
         unavoidable: elements it would receive if its own shards were all of use to it.
     """
 
+    sources: frozenset[str]
     local: list[TracedCopy]
     buckets: list[Bucket]
     copies: list[TracedCopy]
@@ -42,6 +44,11 @@ class Plan:
     parameters: list[str]
     received: int
     unavoidable: int
+
+    @property
+    def written(self) -> int:
+        """Elements of its parameters that this rank writes, constants and loaders apart."""
+        return sum(math.prod(copy.region.shape) for copy in self.copies)
 
     @property
     def exchanges_much(self) -> bool:
@@ -55,10 +62,28 @@ def build_plan(
     rank: int,
     bucket_elements: int,
 ) -> Plan:
-    """The plan of rank number `rank` of a shard group.
+    """The plan of rank number `rank` of a shard group for all weights together.
+
+    Arguments and errors as for `build_plans`, with nothing frozen.
+    """
+    (plan,) = build_plans(sources, [], traces, rank, bucket_elements)
+    return plan
+
+
+def build_plans(
+    sources: Sequence[SourceLayout],
+    frozen: Collection[str],
+    traces: Sequence[Trace],
+    rank: int,
+    bucket_elements: int,
+) -> list[Plan]:
+    """The plans of rank number `rank` of a shard group, that of frozen weights first.
+
+    Together they write what one plan of all weights would; constants are the first one's part.
 
     Args:
         sources: layout of every checkpoint tensor over the group.
+        frozen: names of those that never change. Without any there is only one plan, of all.
         traces: of the group's ranks, in order.
         rank: position in the group.
         bucket_elements: most elements of staging memory that any rank needs for one bucket, for
@@ -73,6 +98,28 @@ def build_plan(
         raise ValueError("the ranks' engines have different parameters")
     for trace in traces:
         check_coverage(trace)
+    still = set(frozen)
+    parts = [[s for s in sources if (s.name in still) is first] for first in (True, False)]
+    if not parts[0]:
+        return [_plan(sources, traces, rank, bucket_elements)]
+    plans = []
+    for part in parts:
+        names = {source.name for source in part}
+        own = [
+            trace._replace(
+                copies=[copy for copy in trace.copies if copy.source in names],
+                fills=trace.fills if part is parts[0] else [],
+            )
+            for trace in traces
+        ]
+        plans.append(_plan(part, own, rank, bucket_elements))
+    return plans
+
+
+def _plan(
+    sources: Sequence[SourceLayout], traces: Sequence[Trace], rank: int, bucket_elements: int
+) -> Plan:
+    """The plan for these sources; traces copy from no others."""
     takers = _takers(sources, traces)
     messages = [
         window
@@ -89,12 +136,13 @@ def build_plan(
     ]
     held = sum(math.prod(s.region(rank).shape) for s in sources if takers[s.name])
     return Plan(
+        sources=frozenset(source.name for source in sources),
         local=local,
         buckets=buckets,
         copies=taken,
         fills=traces[rank].fills,
         gathered=_gathered(sources, traces),
-        parameters=parameters,
+        parameters=list(traces[0].parameters),
         received=sum(bucket.received for bucket in buckets),
         unavoidable=max(0, sum(math.prod(copy.region.shape) for copy in taken) - held),
     )

@@ -50,6 +50,11 @@ class RolloutEngine(Protocol):
         """The parts that have their memory and keep what is in it."""
         ...
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether what was written into the parameters outlives `sleep`."""
+        ...
+
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
         """What the loader would write on this rank, given checkpoint tensors of these shapes."""
         ...

@@ -88,6 +88,11 @@ class VLLMEngine:
         """The parts that have their memory and keep what is in it."""
         return self._awake
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether what was written into the parameters outlives `sleep`, as it does on a CPU."""
+        return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
+
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
         """What vLLM's loader would write on this rank; the parameters are not touched."""
         dtype = getattr(torch, self._config.dtype.value)

@@ -17,7 +17,8 @@ from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.models.resolve import model_folder
-from hybridrl.reshard.engine import Destination, Resharder
+from hybridrl.reshard.engine import Resharder
+from hybridrl.reshard.mover import Destination
 from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
@@ -102,7 +103,8 @@ class RolloutWorker(Worker):
             On this rank: seconds in all (`total_s`) and by parts, in their order: `onload_s` of
             the actor, `wake_weights_s`, `move_s`, `verify_s` of comparing fingerprints,
             `offload_s` of the other roles, `wake_kv_s` and `reset_prefix_cache_s`; and the bytes
-            received from other ranks.
+            received from other ranks and written into the engine's parameters. Frozen weights
+            that the engine still holds are not moved again.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent.
@@ -114,7 +116,9 @@ class RolloutWorker(Worker):
         with timer.part("wake_weights_s"):
             self.engine.wake(EnginePart.WEIGHTS)
         self.engine.check()
-        metrics = self.resharder.sync(version, verify=self.config.verify_reshard)
+        metrics = self.resharder.sync(
+            version, verify=self.config.verify_reshard, kept=self.engine.keeps_weights
+        )
         with timer.part("offload_s"):
             self._others_rest()
         with timer.part("wake_kv_s"):

@@ -13,7 +13,7 @@ import torch
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.reshard.layout import SourceLayout, intersect, layouts_of
-from hybridrl.reshard.plan import build_plan, digest
+from hybridrl.reshard.plan import build_plan, build_plans, digest
 from hybridrl.rollout.trace import trace_loader
 from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates
 
@@ -24,6 +24,8 @@ MESHES = [
     if (replicas * shards) % tp == 0
 ]
 BUCKETS = (1, 50, 10**6)
+# Parts of fused parameters, too: k of qkv, gate of gate_up.
+FROZEN = ["embed", "norm", "k", "q_bias", "k_bias", "v_bias", "gate", "lm_head"]
 
 
 def trace_of(rank, tp):
@@ -134,6 +136,31 @@ def check_group(tp_ranks, tp, row_parallel_dim):
             for name, parameter in engine.named_parameters():
                 assert (written[place][name] == 1).all(), name
                 assert torch.equal(parameter, dict(oracle.named_parameters())[name]), name
+
+
+@pytest.mark.parametrize(("num_shards", "tp"), [(1, 1), (2, 2), (4, 2), (4, 4), (4, 1)])
+def test_the_two_plans_together_write_what_one_would(num_shards, tp):
+    """That of frozen weights writes those alone, and constants; that of the rest all others."""
+    whole, cuts = coordinates(), layouts(num_shards)
+    shards = {c.name: chunk(whole[c.name], num_shards, c.dim) for c in cuts}
+    traces = [trace_of(rank % tp, tp) for rank in range(num_shards)]
+    engines = [ToyEngine(rank % tp, tp) for rank in range(num_shards)]
+    both = [build_plans(cuts, FROZEN, traces, rank, 50) for rank in range(num_shards)]
+    assert {plans[0].sources for plans in both} == {frozenset(FROZEN)}
+    first = carry_out([plans[0] for plans in both], engines, shards, cuts)
+    second = carry_out([plans[1] for plans in both], engines, shards, cuts)
+    for rank, engine in enumerate(engines):
+        oracle = ToyEngine(rank % tp, tp)
+        oracle.load_weights(whole.items())
+        for name, parameter in oracle.named_parameters():
+            assert (first[rank][name] + second[rank][name] == 1).all(), name
+            assert torch.equal(dict(engine.named_parameters())[name], parameter), name
+        assert second[rank]["embed"].sum() == second[rank]["norm"].sum() == 0
+        assert 0 < first[rank]["gate_up"].sum() == second[rank]["gate_up"].sum()
+        written = sum(int(counts.sum()) for counts in second[rank].values())
+        assert both[rank][1].written == written
+    alone = [build_plan(cuts, traces, rank, 50) for rank in range(num_shards)]
+    assert [p.received for p in alone] == [a.received + b.received for a, b in both]
 
 
 def test_the_oracle_splits_as_vllm_documents():
