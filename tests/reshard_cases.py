@@ -145,8 +145,7 @@ def prompts(temperature: float = 1.0, count: int = 3) -> PromptBatch:
 
 def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict[str, Any]]:
     """What each case showed on this rank, by the case's text."""
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    set_rank_environment()
     if device_type == "cuda":
         os.environ.update(compat.NO_MULTICAST)
     seen: dict[str, dict[str, Any]] = {}
@@ -157,6 +156,12 @@ def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict
         workers.append(build_worker(case, root / case.model, device_type))
         seen[str(case)] = run_case(case, workers[-1], root / case.model)
     return seen
+
+
+def set_rank_environment() -> None:
+    """What vLLM reads of a rank."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
 
 
 def forget_tensor_parallel_groups() -> None:

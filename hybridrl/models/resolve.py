@@ -72,6 +72,15 @@ def model_folder(model: ModelConfig) -> Path:
     return folder
 
 
+def name_or_folder(model: ModelConfig) -> str:
+    """What a library finds the model by: its name on the hub, or else its absolute folder.
+
+    Raises:
+        ConfigError: as for `model_folder`.
+    """
+    return model.path if _is_on_hub(model.path) else str(model_folder(model))
+
+
 def plain_folder(path: str) -> Path:
     """The absolute folder that has a model's config.json and tokenizer, perhaps without weights.
 

@@ -14,13 +14,18 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.data.totals import Totals
-from hybridrl.distributed.export import write_hf_folder
-from hybridrl.distributed.fsdp import full_state_dict, load_sharded_policy, named_shards
+from hybridrl.distributed.export import AdapterFiles, write_hf_folder
+from hybridrl.distributed.fsdp import (
+    adapter_state_dict,
+    full_state_dict,
+    load_sharded_policy,
+    named_shards,
+)
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import to_device
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.models.resolve import model_folder
+from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.optimizer import Optimizer
@@ -161,9 +166,12 @@ class ActorWorker(ModelWorker):
     def save(self, folder: str) -> None:
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
-        float32, as trained. The folder appears under its name when it is complete.
+        float32, as trained; adapters are merged into it, and stand beside it in peft's format. The
+        folder appears under its name when it is complete.
         """
         self.begin()
-        weights = full_state_dict(self.model)
+        model, lora = self.config.model, self.config.lora
+        weights, adapters = full_state_dict(self.model), adapter_state_dict(self.model)
         if dist.get_rank() == 0:
-            write_hf_folder(weights, model_folder(self.config.model), Path(folder))
+            files = AdapterFiles(adapters, lora, name_or_folder(model)) if adapters else None
+            write_hf_folder(weights, model_folder(model), Path(folder), files)

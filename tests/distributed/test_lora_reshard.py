@@ -1,0 +1,204 @@
+"""Adapted weights in vLLM and on disk: merged bit for bit, the rest moved once, adapters for peft.
+
+Real processes, real FSDP2 shards, a real vLLM; its tensors are compared with what it loads from
+the merged checkpoint, and the log-probs of both folders with peft's.
+"""
+
+import json
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.schema import DType
+from hybridrl.distributed.log_probs import Entropy
+from hybridrl.distributed.packing import pack
+from hybridrl.workers.actor import ActorWorker
+from tests.distributed.launch import run_on_ranks
+from tests.lora_cases import move_away
+from tests.reshard_cases import (
+    Case,
+    build_worker,
+    differences,
+    error_of,
+    forget_tensor_parallel_groups,
+    loaded_by_vllm,
+    prompts,
+    set_rank_environment,
+    write_folders,
+)
+from tests.role_configs import actor_config, lora_config
+from tests.training_batches import training_batch
+
+TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+class Looked(NamedTuple):
+    """What a rank saw of a case."""
+
+    columns: list
+    full: dict
+    adapted: dict
+    differs: dict
+    flipped: str
+    log_probs: torch.Tensor
+
+
+CASES = {
+    "tp 2": (2, [Case("llama", DType.bfloat16, tp=2)]),
+    "one rank": (1, [Case("qwen2", DType.float32, tp=1)]),
+    "tp 1, several": (2, [Case("qwen3", DType.float32, tp=1), Case("qwen2", DType.bfloat16, tp=2)]),
+    "replicas": (4, [Case("qwen3", DType.bfloat16, tp=2, dp_replicate=2)]),
+}
+
+
+def look_at_all(cases, root):
+    set_rank_environment()
+    seen, workers = [], []
+    for case in cases:
+        if workers:
+            forget_tensor_parallel_groups()
+        workers.append(build_worker(case, root / case.model, "cpu"))
+        seen.append(look(case, workers[-1], root / case.model))
+    return seen
+
+
+def look(case, worker, folder):
+    spec = replace(case.spec(), columns=worker.columns(case.spec()))
+    lora = lora_config(4, target_modules=TARGETS)
+    actor = ActorWorker(actor_config(folder / "A", spec, lora=lora), worker.mesh)
+    worker.connect({"actor": actor})
+    full = worker.reshard(1)
+    worker.generate(prompts())
+    worker.sleep()
+    differs = {"base": differing(worker, folder / "A")}
+    move_away(actor)
+    adapted = worker.reshard(2)
+    actor.save(str(folder / "final"))
+    dist.barrier()  # rank 0 writes
+    differs["merged"] = differing(worker, folder / "final")
+    flipped = flip(worker)
+    with torch.no_grad():
+        packed = pack(training_batch(), actor.device)
+        log_probs = actor.model(packed, 1.0, Entropy.omit).log_probs
+    return Looked(spec.columns, full, adapted, differs, flipped, log_probs)
+
+
+def differing(worker, folder):
+    live = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
+    return differences(live, loaded_by_vllm(worker.config, folder))
+
+
+def flip(worker):
+    """What is said of one bit of the embedding, which the last reshard did not move."""
+    byte = worker.engine.tensors()["model.embed_tokens.weight"][0].view(torch.uint8)[:1]
+    byte ^= 1
+    message = error_of(lambda: worker.resharder.verify(3))
+    byte ^= 1
+    return message
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:]]
+
+
+@pytest.fixture(scope="module", params=["tp 2", *SLOW])
+def looked(request, tmp_path_factory):
+    """(case, folder, what each rank saw), for all cases of a number of ranks."""
+    ranks, cases = CASES[request.param]
+    root = tmp_path_factory.mktemp("models")
+    write_folders(root, [case.model for case in cases])
+    by_rank = run_on_ranks(look_at_all, ranks, cases, root, time_limit_s=280)
+    return [
+        (case, root / case.model, [seen[index] for seen in by_rank])
+        for index, case in enumerate(cases)
+    ]
+
+
+def test_vllm_holds_what_it_loads_from_the_base_and_from_the_merged_folder(looked):
+    for case, _, by_rank in looked:
+        for seen in by_rank:
+            assert seen.differs == {"base": [], "merged": []}, case
+
+
+def test_shards_of_both_kinds_of_cut_were_merged(looked):
+    for case, _, by_rank in looked:
+        assert bool(by_rank[0].columns) == (case.tp == 2)
+
+
+def test_only_adapted_weights_are_written_again(looked):
+    """q, v, o, up and down of two layers, with 4 heads of 64 over 2 or 1 key heads."""
+    hidden, inner = 256, 352
+    for case, folder, by_rank in looked:
+        config = json.loads((folder / "A" / "config.json").read_text())
+        values = config["num_key_value_heads"] * 64
+        layer = 2 * hidden * hidden + values * hidden + 2 * inner * hidden
+        size = 4 if case.dtype is DType.float32 else 2
+        for seen in by_rank:
+            assert seen.adapted["written_bytes"] == 2 * layer * size / case.tp
+            assert seen.full["written_bytes"] > 1.5 * seen.adapted["written_bytes"]
+            assert seen.adapted["received_bytes"] <= seen.full["received_bytes"]
+
+
+def test_a_flipped_bit_of_what_was_not_moved_is_found(looked):
+    for _, _, by_rank in looked:
+        for seen in by_rank:
+            assert "\n  model.embed_tokens.weight on ranks [0" in seen.flipped
+            assert seen.flipped.count("\n") == 1
+
+
+def test_peft_loads_the_adapter_and_transformers_the_merged_folder(looked):
+    """Both give the trained model's log-probs, but for how float32 rounds in another forward."""
+    for _, folder, by_rank in looked:
+        base = AutoModelForCausalLM.from_pretrained(folder / "A", dtype=torch.float32)
+        adapter = folder / "final" / "adapter"
+        assert (
+            sorted(path.name for path in adapter.iterdir())
+            == [
+                "README.md",
+                "adapter_config.json",
+                "adapter_model.safetensors",
+            ][1:]
+        )
+        assert json.loads((adapter / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ] == str(folder / "A")
+        adapted = PeftModel.from_pretrained(base, adapter).eval()
+        merged = AutoModelForCausalLM.from_pretrained(folder / "final", dtype="auto").eval()
+        for model in (adapted, merged):
+            found = log_probs_of(model)
+            torch.testing.assert_close(found, by_rank[0].log_probs, rtol=0, atol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(folder / "A", dtype=torch.float32).eval()
+        assert (log_probs_of(plain) - by_rank[0].log_probs).abs().max() > 1e-2
+
+
+def test_the_merged_folder_is_the_base_and_the_adapter(looked):
+    """W + alpha / r * B A in float64 out of the files, to the rounding of float32."""
+    for _, folder, _ in looked:
+        base = load_file(folder / "A" / "model.safetensors")
+        merged = load_file(folder / "final" / "model.safetensors")
+        adapter = load_file(folder / "final" / "adapter" / "adapter_model.safetensors")
+        assert len(adapter) == 2 * 2 * len(TARGETS)
+        assert merged.keys() == base.keys()
+        for name, weight in merged.items():
+            factors = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{factors}A.weight" not in adapter:
+                assert torch.equal(weight, base[name]), name
+                continue
+            a, b = (adapter[f"{factors}{which}.weight"].double() for which in "AB")
+            expected = base[name].double() + 8 / 4 * b @ a
+            torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@torch.no_grad()
+def log_probs_of(model):
+    batch, found = training_batch(), []
+    for prompt, response in zip(batch.prompts.rows(), batch.responses.rows(), strict=True):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
+        log_p = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(log_p.gather(-1, response[:, None])[:, 0])
+    return torch.cat(found)
