@@ -92,9 +92,10 @@ def too_few(config: DataConfig, name: str, count: int, left_out: dict[str, int])
         text = (
             f"data.prompts_per_step = {config.prompts_per_step}, but there are {there}; a step "
             f"must not hold a problem twice.\n"
-            f"Set data.prompts_per_step={max(1, count)} or less, or give more problems."
+            + (f"Set data.prompts_per_step={count} or less, or give" if count else "Give")
+            + " more problems."
         )
-    if left_out.get(HELD_OUT_AS_WELL, 0):
+    if HELD_OUT_AS_WELL in left_out:
         text += " To train on held-out problems, too: data.held_out_overlap=keep."
     return [text]
 

@@ -13,6 +13,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.rewarding import data_set_means
 from tests.data_configs import data_config, jsonl, part, sums
+from tests.end_to_end.metric_names import unexplained
 from tests.tokenizer_folders import model_folder
 
 
@@ -81,6 +82,7 @@ def test_mean_rewards_by_data_set():
     prompts = [Prompt(i, [], "", "", {}, {}, name) for i, name in enumerate(["a", "b", "a", "a"])]
     means = data_set_means(prompts, torch.tensor([1.0, 0.5, 0.0, 0.5]))
     assert means == {"reward/mean_a": 0.5, "reward/mean_b": 0.5}
+    assert unexplained(means) == []
     assert data_set_means([Prompt(0, [], "", "", {}, {})], torch.ones(1)) == {}
 
 
