@@ -34,6 +34,13 @@ def similar_siblings(key: str, names: Collection[str]) -> list[str]:
     return [f"{parent}{dot}{found}" for found in near]
 
 
+def unknown_sibling(key: str, value: Any, names: Collection[str]) -> str:
+    """The problem of a `key` that is none of those, by `names`, which its section takes."""
+    near = similar_siblings(key, names)
+    meant = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(names)}."
+    return f"{key} = {value}: unknown key, nothing reads it. {meant}"
+
+
 def did_you_mean(key: str, known: Collection[str]) -> str:
     """A question naming the keys that may have been meant, or where to find them all."""
     near = similar_keys(key, known)

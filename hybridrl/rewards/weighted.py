@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import similar_siblings
+from hybridrl.config.keys import unknown_sibling
 from hybridrl.rewards.base import Score, as_score, checked_by, resolve_function
 
 KEYS = ("function", "args", "weight")
@@ -30,9 +30,7 @@ def _part_problems(key: str, name: str, part: Any) -> Iterator[str]:
         yield f"{key} = {part}, expected a section with {', '.join(KEYS)}. Remove it with ~{key}."
         return
     for unknown in part.keys() - set(KEYS):
-        near = similar_siblings(f"{key}.{unknown}", KEYS)
-        meant = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(KEYS)}."
-        yield f"{key}.{unknown} = {part[unknown]}: unknown key, nothing reads it. {meant}"
+        yield unknown_sibling(f"{key}.{unknown}", part[unknown], KEYS)
     missing = [known for known in KEYS if known not in part]
     for known in missing:
         yield f"{key}.{known} is missing. Set +{key}.{known}=<{_EXPECTED[known]}>."

@@ -1,0 +1,187 @@
+"""A reward for programs: runs the response's last Python block with the example's tests.
+
+The program runs in the sandbox of hybridrl.rewards.sandbox, or not at all.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+from hybridrl.config.keys import unknown_sibling
+from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
+from hybridrl.rewards.sandbox import SandboxError, run_tests
+
+FENCE = "```"
+LANGUAGES = ("python", "python3", "py", "")
+_LEAST = {"seconds_per_test": 0.0, "seconds": 0.0, "memory_mb": 64, "file_mb": 1}
+
+
+class Grading(StrEnum):
+    """What the outcomes of the tests come to."""
+
+    share = "share"
+    all = "all"
+
+
+def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
+    """Wrong arguments; then whether the sandbox can be set up here, by running a program in it."""
+    found = [*_choice_problems(f"{key}.args", args), *_limit_problems(f"{key}.args", args)]
+    yield from found
+    if found:
+        return
+    try:
+        _probe(Limits(**args["limits"]), Isolation(args["isolation"]))
+    except SandboxError as error:
+        yield (
+            f"{key}.args.isolation = {args['isolation']}, but the sandbox does not work on this "
+            f"machine: {error}.\n{_REMEDIES[Isolation(args['isolation'])]}"
+        )
+
+
+_REMEDIES = {
+    Isolation.namespace: "Where user namespaces are not allowed, as in most containers, set "
+    "isolation=filter; docs/rewards.md says what that leaves open.",
+    Isolation.filter: "It needs Linux on x86_64 with seccomp filters. Have another machine compute "
+    "this reward: reward=http.",
+}
+
+
+def _choice_problems(where: str, args: dict[str, Any]) -> Iterator[str]:
+    for name, choices in (("grading", Grading), ("isolation", Isolation)):
+        if args[name] not in list(choices):
+            yield f"{where}.{name} = {args[name]}, expected one of {', '.join(choices)}."
+    if not isinstance(args["tests_key"], str) or not args["tests_key"]:
+        yield f"{where}.tests_key = {args['tests_key']}, expected the name of a column."
+
+
+def _limit_problems(where: str, args: dict[str, Any]) -> Iterator[str]:
+    where, limits = f"{where}.limits", args["limits"]
+    if not isinstance(limits, dict):
+        yield f"{where} = {limits}, expected a section with {', '.join(_LEAST)}."
+        return
+    for name in limits.keys() - _LEAST.keys():
+        yield unknown_sibling(f"{where}.{name}", limits[name], _LEAST)
+    for name, least in _LEAST.items():
+        if name not in limits:
+            yield f"{where}.{name} is missing. Set +{where}.{name}=<a number>."
+        elif not _is_limit(limits[name], least):
+            expected = f"an integer of at least {least}" if least else "seconds above 0"
+            yield f"{where}.{name} = {limits[name]}, expected {expected}."
+
+
+def _is_limit(value: Any, least: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return isinstance(value, int) and value >= least if least else value > 0
+
+
+def _probe(limits: Limits, isolation: Isolation) -> None:
+    """Run a right and a wrong program.
+
+    Raises:
+        SandboxError: the sandbox does not work, or judges them wrongly.
+    """
+    cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
+    outcomes = run_tests("x = 1", cases, limits, isolation)
+    if outcomes != [Outcome.passed, Outcome.failed]:
+        told = ", ".join(outcomes)
+        raise SandboxError(f"a right and a wrong program got {told}; are limits too small?")
+
+
+@checked_by(_problems)
+def score(
+    prompt: str,
+    response: str,
+    example: dict[str, Any],
+    tests_key: str,
+    grading: str,
+    isolation: str,
+    limits: dict[str, Any],
+) -> float:
+    """The share of the example's tests that the response's last Python block passes.
+
+    Args:
+        prompt: not looked at.
+        response: its last closed block between ``` fences, marked python or not at all, is the
+            program; without one the score is 0.
+        example: its column `tests_key` holds the tests; `cases_of` says how.
+        tests_key: the column.
+        grading: share: the share of tests passed; all: 1 if all pass, else 0.
+        isolation: see hybridrl.rewards.jail.Isolation.
+        limits: see hybridrl.rewards.jail.Limits.
+
+    Raises:
+        KeyError: the example has no such column.
+        ValueError: the column holds no tests.
+        SandboxError: the sandbox cannot be set up; the program was not run.
+    """
+    cases = cases_of(example[tests_key])
+    program = last_python_block(response)
+    if program is None:
+        return 0.0
+    only_all = Grading(grading) is Grading.all
+    outcomes = run_tests(
+        program, cases, Limits(**limits), Isolation(isolation), stop_at_failure=only_all
+    )
+    share = outcomes.count(Outcome.passed) / len(outcomes)
+    return math.floor(share) if only_all else share
+
+
+def last_python_block(text: str) -> str | None:
+    """The lines between the last pair of fences that is marked as Python or not at all.
+
+    A fence that is marked opens a block even where one is open; an open one at the end, as of a
+    response that was cut off, does not count.
+    """
+    found: str | None = None
+    language: str | None = None  # of the open block
+    lines: list[str] = []
+    for line in text.split("\n"):
+        mark = line.strip()
+        if not mark.startswith(FENCE):
+            lines.append(line)
+        elif language is not None and mark == FENCE:
+            found = "\n".join(lines) if language in LANGUAGES else found
+            language = None
+        else:
+            language, lines = mark.strip("`").strip().lower(), []
+    return found
+
+
+def cases_of(tests: Any) -> list[Case]:
+    """The tests of an example.
+
+    Args:
+        tests: a list whose items are statements that raise if the program is wrong
+            ("assert f(1) == 2"; the program's names are there) or {"input": ..., "output": ...},
+            what a script reads from stdin and is to print; {"inputs": [...], "outputs": [...]} for
+            many of these; one text of statements; or any of these as JSON.
+
+    Raises:
+        ValueError: it is none of these, or empty; guessing would reward wrong programs.
+    """
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        tests = json.loads(tests)
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = [{"input": given, "output": wanted} for given, wanted in pairs]
+    cases = [_case(test) for test in (tests if isinstance(tests, list) else [tests])]
+    if not cases:
+        raise ValueError("the example's list of tests is empty")
+    return cases
+
+
+def _case(test: Any) -> Case:
+    if isinstance(test, str) and test.strip():
+        return Case(statements=test)
+    if isinstance(test, dict) and {"input", "output"} <= test.keys():
+        texts = (test["input"], test["output"])
+        if all(isinstance(text, str) for text in texts):
+            return Case(stdin=texts[0], stdout=texts[1])
+    raise ValueError(
+        f"a test of the example is {str(test)[:80]!r}, expected statements such as "
+        f"'assert f(1) == 2', or input and output as texts"
+    )

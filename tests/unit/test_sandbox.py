@@ -1,0 +1,392 @@
+"""The sandbox with real programs: limits, what they cannot reach, that nothing outlives them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from sandbox_settings import BOTH, LIMITS, needs, outcome
+
+from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
+from hybridrl.rewards.sandbox import run_tests
+
+PASSED, FAILED, TIMEOUT = Outcome
+NAMESPACE = Isolation.namespace
+both = pytest.mark.parametrize("isolation", BOTH)
+in_namespace = needs(NAMESPACE)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) - before == set()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@both
+def test_statements_see_the_programs_names(isolation):
+    program = (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nf = lambda x: x + 1"
+    )
+    cases = ["assert f(1) == 2", "assert f(1) == 3", "assert P(1) == P(1)", "assert g(1)", "f("]
+    outcomes = run_tests(program, [Case(statements=c) for c in cases], LIMITS, isolation)
+    assert outcomes == [PASSED, FAILED, PASSED, FAILED, FAILED]
+
+
+@both
+def test_scripts_read_and_print(isolation):
+    program = "if __name__ == '__main__':\n    print(2 * int(input()), ' ')\n    print(input())"
+    cases = [
+        Case(stdin="4\nx y\n", stdout="8\nx y"),
+        Case(stdin="4\nx y", stdout="8   \nx y\n\n"),
+        Case(stdin="4\nx y\n", stdout="9\nx y"),
+        Case(stdin="4\nx y\n", stdout="8 x y"),
+        Case(stdin="4\n", stdout="8"),  # the second input() raises
+    ]
+    assert run_tests(program, cases, LIMITS, isolation) == [PASSED, PASSED, *[FAILED] * 3]
+    assert run_tests("print(8)\nexit()", [Case(stdout="8")], LIMITS, isolation) == [PASSED]
+    assert run_tests("print(8)\nexit(1)", [Case(stdout="8")], LIMITS, isolation) == [FAILED]
+
+
+@both
+def test_one_test_does_not_see_what_another_did(isolation):
+    program = "seen = []"
+    cases = [Case(statements="seen.append(1)\nassert seen == [1]")] * 3
+    assert run_tests(program, cases, LIMITS, isolation) == [PASSED] * 3
+
+
+UNFINISHED = [
+    "(",
+    "1 / 0",
+    "exit()",
+    "raise KeyboardInterrupt",
+    "import os\nos._exit(0)",
+    "import os\nos.write(3, bytes(16))",
+    "import os\nos.close(3)",
+    "import os\nos.closerange(0, 64)",
+    "import os\nos.abort()",
+    "import ctypes\nctypes.string_at(0)",
+    "def f(): f()\nf()",
+    "\0",
+]
+
+
+@both
+def test_who_does_not_come_to_the_end_has_failed(isolation):
+    cases = [Case(statements=text) for text in ["pass", *UNFINISHED, "pass"]]
+    outcomes = run_tests("", cases, LIMITS, isolation)
+    assert outcomes == [PASSED, *[FAILED] * len(UNFINISHED), PASSED]
+    assert outcome("exit()", isolation) is FAILED
+
+
+ENDLESS = [
+    "while True: pass",
+    "import time\ntime.sleep(600)",
+    "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))\nwhile True: pass",
+    "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+]
+
+
+@both
+def test_an_endless_program_is_cut_off(isolation):
+    cases = [Case(statements=text) for text in [*ENDLESS, "pass"]]
+    limits = Limits(**(vars(LIMITS) | {"seconds_per_test": 0.2}))
+    start = time.monotonic()
+    assert run_tests("", cases, limits, isolation) == [*[TIMEOUT] * len(ENDLESS), PASSED]
+    assert 0.2 * len(ENDLESS) <= time.monotonic() - start < 30
+
+
+@both
+def test_cpu_time_is_limited(isolation):
+    """The kernel ends what has used that much, in all threads, with SIGXCPU."""
+    program = "import resource, signal\nfound = resource.getrlimit(resource.RLIMIT_CPU)"
+    assert outcome(program, isolation, "assert found == (3, 4)", seconds_per_test=2.5) is PASSED
+    assert outcome(program, isolation, "signal.raise_signal(signal.SIGXCPU)") is TIMEOUT
+
+
+@both
+def test_all_tests_together_are_limited(isolation):
+    cases = [Case(statements="while True: pass")] * 100
+    limits = Limits(**(vars(LIMITS) | {"seconds": 0.3}))
+    start = time.monotonic()
+    assert run_tests("", cases, limits, isolation) == [TIMEOUT] * 100
+    assert time.monotonic() - start < 10
+
+
+@both
+def test_the_first_failure_may_end_it(isolation):
+    cases = [Case(statements=f"assert x != {i}") for i in range(4)]
+    found = run_tests("x = 1", cases, LIMITS, isolation, stop_at_failure=True)
+    assert found == [PASSED, FAILED, FAILED, FAILED]
+
+
+@both
+def test_memory_is_limited(isolation):
+    program = (
+        "blocks = []\ntry:\n    while len(blocks) < 2000: blocks.append(bytearray(2**20))\n"
+        "except MemoryError: pass\nfound = len(blocks)\nblocks = None\n"
+    )
+    assert outcome(program, isolation, "assert 16 < found < 256", seconds_per_test=10.0) is PASSED
+    assert outcome("x = bytearray(2**30)", isolation) is FAILED
+
+
+@both
+def test_no_process_can_be_made(isolation):
+    """os.fork, subprocess and the bare system calls, fifty times each: none succeeds."""
+    program = (
+        "import ctypes, os, subprocess, time\n"
+        "libc, made = ctypes.CDLL(None), 0\n"
+        "def bare(number):\n"
+        "    made = libc.syscall(number, 17, 0, 0, 0, 0)\n"
+        "    if made == 0:\n        time.sleep(600)\n"
+        "    return made > 0\n"
+        "for _ in range(50):\n"
+        "    for way in (os.fork, lambda: subprocess.Popen(['sleep', '600']),\n"
+        "                lambda: os.posix_spawn('/bin/sleep', ['sleep', '600'], {})):\n"
+        "        try:\n            pid = way()\n            made += 1\n"
+        "        except OSError:\n            continue\n"
+        "        if pid == 0:\n            time.sleep(600)\n"
+        "    made += bare(56) + bare(57)\n"
+    )
+    assert outcome(program, isolation, "assert made == 0", seconds_per_test=5.0) is PASSED
+
+
+@both
+def test_threads_can(isolation):
+    program = "import threading\nseen = []\nt = threading.Thread(target=seen.append, args=(1,))"
+    assert outcome(program, isolation, "t.start(); t.join(); assert seen == [1]") is PASSED
+
+
+@both
+def test_no_program_can_be_started(isolation):
+    assert outcome("import os\nos.execv('/bin/true', ['true'])", isolation) is FAILED
+
+
+@both
+def test_output_is_limited(isolation):
+    start = time.monotonic()
+    program = "while True: print('x' * 10**6)"
+    assert run_tests(program, [Case(stdout="x")], LIMITS, isolation) == [FAILED]
+    program = "import sys\nwhile True: sys.stderr.write('x' * 10**6)"
+    assert outcome(program, isolation, seconds_per_test=0.2) is TIMEOUT
+    assert time.monotonic() - start < 20
+
+
+@in_namespace
+def test_files_are_its_own_and_limited_together():
+    program = (
+        "import os\nwritten = 0\n"
+        "try:\n"
+        "    for i in range(100):\n"
+        "        with open(f'{i}', 'wb', buffering=0) as f: written += f.write(bytes(2**18))\n"
+        "except OSError: pass\n"
+    )
+    assert outcome(program, NAMESPACE, "assert 2**18 < written <= 2 * 2**20") is PASSED
+    cases = [Case(statements="open('x', 'x')")] * 2  # the same folder for all tests of a response
+    assert run_tests("", cases, LIMITS, NAMESPACE) == [PASSED, FAILED]
+    assert outcome("open('x', 'x')", NAMESPACE) is PASSED  # and another for the next
+
+
+@both
+def test_other_files_cannot_be_changed(isolation, tmp_path):
+    target = tmp_path / "kept"
+    target.write_text("before")
+    program = f"""
+import os, pathlib
+path, folder = pathlib.Path({str(target)!r}), pathlib.Path({str(tmp_path)!r})
+ways = [
+    lambda: path.write_text("after"), lambda: path.open("a"), lambda: path.open("r+"),
+    lambda: os.truncate(path, 0), lambda: path.unlink(), lambda: path.rename(folder / "new"),
+    lambda: path.chmod(0o777), lambda: os.utime(path), lambda: (folder / "new").mkdir(),
+    lambda: (folder / "new").touch(), lambda: os.symlink("/", folder / "new"),
+    lambda: os.link(path, folder / "new"), lambda: os.setxattr(path, "user.a", b"1"),
+]
+worked = []
+for number, way in enumerate(ways):
+    try:
+        way()
+        worked.append(number)
+    except OSError:
+        pass
+"""
+    assert outcome(program, isolation, "assert worked == [], worked") is PASSED
+    assert os.listdir(tmp_path) == ["kept"]
+    assert target.read_text() == "before"
+
+
+@both
+def test_the_network_is_out_of_reach(isolation):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        program = (
+            "import socket, urllib.request\n"
+            f"address = ('127.0.0.1', {server.getsockname()[1]})\n"
+            "def attempt(way):\n"
+            "    try: way()\n"
+            "    except OSError: return 'refused'\n"
+            "ways = [lambda: socket.create_connection(address), socket.socket,\n"
+            "        lambda: socket.socket(socket.AF_UNIX),\n"
+            "        lambda: urllib.request.urlopen('http://%s:%d' % address)]\n"
+            "found = [attempt(way) for way in ways]\n"
+        )
+        statements = "assert found == ['refused'] * 4, found"
+        assert outcome(program, isolation, statements, seconds_per_test=5.0) is PASSED
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@in_namespace
+def test_the_namespace_alone_has_no_network_either():
+    """Should a program get past the filter, no interface is up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            "import socket\nfrom hybridrl.rewards.kernel import leave_namespaces\n"
+            f"address = ('127.0.0.1', {server.getsockname()[1]})\n"
+            "socket.create_connection(address, 1).close()\nprint('reached')\n"
+            "leave_namespaces()\n"
+            "try: socket.create_connection(address, 1)\n"
+            "except OSError as error: print(error.strerror)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "reached\nNetwork is unreachable\n", done.stderr
+
+
+@both
+def test_the_environment_is_empty(isolation, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    program = "import os\nfound = dict(os.environ)"
+    assert outcome(program, isolation, "assert not found, found") is PASSED
+
+
+@in_namespace
+def test_other_processes_are_not_to_be_seen(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    program = f"""
+import os
+found = os.listdir("/proc")
+try:
+    found.append(open("/proc/{os.getpid()}/environ").read())
+except OSError:
+    pass
+"""
+    assert outcome(program, NAMESPACE, "assert found == [], found") is PASSED
+
+
+@both
+def test_other_processes_cannot_be_hurt(isolation):
+    """Signals, memory, limits and priority of the judge and of this process."""
+    victim = subprocess.Popen(["sleep", "600"])
+    program = f"""
+import ctypes, os, resource, signal
+libc = ctypes.CDLL(None)
+worked = []
+for pid in ({victim.pid}, {os.getpid()}, os.getppid()):
+    for name, way in dict(
+        kill=lambda: os.kill(pid, signal.SIGKILL),
+        group=lambda: os.killpg(pid, signal.SIGKILL),
+        pidfd=lambda: os.pidfd_open(pid),
+        limit=lambda: resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1)),
+        priority=lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+        memory=lambda: open(f"/proc/{{pid}}/mem", "r+b"),
+    ).items():
+        try:
+            way()
+            worked.append(name)
+        except OSError:
+            pass
+    for number in (101, 234, 310, 311):  # ptrace(ATTACH), tgkill, process_vm_readv and writev
+        if libc.syscall(number, 16 if number == 101 else pid, pid, 9, 0, 0, 0) >= 0:
+            worked.append(number)
+"""
+    try:
+        assert outcome(program, isolation, "assert worked == [], worked") is PASSED
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@both
+def test_limits_cannot_be_raised(isolation):
+    program = """
+import resource
+raised = []
+for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+    try:
+        resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        raised.append(kind)
+    except (OSError, ValueError):
+        pass
+"""
+    assert outcome(program, isolation, "assert raised == [], raised") is PASSED
+
+
+CALLER = """
+import sys
+from hybridrl.rewards.sandbox import *
+limits = Limits(seconds_per_test=60.0, seconds=60.0, memory_mb=256, file_mb=2)
+run_tests("import time; time.sleep(60)", [Case(statements="")], limits, Isolation(sys.argv[1]))
+"""
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_sandbox_ends_with_its_caller(isolation, number):
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, isolation], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        depth = 3 if isolation is NAMESPACE else 2
+        process = psutil.Process(caller.pid)
+        assert wait_for(lambda: len(process.children(recursive=True)) == depth)
+        inside = [child.pid for child in process.children(recursive=True)]
+        caller.send_signal(number)
+        caller.wait(timeout=10)
+        assert wait_for(lambda: all(map(is_gone, inside)))
+    finally:
+        caller.kill()
+        caller.wait()
+
+
+@in_namespace
+def test_without_namespaces_nothing_is_run():
+    """A user namespace of our own that allows none below stands for such a machine."""
+    code = (
+        "from sandbox_settings import missing, Isolation\n"
+        "print(missing(Isolation.namespace)); print(repr(missing(Isolation.filter)))\n"
+        "from hybridrl.rewards.code import score\n"
+        "limits = dict(seconds_per_test=1.0, seconds=5.0, memory_mb=256, file_mb=2)\n"
+        "args = dict(tests_key='t', grading='all', isolation='namespace', limits=limits)\n"
+        "print(*score.problems('reward', args))\n"
+    )
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", shell, "sh", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    namespace, filter_, *problem = done.stdout.splitlines()
+    assert "isolation namespace:" in namespace and "unshare: No space left" in namespace, done
+    assert filter_ == "''"
+    assert problem[0].startswith("reward.args.isolation = namespace, but the sandbox does not work")
+    assert "isolation=filter" in problem[1]
