@@ -12,29 +12,9 @@ from hybridrl.config.given import given_keys, recipe_files
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import GIB, GPU, Machine, Node
 from hybridrl.main import conf_dir
+from tests.model_shapes import QWEN, TINY
 
 REPO = Path(__file__).resolve().parents[2]
-# config.json of Qwen2.5-0.5B-Instruct, as far as the checks read it.
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
-# The order of size of the embedded model.
-TINY = QWEN | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 65,
-    "max_position_embeddings": 256,
-}
 LAPTOP = Machine((Node("laptop", cores=2, memory_bytes=32 * GIB),))
 H200 = GPU("NVIDIA H200", 140 * GIB)
 GPU_NODE = Machine((Node("big", cores=64, memory_bytes=1024 * GIB, gpus=(H200,) * 8),))

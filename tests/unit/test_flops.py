@@ -3,37 +3,22 @@
 import pytest
 
 from hybridrl.config.flops import forward_flops, sequence_cost, training_flops
-from hybridrl.config.model_shape import ModelShape
-
-SHAPE = ModelShape(
-    kind="qwen2",
-    hidden=1536,
-    intermediate=8960,
-    layers=28,
-    heads=12,
-    kv_heads=2,
-    head_dim=128,
-    vocab=151936,
-    tied=True,
-    attention_bias=True,
-    mlp_bias=False,
-    max_positions=None,
-)
+from tests.model_shapes import QWEN_1_5B
 
 
 def test_qwen2_5_1_5b_at_4096_tokens():
     # N = 1,543,714,304 (the model card's 1.54 B); 6 * 28 * 1536 * 4096 = 1,056,964,608
     per_token = 6 * 1_543_714_304 + 1_056_964_608
-    assert training_flops(SHAPE, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token)
-    assert forward_flops(SHAPE, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token / 3)
+    assert training_flops(QWEN_1_5B, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token)
+    assert forward_flops(QWEN_1_5B, 8 * 4096, 8) == pytest.approx(8 * 4096 * per_token / 3)
 
 
 def test_a_long_sequence_costs_more_than_its_parts():
     # 6 N + 3 * 6 * 28 * 1536 * 8192 = 9,262,285,824 + 6,341,787,648 per token
-    whole, halves = sequence_cost(SHAPE, 8192), 2 * sequence_cost(SHAPE, 4096)
+    whole, halves = sequence_cost(QWEN_1_5B, 8192), 2 * sequence_cost(QWEN_1_5B, 4096)
     assert whole == pytest.approx(8192 * 15_604_073_472)
     assert whole - halves == pytest.approx(3 * 6 * 28 * 1536 * (8192**2 - 2 * 4096**2))
 
 
 def test_nothing_costs_nothing():
-    assert training_flops(SHAPE, 0, 0) == 0.0
+    assert training_flops(QWEN_1_5B, 0, 0) == 0.0

@@ -3,32 +3,18 @@
 import pytest
 
 from hybridrl.config.machine import GPU
-from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.peaks import bf16_peak, peak_per_rank
 from hybridrl.config.schema import DType
 from hybridrl.trainer.throughput import Throughput
+from tests.model_shapes import QWEN_1_5B
 
-SHAPE = ModelShape(
-    kind="qwen2",
-    hidden=1536,
-    intermediate=8960,
-    layers=28,
-    heads=12,
-    kv_heads=2,
-    head_dim=128,
-    vocab=151936,
-    tied=True,
-    attention_bias=True,
-    mlp_bias=False,
-    max_positions=None,
-)
 # 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512
 BATCH = {"batch/tokens": 512.0 * 512, "batch/responses": 512.0}
 PER_TOKEN = 9_262_285_824 + 132_120_576
 
 
 def test_mfu_by_hand():
-    two_gpus = Throughput(SHAPE, epochs=2, peak=2 * 989e12)
+    two_gpus = Throughput(QWEN_1_5B, epochs=2, peak=2 * 989e12)
     metrics = two_gpus.metrics(BATCH | {"time/old_log_probs_s": 0.5, "time/update_actor_s": 4.0})
     # Two passes of 262,144 tokens in 4 s: 131,072 tokens/s; forward: 524,288 a second.
     assert metrics["tokens_per_s/update_actor"] == 131_072
@@ -39,18 +25,20 @@ def test_mfu_by_hand():
 
 
 def test_without_a_peak_there_are_speeds_alone():
-    metrics = Throughput(SHAPE, epochs=1, peak=None).metrics(BATCH | {"time/update_actor_s": 2.0})
+    metrics = Throughput(QWEN_1_5B, epochs=1, peak=None).metrics(
+        BATCH | {"time/update_actor_s": 2.0}
+    )
     assert metrics == {"tokens_per_s/update_actor": 131_072}
 
 
 def test_critics_have_a_speed_and_no_mfu():
     step = BATCH | {"time/values_s": 1.0, "time/update_critic_s": 0.0}
-    metrics = Throughput(SHAPE, 1, 1e15).metrics(step)
+    metrics = Throughput(QWEN_1_5B, 1, 1e15).metrics(step)
     assert metrics == {"tokens_per_s/values": 262_144}
 
 
 def test_an_evaluation_has_no_batch():
-    assert Throughput(SHAPE, 1, 1e15).metrics({"time/evaluate_s": 1.0}) == {}
+    assert Throughput(QWEN_1_5B, 1, 1e15).metrics({"time/evaluate_s": 1.0}) == {}
 
 
 @pytest.mark.parametrize(
