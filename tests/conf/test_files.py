@@ -38,7 +38,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Each choice alone; verl_parquet asks for files."""
+    """Each choice alone; verl_parquet asks for files, code for user namespaces."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -46,6 +46,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += [] if group == "hardware" else ["hardware=cpu"]
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
+    overrides += ["reward.args.isolation=filter"] if choice == "code" else []
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     machine = GPU_NODE if choice == "gpu" else LAPTOP
     assert examined(overrides, machine=machine).report.problems == []
