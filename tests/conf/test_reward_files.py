@@ -1,6 +1,7 @@
-"""conf/reward: each file composes and passes all checks; overrides of parts; garbage anywhere."""
+"""conf/reward and docs/rewards.md: files and commands pass all checks; garbage crashes nothing."""
 
 import contextlib
+import shlex
 
 import pytest
 from composing import REPO, examined, problems
@@ -13,11 +14,13 @@ from hybridrl.config.keys import leaves
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
 # Where user namespaces are not allowed, the default is refused: tests/unit/test_sandbox.py.
 ANYWHERE = {"code": ["reward.args.isolation=filter"]}
+PAGE = REPO / "docs" / "rewards.md"
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name != "none"])
 def test_each_reward_passes_all_checks_with_a_recipe(name):
+    # "none" asks for a reward model.
     result = examined([*BASE, f"reward={name}", *ANYWHERE.get(name, [])])
     assert result.report.problems == []
     module = result.config.reward.function.rpartition(".")[0]
@@ -94,3 +97,30 @@ def test_any_argument_may_be_garbage_without_a_crash(name):
                 check_reward_function(
                     "reward", broken.function, OmegaConf.to_container(broken.args)
                 )
+
+
+def commands() -> list[list[str]]:
+    """The overrides of each command on the page, and the code reward's isolation for anywhere."""
+    lines = PAGE.read_text().splitlines()
+    found = [shlex.split(line) for line in lines if line.startswith("    python -m hybridrl.main ")]
+    return [c[3:] + (ANYWHERE["code"] if "reward=code" in c else []) for c in found]
+
+
+@pytest.mark.parametrize("overrides", commands(), ids=" ".join)
+def test_the_pages_commands_pass_all_checks(overrides, tmp_path, monkeypatch):
+    own = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_reward.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problems("hardware=cpu", *overrides) == []
+
+
+def test_the_pages_function_does_what_it_says():
+    own = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(own, names)
+    values = [names["brevity"]("", "x" * n, {}, free_chars=10) for n in (0, 10, 15, 20, 30)]
+    assert values == [1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+def test_the_page_names_every_file():
+    assert [name for name in FILES if f"`reward={name}`" not in PAGE.read_text()] == []
