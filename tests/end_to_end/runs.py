@@ -89,7 +89,7 @@ def shared_memory() -> set[str]:
 def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> Iterator[Run]:
     """Start a run; whatever of it is left at the end of the block is killed and removed."""
     token = f"hybridrl-test-{uuid.uuid4()}"
-    temporary = Path(tempfile.mkdtemp(prefix="hr_"))  # short: sockets have length limits
+    temporary = Path(tempfile.mkdtemp(prefix="h"))  # short: sockets have length limits
     run_dir.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}"],

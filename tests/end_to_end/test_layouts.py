@@ -71,15 +71,3 @@ def test_the_extending_page_works_as_written(tmp_path):
         manifest = json.loads((run.run_dir / "manifest.json").read_text())
         assert manifest["config"]["actor"]["worker"] == "my_actor.MyActor"
         run.assert_nothing_left()
-
-
-def test_a_sweep_runs_each_job_and_ranks_them(tmp_path):
-    sweep = tmp_path / "sweep"
-    with started(tmp_path / "run", *SMALL, "-m", "seed=1,2", f"hydra.sweep.dir={sweep}") as run:
-        output = run.output()
-        assert run.process.returncode == 0, output
-        assert all((sweep / job / "metrics.jsonl").exists() for job in ("0", "1"))
-        table = [line for line in output.splitlines() if "seed=" in line]
-        assert any("seed=1" in line for line in table)
-        assert any("seed=2" in line for line in table)
-        run.assert_nothing_left()

@@ -11,7 +11,16 @@ from tests.end_to_end.runs import started
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("recipe", "seed"),
-    [("gsm8k_ppo", 1), ("gsm8k_ppo", 2), ("gsm8k_ppo", 3), ("gsm8k_grpo", 1)],
+    [
+        ("gsm8k_ppo", 1),
+        ("gsm8k_ppo", 2),
+        ("gsm8k_ppo", 3),
+        ("gsm8k_grpo", 1),
+        ("gsm8k_rloo", 1),
+        ("gsm8k_reinforce_pp", 1),
+        ("gsm8k_dapo", 1),
+        ("gsm8k_gspo", 1),
+    ],
 )
 def test_held_out_accuracy_rises(tmp_path, recipe, seed):
     start = time.monotonic()

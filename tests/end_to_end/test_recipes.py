@@ -1,0 +1,80 @@
+"""Every recipe but gsm8k_ppo (test_run.py) for two steps on a few problems, in one sweep.
+
+A check of wiring; that they learn is shown by test_recipe_learns_slow.py.
+"""
+
+import json
+import math
+
+import pytest
+
+from tests.end_to_end.runs import ROOT, SMALL, started
+
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml"))
+RECIPES.remove("gsm8k_ppo")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The output of a sweep over all of them, and each one's rows of metrics."""
+    folder = tmp_path_factory.mktemp("recipes")
+    overrides = [*SMALL[1:], "eval.greedy=false", f"hydra.sweep.dir={folder / 'sweep'}"]
+    recipes = f"+recipe={','.join(RECIPES)}"
+    with started(folder / "run", recipes, *overrides, "-m") as run:
+        output = run.output(timeout=280)
+        assert run.process.returncode == 0, output
+        run.assert_nothing_left()
+    files = [folder / "sweep" / str(job) / "metrics.jsonl" for job in range(len(RECIPES))]
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return output, dict(zip(RECIPES, rows, strict=True))
+
+
+def test_the_table_ranks_every_job(sweep):
+    output, _ = sweep
+    table = output[output.rindex("rank") :]
+    assert all(f"recipe={recipe}" in table for recipe in RECIPES), table
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_steps_are_on_policy_and_finite(sweep, recipe):
+    first, *steps = sweep[1][recipe]
+    assert first["eval/accuracy"] is not None
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["actor/first_log_ratio_max"] == 0.0
+        assert row["actor/log_ratio_max"] > 0.0
+        assert all(value is None or math.isfinite(value) for value in row.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_a_critic_nothing_is_known_of_one(sweep, recipe):
+    """All of these compare responses with each other or with a batch."""
+    rows = sweep[1][recipe]
+    assert not any("critic" in name or name == "time/values_s" for row in rows for name in row)
+
+
+def test_grpo_has_its_penalty_in_the_loss(sweep):
+    first, second = sweep[1]["gsm8k_grpo"][1:]
+    for row in (first, second):
+        assert row["actor/kl_coef"] == 0.04
+        assert row["actor/kl_loss"] >= 0.0
+        assert row["time/old_log_probs_s"] > 0.0 and row["time/ref_log_probs_s"] > 0.0
+    # The reference is where training began: the first step's KL is 0, the second's is not.
+    assert abs(first["actor/kl"]) < 1e-9 < second["actor/kl"]
+
+
+def test_dapo_samples_until_groups_are_mixed_and_has_no_reference(sweep):
+    for row in sweep[1]["gsm8k_dapo"][1:]:
+        assert 1 <= row["sampling/rounds"] <= 4
+        missing, prompts = row["sampling/unmixed_prompts"], row["sampling/prompts"]
+        assert row["sampling/mixed_fraction"] == pytest.approx((8 - missing) / prompts)
+        assert missing == 0 or row["sampling/rounds"] == 4
+        assert row["actor/kl"] is None and "time/ref_log_probs_s" not in row
+        assert row["reward/overlong_penalty"] >= 0.0
+
+
+def test_rollout_correction_is_on_by_default_and_finds_nothing_on_a_cpu(sweep):
+    for row in sweep[1]["gsm8k_rloo"][1:]:
+        assert row["rollout/correction_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert row["rollout/corrected_fraction"] == 0.0
+        assert row["rollout/mismatch_ess"] == pytest.approx(1.0, abs=1e-5)
