@@ -124,23 +124,41 @@ def _number(value: Any, function: str) -> float:
     return float(value)
 
 
-def resolve_function(dotted: str) -> Reward:
-    """The function that `dotted` ("package.module.name") names.
-
-    Modules are looked for where Python looks, then in the current directory, which a console
-    script would not search; it is appended to sys.path, so it hides nothing.
+def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:
+    """What a reward process computes: the score of each (prompt, response, example).
 
     Raises:
-        ConfigError: there is no such module, it cannot be imported, it has no such name, or the
-            name is not callable.
+        ConfigError: there is no such function.
     """
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    function = locate("reward.function", dotted)
+    reward = resolve_function(function)
+    return lambda item: as_score(reward(*item, **args), function)
+
+
+def resolve_function(dotted: str) -> Reward:
+    """The reward that `dotted` ("package.module.name") names.
+
+    Raises:
+        ConfigError: as `locate_anywhere`, or what it names is not callable.
+    """
+    function = locate_anywhere("reward.function", dotted)
     if not callable(function):
         raise ConfigError(
             f"reward.function = {dotted} is a {type(function).__name__}, expected a function "
             f"(prompt, response, example, **args) -> float."
         )
     return function
+
+
+def locate_anywhere(key: str, dotted: str) -> Any:
+    """What the value `dotted` ("package.module.name") of a config key names.
+
+    Modules are looked for where Python looks, then in the current directory, which a console
+    script would not search; it is appended to sys.path, so it hides nothing.
+
+    Raises:
+        ConfigError: there is no such module, it cannot be imported, or it has no such name.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    return locate(key, dotted)

@@ -1,22 +1,21 @@
 """The reward process: takes chunks of items, answers each item as it is done.
 
-It imports nothing but the reward function's module and the standard library. The parent starts
+It imports nothing but the modules of task and function and the standard library. The parent starts
 it by `main`; messages are those of `hybridrl.rewards.messages`.
 """
 
-import ctypes
-import math
-import os
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
+from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.base import Reward, RewardItem, Score, as_score, resolve_function
+from hybridrl.rewards.kernel import die_with
 from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MAX_TRACEBACK_CHARS = 4000
 
 
@@ -32,11 +31,11 @@ def main(fd: int, parent: int) -> None:
         parent: the parent's process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    _die_with(parent)
+    die_with(parent)  # even while a reward runs
     connection = Connection(fd)
     setup: Setup = connection.recv()
     try:
-        function = resolve_function(setup.function)
+        task = locate("task", setup.task)(setup.function, setup.args)
     except ConfigError as error:
         connection.send(Ready(str(error)))
         return
@@ -47,38 +46,28 @@ def main(fd: int, parent: int) -> None:
         except EOFError:
             return
         for index, item in chunk.items:
-            connection.send(_answer(index, function, item, setup))
+            connection.send(_answer(index, task, item, setup.timeout_s))
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, even while a reward runs."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
-
-
-def _answer(index: int, function: Reward, item: RewardItem, setup: Setup) -> Answer:
-    """The item's score, or why it has none. A reward may raise anything, SystemExit included."""
+def _answer(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> Answer:
+    """The item's value, or why it has none. A task may raise anything, SystemExit included."""
     try:
-        score = _limited(function, item, setup)
+        return Answer(index, _limited(task, item, timeout_s))
     except ItemTimeout:
-        reason = f"took longer than {setup.timeout_s:g} s"
-        return Answer(index, math.nan, {}, FailureKind.timeout, reason, traceback.format_exc())
+        reason = f"took longer than {timeout_s:g} s"
+        return Answer(index, None, FailureKind.timeout, reason, traceback.format_exc())
     except BaseException as error:
         text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-        return Answer(index, math.nan, {}, FailureKind.error, _one_line(error), text)
-    return Answer(index, score.total, score.parts)
+        return Answer(index, None, FailureKind.error, _one_line(error), text)
 
 
-def _limited(function: Reward, item: RewardItem, setup: Setup) -> Score:
-    """The reward, all numbers finite; interrupted by ItemTimeout when its time is over."""
+def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
+    """What the task makes of the item; interrupted by ItemTimeout when its time is over."""
     # Anew for each item: rewards may use SIGALRM themselves.
     signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
-        return as_score(function(*item, **setup.args), setup.function)
+        return task(item)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

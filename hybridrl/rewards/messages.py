@@ -1,14 +1,12 @@
-"""What the scorer and its processes say to each other."""
+"""What a pool and its processes say to each other."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from hybridrl.rewards.base import RewardItem
-
 
 class FailureKind(StrEnum):
-    """Why an item has no score of its own: it raised or killed its process, or took too long."""
+    """Why an item has no value of its own: it raised or killed its process, or took too long."""
 
     error = "error"
     timeout = "timeout"
@@ -16,8 +14,16 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """To the process, once: the reward's dotted path, its args and seconds per item."""
+    """To the process, once: what it computes.
 
+    Attributes:
+        task: dotted path of (function, args) -> (item -> value), which makes what answers items.
+        function: dotted path of the user's function or class.
+        args: its keyword arguments.
+        timeout_s: seconds per item.
+    """
+
+    task: str
     function: str
     args: dict[str, Any]
     timeout_s: float
@@ -34,20 +40,18 @@ class Ready:
 class Chunk:
     """To the process: items, each with its index in the batch."""
 
-    items: list[tuple[int, RewardItem]]
+    items: list[tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """From the process, one for each item of a chunk, in order.
 
-    `kind` is None for a score; else `score` is NaN, `parts` is empty, and `reason` (one line) and
-    `traceback` tell.
+    `kind` is None for a value; else `value` is None, and `reason` (one line) and `traceback` tell.
     """
 
     index: int
-    score: float
-    parts: dict[str, float]
+    value: Any
     kind: FailureKind | None = None
     reason: str = ""
     traceback: str = ""

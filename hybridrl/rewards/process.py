@@ -1,4 +1,4 @@
-"""The scorer's handle on one reward process: start, hand out work, notice its end, kill.
+"""A pool's handle on one reward process: start, hand out work, notice its end, kill.
 
 The process is a fresh Python, neither forked (this one has threads) nor spawned by
 multiprocessing (which would import the program's main module, and with it torch, once more).
@@ -15,7 +15,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from hybridrl.rewards.base import RewardItem
 from hybridrl.rewards.messages import Answer, Chunk, Ready, Setup
 
 START_TIMEOUT_S = 120.0
@@ -49,7 +48,7 @@ class RewardProcess:
         theirs.close()
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.is_ready = False
-        self.pending: deque[tuple[int, RewardItem]] = deque()
+        self.pending: deque[tuple[int, Any]] = deque()
         with suppress(OSError):  # ended already: the wait for it to be ready will tell
             self.connection.send(setup)
 
@@ -58,7 +57,7 @@ class RewardProcess:
         """Whether it waits for work."""
         return self.is_ready and not self.pending
 
-    def hand_out(self, items: list[tuple[int, RewardItem]]) -> None:
+    def hand_out(self, items: list[tuple[int, Any]]) -> None:
         """Give an idle process items to compute.
 
         Raises:

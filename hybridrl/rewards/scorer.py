@@ -1,37 +1,16 @@
-"""Scores responses by a reward function that may fail in any way, without stopping the run.
+"""Scores responses by a reward function that may fail in any way, without stopping the run."""
 
-    items -> chunks -> reward processes -> one answer per item, as each is done
-
-Because every item is answered by itself, the item that hung or killed its process is the first
-one that its process has not answered: it fails, a new process takes the place of the old one, and
-the rest of its chunk is handed out again. No item is computed twice.
-"""
-
-import logging
-import math
-import os
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.classes import check_reward_function
-from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.base import RewardItem, resolve_function
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
-from hybridrl.rewards.process import START_TIMEOUT_S, RewardProcess, RewardProcessError
+from hybridrl.rewards.pool import TaskPool
 
-_logger = logging.getLogger(__name__)
-
-MAX_PROCESSES = 8
-# Few enough that processes end together, enough that the way to and fro does not count.
-MAX_CHUNK_ITEMS = 8
-# Tracebacks that a scorer logs before it only counts.
-MAX_LOGGED_FAILURES = 3
-# Starts that may fail in a row, with no item to blame.
-MAX_FAILED_STARTS = 3
+TASK = "hybridrl.rewards.base.reward_task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +52,9 @@ class ScoreResult:
 
 
 class RewardScorer:
-    """A pool of processes that run one reward function. They start in the background.
+    """Runs one reward function in processes of its own, as a `TaskPool`.
 
-    Use it as a context manager or call `close`. The processes also end with the thread that made
-    the scorer, and at once when this process dies.
+    Use it as a context manager or call `close`.
 
     Args:
         function: dotted path of a function (prompt, response, example, **args) -> float.
@@ -101,16 +79,8 @@ class RewardScorer:
     ) -> None:
         resolve_function(function)
         check_reward_function("reward", function, args)
-        if not timeout_s > 0:
-            raise ConfigError(f"reward.timeout_s = {timeout_s}, expected seconds > 0.")
-        count = num_processes if num_processes is not None else _default_processes()
-        if count < 1:
-            raise ConfigError(f"reward.num_processes = {count}, expected at least 1, or null.")
-        self._setup = Setup(function, args, timeout_s)
         self._failed_score = failed_score
-        self._num_logged = 0
-        self._failed_starts = 0
-        self._processes = [RewardProcess(self._setup) for _ in range(count)]
+        self._pool = TaskPool(Setup(TASK, function, args, timeout_s), num_processes, "reward")
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
         """The reward of each (prompt, response, example); failures are counted, never raised.
@@ -118,24 +88,13 @@ class RewardScorer:
         Raises:
             RewardProcessError: processes do not start up.
         """
-        assert self._processes, "the scorer is closed"
-        batch = _Batch(items, len(self._processes))
-        try:
-            while batch.is_unfinished:
-                self._hand_out(batch)
-                self._collect(batch)
-        finally:
-            # Only after an interruption: what they still compute nobody waits for.
-            for process in self._processes:
-                if process.pending:
-                    self._replace(process)
-        return self._result(batch)
+        answers = self._pool.run(items)
+        scores = [self._failed_score if a.kind else a.value.total for a in answers]
+        return ScoreResult(scores, failures_of(answers), _parts(answers))
 
     def close(self) -> None:
         """End all processes, and those that rewards have started. A second call does nothing."""
-        for process in self._processes:
-            process.kill()
-        self._processes = []
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,126 +102,19 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, batch: "_Batch") -> None:
-        """Give every idle process a chunk, as long as there are any."""
-        for process in list(self._processes):
-            if process.is_idle and batch.waiting:
-                chunk = batch.take()
-                try:
-                    process.hand_out(chunk)
-                except OSError:  # it ended while it was idle: no item is to blame
-                    batch.put_back(chunk)
-                    self._replace(process)
 
-    def _collect(self, batch: "_Batch") -> None:
-        """Wait until something happens; take the answers and replace what died or hangs."""
-        awaited = [process for process in self._processes if not process.is_idle]
-        soonest = min(process.deadline for process in awaited)
-        timeout = max(0.0, soonest - time.monotonic())
-        readable = wait([process.connection for process in awaited], timeout)
-        for process in awaited:
-            if process.connection in readable or process.connection.poll():
-                self._receive(process, batch)
-            elif time.monotonic() > process.deadline:
-                self._fail_current(process, batch, FailureKind.timeout)
-
-    def _receive(self, process: RewardProcess, batch: "_Batch") -> None:
-        """Take all answers that have come from a process, or its end."""
-        try:
-            while True:
-                answer = process.receive()
-                if answer is not None:
-                    batch.answers[answer.index] = answer
-                else:
-                    self._failed_starts = 0
-                if not process.connection.poll():
-                    return
-        except (EOFError, OSError):
-            self._fail_current(process, batch, FailureKind.error)
-
-    def _fail_current(self, process: RewardProcess, batch: "_Batch", kind: FailureKind) -> None:
-        """Fail the item that a process was at, put its other items back and replace it."""
-        items = list(process.pending)
-        was_ready = process.is_ready
-        exit_code = self._replace(process)
-        if not was_ready:
-            self._count_failed_start(exit_code)
-        if items:
-            index, _ = items[0]
-            reasons = {
-                FailureKind.error: f"its process ended, {_describe_exit(exit_code)}",
-                FailureKind.timeout: f"took longer than {self._setup.timeout_s:g} s and could not "
-                f"be interrupted; its process was killed",
-            }
-            batch.answers[index] = Answer(index, math.nan, {}, kind, reasons[kind])
-            batch.put_back(items[1:])
-
-    def _replace(self, process: RewardProcess) -> int:
-        """Kill a process and start another in its place; return its exit code."""
-        exit_code = process.kill()
-        self._processes[self._processes.index(process)] = RewardProcess(self._setup)
-        return exit_code
-
-    def _count_failed_start(self, exit_code: int) -> None:
-        self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise RewardProcessError(
-                f"{self._failed_starts} reward processes in a row ended before they could run "
-                f"{self._setup.function}, the last {_describe_exit(exit_code)}, or took longer "
-                f"than {START_TIMEOUT_S:g} s to start; see their output above"
-            )
-
-    def _result(self, batch: "_Batch") -> ScoreResult:
-        answers = [batch.answers[index] for index in range(len(batch.answers))]
-        scores = [self._failed_score if answer.kind else answer.score for answer in answers]
-        failures = [
-            Failure(answer.index, answer.kind, answer.reason, answer.traceback)
-            for answer in answers
-            if answer.kind
-        ]
-        for failure in failures[: MAX_LOGGED_FAILURES - self._num_logged]:
-            self._num_logged += 1
-            _logger.warning(
-                "reward of item %d failed: %s\n%s", failure.index, failure.reason, failure.traceback
-            )
-        return ScoreResult(scores, failures, _parts(answers))
-
-
-class _Batch:
-    """Items that wait for a process, and the answers so far."""
-
-    def __init__(self, items: Sequence[RewardItem], num_processes: int) -> None:
-        self.waiting = deque(enumerate(items))
-        self.answers: dict[int, Answer] = {}
-        self._num_items = len(items)
-        share = len(items) // (4 * num_processes)
-        self._chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
-
-    @property
-    def is_unfinished(self) -> bool:
-        return len(self.answers) < self._num_items
-
-    def take(self) -> list[tuple[int, RewardItem]]:
-        """The next chunk."""
-        size = min(self._chunk_items, len(self.waiting))
-        return [self.waiting.popleft() for _ in range(size)]
-
-    def put_back(self, items: Sequence[tuple[int, RewardItem]]) -> None:
-        """Have items handed out again, first."""
-        self.waiting.extendleft(reversed(items))
+def failures_of(answers: Sequence[Answer]) -> list[Failure]:
+    """The failed items."""
+    return [
+        Failure(answer.index, answer.kind, answer.reason, answer.traceback)
+        for answer in answers
+        if answer.kind
+    ]
 
 
 def _parts(answers: Sequence[Answer]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for answer in answers:
-        for name, value in answer.parts.items():
+        for name, value in ({} if answer.kind else answer.value.parts).items():
             found.setdefault(name, []).append(value)
     return found
-
-
-def _default_processes() -> int:
-    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

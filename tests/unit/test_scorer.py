@@ -13,8 +13,9 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.pool import MAX_LOGGED_FAILURES
 from hybridrl.rewards.process import KILL_AFTER_S, RewardProcessError
-from hybridrl.rewards.scorer import MAX_LOGGED_FAILURES, RewardScorer, ScoreResult
+from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 TIMEOUT_S = 0.5
 FAILED = -7.0
