@@ -105,7 +105,7 @@ def _schema_keys(cls: type, prefix: str = "") -> set[str]:
 def test_dataclasses_and_yaml_have_the_same_keys():
     cfg = composed(["hardware=cpu"])
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    mappings = {"reward.args", "eval.rules"}
+    mappings = {"reward.args", "eval.rules", "algorithm.loss.args", "actor.loss.args"}
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
     assert found == _schema_keys(schema.RunConfig)
 
@@ -127,7 +127,7 @@ def test_dataclasses_have_no_defaults():
 def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
     number = {int, float, int | None, float | None, list[float], list[int]}
-    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl|lora)\.")
+    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl|lora|loss)\.")
 
     def hint_of(key: str) -> object:
         cls: typing.Any = schema.RunConfig
