@@ -1,0 +1,1 @@
+"""Environments: what answers the model between its turns, run outside the trainer."""

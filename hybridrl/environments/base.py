@@ -1,0 +1,141 @@
+"""What an environment is, and the task by which processes of their own step it."""
+
+import inspect
+import math
+import numbers
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.rewards.base import locate_anywhere
+
+KEY = "environment.function"
+
+
+class StepResult(NamedTuple):
+    """What an environment makes of a turn of the model's.
+
+    Attributes:
+        text: its answer, which the model reads before its next turn; not read if `done`.
+        reward: what the turn earned; finite.
+        done: whether the conversation is over.
+    """
+
+    text: str
+    reward: float
+    done: bool
+
+
+class Environment(Protocol):
+    """Answers one conversation.
+
+    `environment.function` names a class or function that makes one: it is called with the row of
+    the data set and, as keywords, with environment.args. It runs in processes of its own, so it may
+    be slow, block or crash. Between turns it is pickled, and it may go on in another process: what
+    it has to remember must be picklable, and stand in the object itself.
+    """
+
+    def reset(self) -> str:
+        """Text that the model reads behind the prompt, before its first turn; mostly "".
+
+        Called once for each prompt; all its responses go on from copies of what it leaves.
+        """
+        ...
+
+    def step(self, text: str) -> StepResult:
+        """Answer a turn.
+
+        Args:
+            text: what the model wrote in this turn, special tokens left out. It may have been cut
+                off, by the limits on tokens and turns: then the answer goes unread, the reward
+                counts.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """To a process: begin a conversation about an example."""
+
+    example: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """To a process: what the model wrote, and the environment as it was left (a pickle)."""
+
+    state: bytes
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """From a process: what the environment answered, and the environment as it is now."""
+
+    state: bytes
+    result: StepResult
+
+
+def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening | Turn], Moved]:
+    """What a process computes: the environment's answer to each opening or turn.
+
+    Raises:
+        ConfigError: there is no such class or function.
+    """
+    make = resolve_environment(function)
+
+    def move(item: Opening | Turn) -> Moved:
+        if isinstance(item, Opening):
+            environment: Environment = make(item.example, **args)
+            result = StepResult(environment.reset(), 0.0, False)
+        else:
+            environment = pickle.loads(item.state)
+            result = environment.step(item.text)
+        result = checked(result, function)
+        return Moved(b"" if result.done else pickle.dumps(environment), result)
+
+    return move
+
+
+def checked(result: Any, function: str) -> StepResult:
+    """What `reset` or `step` returned, if it can be used.
+
+    Raises:
+        TypeError: it is no StepResult, or a member has the wrong type.
+        ValueError: the reward is NaN or infinite.
+    """
+    if not isinstance(result, StepResult):
+        raise TypeError(f"{function} returned a {type(result).__name__}, expected a StepResult")
+    if not isinstance(result.text, str):
+        raise TypeError(f"{function} answered a {type(result.text).__name__}, expected text")
+    if not isinstance(result.reward, numbers.Real):
+        raise TypeError(f"{function}: a reward is a {type(result.reward).__name__}, not a number")
+    if not math.isfinite(result.reward):
+        raise ValueError(f"{function}: a reward is {result.reward}, expected a finite number")
+    if not isinstance(result.done, bool):
+        raise TypeError(f"{function}: done is a {type(result.done).__name__}, expected a bool")
+    return StepResult(result.text, float(result.reward), result.done)
+
+
+def resolve_environment(dotted: str) -> Callable[..., Environment]:
+    """What makes environments, by its dotted path.
+
+    Raises:
+        ConfigError: nothing stands there, it cannot be called, or a class has no reset or step.
+    """
+    make = locate_anywhere(KEY, dotted)
+    if not callable(make):
+        raise ConfigError(f"{KEY} = {dotted} is a {type(make).__name__}, expected a class.")
+    missing = [name for name in ("reset", "step") if not callable(_member(make, name))]
+    if inspect.isclass(make) and missing:
+        raise ConfigError(
+            f"{KEY} = {dotted} has no {' and no '.join(missing)}; an environment has "
+            f"reset() -> text and step(text) -> StepResult (docs/environments.md)."
+        )
+    return make
+
+
+def _member(owner: Any, name: str) -> Any:
+    return inspect.getattr_static(owner, name, None)

@@ -1,0 +1,116 @@
+"""Environments in processes of their own: state between turns, failures, the calculator."""
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.environments.base import StepResult, Turn
+from hybridrl.environments.calculator import Calculator
+from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.rewards.messages import FailureKind
+
+
+def pool(name: str, *, timeout_s: float = 20.0, **args) -> EnvironmentPool:
+    function = f"environment_cases.{name}"
+    return EnvironmentPool(function, args, timeout_s=timeout_s, num_processes=1)
+
+
+@pytest.mark.parametrize("name", ["Counts", "make_counts"])
+def test_an_environment_goes_on_where_it_was_left(name):
+    with pool(name, turns=3) as environments:
+        opened = environments.open([{"greeting": "hello"}, {"greeting": ""}])
+        assert [reply.result.text for reply in opened] == ["hello", ""]
+        first = environments.step([Turn(reply.state, "a") for reply in opened])
+        assert first[0].result == StepResult("1:a", 1.0, False)
+        second = environments.step([Turn(first[0].state, "b"), Turn(first[1].state, "c")])
+        assert [reply.result.text for reply in second] == ["2:b", "2:c"]
+        # copies of one state do not know of each other
+        again = environments.step([Turn(first[0].state, "d")] * 2)
+        assert [reply.result for reply in again] == [StepResult("2:d", 2.0, False)] * 2
+        (last,) = environments.step([Turn(second[0].state, "e")])
+        assert last.result == StepResult("3:e", 3.0, True) and last.failure is None
+
+
+@pytest.fixture(scope="module")
+def bad_manners() -> Iterator[EnvironmentPool]:
+    with pool("Misbehaves", timeout_s=0.3) as environments:
+        yield environments
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("raises", FailureKind.error),
+        ("sleeps", FailureKind.timeout),
+        ("dies", FailureKind.error),
+        ("unpicklable", FailureKind.error),
+        ("nan", FailureKind.error),
+        ("text", FailureKind.error),
+        ("tuple", FailureKind.error),
+        ("number", FailureKind.error),
+        ("one", FailureKind.error),
+    ],
+)
+def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kind):
+    (opened,) = bad_manners.open([{}])
+    good, bad, also_good = bad_manners.step([Turn(opened.state, t) for t in ("", text, "")])
+    assert (bad.failure, bad.result) == (kind, StepResult("", 0.0, True))
+    for reply in (good, also_good):
+        assert reply.failure is None and reply.result == StepResult("fine", 1.0, False)
+
+
+def test_an_environment_that_does_not_begin_has_failed(bad_manners):
+    replies = bad_manners.open([{}, {"fails": "init"}, {"fails": "reset"}])
+    assert [reply.failure for reply in replies] == [None, FailureKind.error, FailureKind.error]
+    assert [reply.result.done for reply in replies] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("NoStep", "has no step"),
+        ("NOT_CALLABLE", "is a int, expected a class"),
+        ("Missing", "has no Missing"),
+    ],
+)
+def test_what_makes_no_environment_is_named(name, names):
+    with pytest.raises(ConfigError, match=names):
+        pool(name)
+
+
+def conversation(*turns: str, answer: str = "#### 17", mode: str = "strict") -> list[StepResult]:
+    calculator = Calculator({"answer": answer}, mode)
+    assert calculator.reset() == ""
+    results = []
+    for turn in turns:
+        calculator = pickle.loads(pickle.dumps(calculator))
+        results.append(calculator.step(turn))
+    return results
+
+
+def test_the_calculator_computes_until_it_is_asked_no_more():
+    assert conversation("16 + 4 =", "20 - 3 =", "#### 17") == [
+        StepResult(" 20\n", 0.0, False),
+        StepResult(" 17\n", 0.0, False),
+        StepResult("", 1.0, True),
+    ]
+
+
+def test_its_reward_is_of_the_whole_conversation():
+    """Here the answer is the calculator's own last word."""
+    assert conversation("####", answer="4")[-1] == StepResult("", 0.0, True)
+    assert conversation("#### 2 + 2 =", "", answer="4", mode="flexible")[-1].reward == 1.0
+    assert conversation("#### 2 + 2 =", "", answer="4")[-1].reward == 0.0
+    assert conversation("2 + 2 =", "#### 5", answer="4")[-1].reward == 0.0
+
+
+@pytest.mark.parametrize("text", ["=", "a =", "3 / 0 =", "3 + =", "1,000 + 1 ="])
+def test_what_cannot_be_computed_gets_a_question_mark(text):
+    assert conversation(text) == [StepResult(" ?\n", 0.0, False)]
+
+
+def test_only_the_last_line_is_computed_and_spaces_do_not_matter():
+    assert conversation("Then 5\n2 + 2 = ")[0].text == " 4\n"
+    assert conversation("5 = 5")[0].done
