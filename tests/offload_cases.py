@@ -9,7 +9,13 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
-from tests.role_configs import actor_config, critic_config, fsdp_config, reference_config
+from tests.role_configs import (
+    actor_config,
+    critic_config,
+    fsdp_config,
+    lora_config,
+    reference_config,
+)
 from tests.training_batches import scheduled, training_batch
 
 # Phases of a step in the trainer's order; "reshard" stands for reading the actor's shards.
@@ -57,14 +63,14 @@ def run_phase(phase, roles, step):
     return roles["actor"].update(part_of(step), step, kl_coef=0.1)
 
 
-def two_steps(folder, offload, device_type="cpu", dtype=DType.float32):
+def two_steps(folder, offload, device_type="cpu", dtype=DType.float32, lora_rank=0):
     """Everything two steps produce, and after each phase the bytes left on the device by role."""
     spec = fsdp_config(dp_shard=dist.get_world_size(), offload=offload, param_dtype=dtype)
     mesh = build_mesh(spec, device_type)
     roles = {
-        "actor": ActorWorker(actor_config(folder, spec), mesh),
+        "actor": ActorWorker(actor_config(folder, spec, lora=lora_config(lora_rank)), mesh),
         "critic": CriticWorker(critic_config(folder, spec), mesh),
-        "ref": ReferenceWorker(reference_config(folder, spec), mesh),
+        "ref": ReferenceWorker(reference_config(folder, spec, lora=lora_config(lora_rank)), mesh),
     }
     for role in roles.values():
         role.connect(roles)

@@ -9,23 +9,44 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.log_probs import Entropy
+from hybridrl.distributed.lora import adapters_off
 from hybridrl.distributed.offload import offloadable_weights
+from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """Log-probs under the model that training started from. One instance per rank."""
+    """Log-probs under the model that training started from. One instance per rank.
+
+    Where the actor has adapters, that model is the actor's without them: it is not loaded again.
+    """
 
     config_class = ReferenceConfig
     config: ReferenceConfig
 
     def __init__(self, config: ReferenceConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_policy(
-            config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
-        )
-        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+        self.is_under_adapters = config.lora.rank > 0
+        if not self.is_under_adapters:
+            self.model = load_sharded_policy(
+                config.model, config.fsdp, mesh, config.log_prob_chunk_tokens
+            )
+            self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+
+    def connect(self, roles: dict[str, Worker]) -> None:
+        """Know the other roles, and take the actor's model if it has adapters."""
+        super().connect(roles)
+        if self.is_under_adapters:
+            actor = roles["actor"]
+            assert isinstance(actor, ModelWorker)
+            self.model, self.weights = actor.model, actor.weights
+            self.others = [other for other in self.others if other is not actor]
+
+    def rest(self) -> None:
+        """Let the weights idle in host memory under idle_all, unless the actor decides that."""
+        if not self.is_under_adapters:
+            super().rest()
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -38,4 +59,5 @@ class ReferenceWorker(ModelWorker):
     def forward(self, micro: RolloutBatch) -> Tensor:
         """Log-probs of the response tokens, [R] float32, nats, on the worker's device."""
         packed = self.pack(micro)
-        return self.model(packed, self.config.temperature, Entropy.omit).log_probs
+        with adapters_off(self.model):
+            return self.model(packed, self.config.temperature, Entropy.omit).log_probs

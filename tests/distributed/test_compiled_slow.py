@@ -8,7 +8,8 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import actor_config, fsdp_config
+from tests.lora_cases import move_away
+from tests.role_configs import actor_config, fsdp_config, lora_config
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import scheduled, training_batch
 
@@ -24,7 +25,7 @@ def my_part(batch, mini_batch_size, max_tokens):
     return dealt, dealt.shard(ranks)[dist.get_rank()]
 
 
-def compiled_and_eager(folder):
+def compiled_and_eager(folder, lora_rank):
     """For each kind of layer: gradients by budget, metrics of an update, graphs compiled."""
     found = {}
     for compile_layers in (False, True):
@@ -33,13 +34,17 @@ def compiled_and_eager(folder):
             compile=compile_layers,
             activation_checkpointing=compile_layers,
         )
-        actor = ActorWorker(actor_config(folder, spec), build_mesh(spec, "cpu"))
+        actor = ActorWorker(
+            actor_config(folder, spec, lora=lora_config(lora_rank)), build_mesh(spec, "cpu")
+        )
+        if lora_rank:
+            move_away(actor)
         grads = []
         for max_tokens in BUDGETS:
             training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
             (mini,) = my_part(training_batch(), 8, max_tokens)[1].mini_batches()
             training.accumulate_gradients(mini)
-            full = [p.grad.full_tensor().flatten() for p in actor.model.parameters()]
+            full = [p.grad.full_tensor().flatten() for p in actor.optimizer.parameters]
             grads.append(torch.cat(full))
             actor.optimizer.adamw.zero_grad()
         dealt, mine = my_part(training_batch(), 4, 30)
@@ -52,9 +57,10 @@ def compiled_and_eager(folder):
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path):
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, lora_rank):
     folder = tiny_folder("qwen2", tmp_path / "qwen2")
-    results = run_on_ranks(compiled_and_eager, 2, folder, time_limit_s=280)
+    results = run_on_ranks(compiled_and_eager, 2, folder, lora_rank, time_limit_s=280)
     for found, num_graphs in results:
         (eager, _), (compiled, metrics) = found[False], found[True]
         for one, other in zip(compiled, eager, strict=True):

@@ -7,12 +7,18 @@ the same.
 import pytest
 import torch
 
-from hybridrl.config.schema import Offload
+from hybridrl.config.schema import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import HostBuffer, Offloadable
 from hybridrl.workers.reference import ReferenceWorker
 from tests.distributed.launch import run_on_ranks
-from tests.offload_cases import assert_same_bits, every_schedule, part_of, shard_bytes
+from tests.offload_cases import (
+    assert_same_bits,
+    every_schedule,
+    part_of,
+    shard_bytes,
+    two_steps,
+)
 from tests.role_configs import fsdp_config, reference_config
 from tests.tiny_hf import tiny_folder
 
@@ -49,6 +55,22 @@ def test_moments_are_left_on_the_device_under_none_alone(runs):
     for offload in (Offload.idle_optimizer, Offload.idle_all):
         for _, _, moments in runs[offload]:
             assert all(left == {"actor": 0, "critic": 0} for left in moments)
+
+
+@pytest.mark.slow
+def test_adapters_and_the_reference_under_them_survive_offload(tmp_path):
+    """The reference's weights are the actor's: they come for either, and go once for both."""
+    folder = tiny_folder("qwen2", tmp_path / "qwen2")
+    plain, idle = (
+        run_on_ranks(two_steps, 2, folder, offload, "cpu", DType.float32, 4)
+        for offload in (Offload.none, Offload.idle_all)
+    )
+    owners = ["", "both", "both", "critic", "critic", "both"] * 2
+    for (found, weights, _), (wanted, _, _) in zip(idle, plain, strict=True):
+        assert_same_bits(found, wanted)
+        names = {"actor": "both", "ref": "both", "critic": "critic"}
+        present = ["".join({names[n] for n, size in left.items() if size}) for left in weights]
+        assert present == owners
 
 
 def test_a_forward_brings_weights_that_are_away(tmp_path):
