@@ -19,7 +19,7 @@ from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 
 SCORE = "hybridrl.rewards.http.score"
 TOKEN = "s3cret-t0ken"
-SILENCE_S = 0.3
+SILENCE_S = 0.2
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,7 +134,7 @@ def test_scores_and_parts_come_through_the_reward_processes(server):
     assert len(server.peers) == 1  # one connection for one process
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
+@pytest.mark.parametrize("status", [429, 503])
 def test_what_may_pass_is_tried_again(server, status):
     assert ask(server, f"status {status} 1") == Score(0.5, {})
     assert len(server.bodies) == 2
@@ -160,7 +160,7 @@ def test_what_will_not_pass_is_not_tried_again(server, status):
 
 def test_a_silent_server_times_out(server):
     start = time.monotonic()
-    with pytest.raises(RemoteScorerError, match=r"no answer within 0\.3 s .*tried 2 times"):
+    with pytest.raises(RemoteScorerError, match=r"no answer within 0\.2 s .*tried 2 times"):
         ask(server, "silent", timeout_s=SILENCE_S, retries=1)
     assert time.monotonic() - start >= 2 * SILENCE_S
     assert len(server.bodies) == 2
@@ -206,8 +206,8 @@ def test_a_refused_connection_is_a_failure_that_names_the_server():
 
 
 def test_the_number_of_processes_is_the_number_of_requests_under_way(server):
-    result = scored(settings(server.url), [f"sleeps {i}" for i in range(16)], processes=2)
-    assert result.scores == [1.0] * 16
+    result = scored(settings(server.url), [f"sleeps {i}" for i in range(8)], processes=2)
+    assert result.scores == [1.0] * 8
     assert server.most == 2
 
 
