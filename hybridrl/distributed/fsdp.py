@@ -23,11 +23,11 @@ from hybridrl.distributed.accumulation import reshard
 from hybridrl.distributed.compiling import compile_layer
 from hybridrl.distributed.log_probs import KeptLogits
 from hybridrl.distributed.lora import (
-    adapted_weights,
     adapters,
     add_adapters,
     checkpoint_parameters,
     first_factor,
+    merger_of,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
@@ -102,18 +102,20 @@ def load_sharded_critic(
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     """This rank's shards of the causal LM under their checkpoint names, tied duplicates included.
 
-    The getters stay valid over optimizer steps and forwards. Those of adapted weights, whose
-    adapters they merge, are collectives.
+    The getters stay valid over optimizer steps and forwards; those of adapted weights merge.
     """
     reshard(root)
-    adapted = adapted_weights(root.lm)
-    rest = ShardKind.frozen if adapted else ShardKind.live
+    merger = merger_of(root.lm)
+    rest = ShardKind.frozen if adapters(root.lm) else ShardKind.live
     shards = []
     for name, param in checkpoint_parameters(root.lm, tied_twice=True):
-        local, kind = partial(_local_shard, param), rest
-        if name in adapted:
-            local, kind = adapted[name].merged_shard, ShardKind.merged
-        shards.append(NamedShard(name, tuple(param.shape), local, _dim_cut(param), kind))
+        shape, dim = tuple(param.shape), _dim_cut(param)
+        if name in merger:
+            merged = partial(merger.shard, name)
+            shard = NamedShard(name, shape, merged, dim, ShardKind.merged, merger.gather)
+        else:
+            shard = NamedShard(name, shape, partial(_local_shard, param), dim, rest)
+        shards.append(shard)
     return shards
 
 
@@ -127,9 +129,10 @@ def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
         Every weight on rank 0, nothing on the other ranks.
     """
     reshard(root)
-    adapted = adapted_weights(root.lm)
+    merger = merger_of(root.lm)
+    merger.gather()
     return _on_first_rank(
-        (name, adapted[name].merged() if name in adapted else param.detach().full_tensor())
+        (name, merger.whole(name) if name in merger else param.detach().full_tensor())
         for name, param in checkpoint_parameters(root.lm)
     )
 

@@ -12,13 +12,15 @@ Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.data.seeds import derive_seed
@@ -54,10 +56,10 @@ class LoRALinear(nn.Module):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A weight with an adapter, all three sharded: what a reshard or a checkpoint is made of.
+    """A weight with an adapter, all three sharded.
 
     W and B are cut along dim 0 and A along dim 0, or W and A along dim 1 and B along dim 0, so
-    that of the two factors one need not be gathered.
+    that for a shard of their sum only one of the factors has to be whole.
 
     Attributes:
         base, a, b: W, A and B.
@@ -69,28 +71,91 @@ class Adapted:
     b: DTensor
     scaling: float
 
-    @torch.no_grad()
-    def merged_shard(self) -> Tensor:
-        """This rank's shard of W + alpha / r * B A: new, float32; a collective."""
+    @property
+    def is_cut_by_rows(self) -> bool:
+        """Whether W is cut along dim 0."""
         placement = self.base.placements[-1]
         assert isinstance(placement, Shard)
-        if placement.dim == 0:
-            update = self.b.to_local() @ self.a.full_tensor()
-        else:
-            update = self.b.full_tensor() @ self.a.to_local()
+        return placement.dim == 0
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard of W + alpha / r * B A: new, float32.
+
+        Args:
+            whole: A where W is cut by rows, else B.
+        """
+        rows = self.is_cut_by_rows
+        update = self.b.to_local() @ whole if rows else whole @ self.a.to_local()
         return update.mul_(self.scaling).add_(self.base.to_local())
 
+
+class Merger:
+    """Merges adapters into shards of the weights they adapt, for a reshard or a checkpoint.
+
+    Args:
+        weights: by checkpoint name.
+    """
+
+    def __init__(self, weights: dict[str, Adapted]) -> None:
+        self._weights = weights
+        self._whole: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """The whole of W + alpha / r * B A with the bits of its shards; a collective."""
-        return DTensor.from_local(
-            self.merged_shard(),
-            self.base.device_mesh,
-            self.base.placements,
+    def gather(self) -> None:
+        """Have one factor of each adapter whole, as it is now; one collective of the shard group.
+
+        They stay until the next call.
+        """
+        factors = [w.a if w.is_cut_by_rows else w.b for w in self._weights.values()]
+        self._whole = dict(zip(self._weights, gather_rows(factors), strict=True))
+
+    @torch.no_grad()
+    def shard(self, name: str) -> Tensor:
+        """This rank's shard of the merged weight, with the factor that was gathered last."""
+        return self._weights[name].shard(self._whole[name])
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """All of the merged weight, with the bits of its shards; a collective."""
+        base = self._weights[name].base
+        merged = DTensor.from_local(
+            self.shard(name),
+            base.device_mesh,
+            base.placements,
             run_check=False,
-            shape=self.base.shape,
-            stride=self.base.stride(),
-        ).full_tensor()
+            shape=base.shape,
+            stride=base.stride(),
+        )
+        return merged.full_tensor()
+
+
+def gather_rows(factors: Sequence[DTensor]) -> list[Tensor]:
+    """The whole of tensors that are cut along dim 0 over one group, by one all-gather.
+
+    One for each would take longer than moving the weights: there are hundreds.
+    """
+    if not factors:
+        return []
+    mesh = factors[0].device_mesh
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    if ranks == 1:
+        return [factor.to_local() for factor in factors]
+    rows = [-(-factor.shape[0] // ranks) for factor in factors]  # of every shard, padded
+    own = []
+    for factor, height in zip(factors, rows, strict=True):
+        local = factor.to_local()
+        own.append(functional.pad(local, (0, 0, 0, height - len(local))).flatten())
+    flat = torch.cat(own)
+    everyones = flat.new_empty((ranks, len(flat)))
+    dist.all_gather(list(everyones), flat, group=group)
+    parts = everyones.split([len(part) for part in own], dim=1)
+    return [
+        part.reshape(-1, factor.shape[1])[: factor.shape[0]]
+        for part, factor in zip(parts, factors, strict=True)
+    ]
 
 
 def add_adapters(lm: nn.Module, lora: LoRAConfig) -> None:
@@ -122,14 +187,16 @@ def checkpoint_parameters(
             yield name.replace(".base_layer.", "."), param
 
 
-def adapted_weights(lm: nn.Module) -> dict[str, Adapted]:
-    """The weights that have adapters, by checkpoint name; to be called while all are sharded."""
-    return {
-        f"{name}.weight": Adapted(
-            layer.base_layer.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scaling
-        )
-        for name, layer in adapters(lm).items()
-    }
+def merger_of(lm: nn.Module) -> Merger:
+    """What merges a model's adapters; to be called while all weights are sharded."""
+    return Merger(
+        {
+            f"{name}.weight": Adapted(
+                layer.base_layer.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scaling
+            )
+            for name, layer in adapters(lm).items()
+        }
+    )
 
 
 def first_factor(layer: LoRALinear, name: str, seed: int, device: torch.device) -> Tensor:

@@ -15,8 +15,7 @@ class ShardKind(Enum):
 
     live: a view of live storage, whose content changes as training goes on.
     frozen: a view of storage whose content never changes.
-    merged: a new tensor, float32, computed from what changes; the getter is a collective over
-        the shard group.
+    merged: a new tensor, float32, computed from what changes.
     """
 
     live = "live"
@@ -39,6 +38,9 @@ class NamedShard:
             padding; for a DTensor, its `to_local()`.
         dim: which dim is cut, 0 or 1.
         kind: whether that is a view of live storage, and whether it changes.
+        gather: to be called once, on all ranks of the shard group, before the getters of all
+            shards that share it, whenever what they are computed from has changed; None: nothing
+            has to be.
     """
 
     name: str
@@ -46,3 +48,4 @@ class NamedShard:
     local: Callable[[], Tensor]
     dim: int = 0
     kind: ShardKind = ShardKind.live
+    gather: Callable[[], None] | None = None

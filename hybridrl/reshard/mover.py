@@ -120,6 +120,9 @@ class Mover:
         self.staging.free()
 
     def _local_shards(self) -> list[Tensor]:
+        for gather_factors in dict.fromkeys(shard.gather for shard in self._shards):
+            if gather_factors is not None:
+                gather_factors()
         tensors = []
         for shard, source in zip(self._shards, self._sources, strict=True):
             tensor = shard.local()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import Accumulation
@@ -12,9 +11,17 @@ from hybridrl.distributed.fsdp import adapter_state_dict, full_state_dict, load_
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import actor_config, fsdp_config, lora_config, model_config
+from tests.lora_cases import move_away
+from tests.role_configs import (
+    actor_config,
+    fsdp_config,
+    lora_config,
+    model_config,
+    reference_config,
+)
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import scheduled, training_batch
 
@@ -27,22 +34,6 @@ COLUMNS += [f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1)]
 
 def lora():
     return lora_config(RANK, alpha=ALPHA, target_modules=TARGETS)
-
-
-def some_factor(name, shape):
-    """B is 0 at first, where A has no gradient: a point further on, the same for any sharding."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    return 0.1 * torch.randn(shape, generator=generator)
-
-
-def move_away(actor):
-    """Set every B, from numbers that only its name decides."""
-    for name, param in actor.model.lm.named_parameters():
-        if ".lora_B." in name:
-            whole = some_factor(name, param.shape)
-            mesh, placements = param.device_mesh, param.placements
-            mine = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            param.detach().to_local().copy_(mine.to_local())
 
 
 def dealt(batch, spec, mini_batch_size, max_tokens=30):
@@ -101,6 +92,11 @@ def train(folder, changes):
     seen["base_later"] = base_bits(actor)
     seen["states"] = len(actor.optimizer.adamw.state)
     seen["later"] = adapter_state_dict(actor.model)
+    reference = ReferenceWorker(reference_config(folder, spec, lora=lora()), mesh)
+    for role in (actor, reference):
+        role.connect({"actor": actor, "ref": reference})
+    seen["reference"] = old_log_probs(reference, batch, spec).values
+    seen["after_reference"] = old_log_probs(actor, batch, spec).values
     return seen
 
 
@@ -154,7 +150,10 @@ def folder(tmp_path_factory):
     return tiny_folder("qwen2", tmp_path_factory.mktemp("lora") / "qwen2")
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = [pytest.param("replicas", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=["one rank", "columns", "ulysses", *SLOW])
 def ranks(request, folder):
     number, changes = CASES[request.param]
     return run_on_ranks(train, number, folder, changes)
@@ -216,6 +215,13 @@ def test_the_first_ratio_is_one_and_later_ones_are_not(ranks):
         assert seen["metrics"]["actor/first_log_ratio_max"] == 0.0
         assert seen["metrics"]["actor/log_ratio_max"] > 1e-6
         assert seen["metrics"]["actor/skipped_steps"] == 0
+
+
+def test_the_reference_is_the_trained_model_without_adapters(ranks):
+    """Also after an update, and its forward leaves the adapters on."""
+    for seen in ranks:
+        assert torch.equal(seen["reference"], seen["of_the_base"])
+        assert (seen["after_reference"] - seen["reference"]).abs().max() > 1e-3
 
 
 def test_merged_weights_are_what_peft_merges(ranks, folder):
