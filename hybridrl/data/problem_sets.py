@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,6 @@ def _columns(config: DataConfig, split: Split) -> Columns:
 def _embedded(
     split: Split, folder: str, columns: Columns, faults: list[str]
 ) -> list[SourceProblem]:
-    drawn: Sequence[Problem] = train_problems() if split is Split.train else held_out_problems()
     rows = [
         Row(
             f"embedded {split.name} problem {index}",
@@ -109,7 +109,7 @@ def _embedded(
                 "tags": dict(problem.tags),
             },
         )
-        for index, problem in enumerate(drawn)
+        for index, problem in enumerate(_drawn(split))
         if folder in ("", f"steps_{problem.tags['steps']}")
     ]
     if not rows:
@@ -120,6 +120,11 @@ def _embedded(
     problems, wrong = problems_of("data.name", EMBEDDED, rows, columns)
     faults.extend(wrong)
     return problems
+
+
+@cache  # each data set of a mixture takes a part of them
+def _drawn(split: Split) -> Sequence[Problem]:
+    return train_problems() if split is Split.train else held_out_problems()
 
 
 def _read(
