@@ -19,18 +19,23 @@ HOPPER_BF16_PEAK = 989e12
 ATTENTION_TIME = 3.0
 
 
-def training_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
+def training_flops(
+    shape: ModelShape, num_tokens: int, num_sequences: int, *, trains_all: bool = True
+) -> float:
     """(6 N + 6 L h S) operations per token: forward and backward of packed sequences.
 
     Args:
         shape: the model's.
         num_tokens: of all sequences, prompts included.
         num_sequences: S = num_tokens / num_sequences.
+        trains_all: false under adapters: frozen weights have no gradients, which leaves 4 N; the
+            adapters' own operations, a few percent, are not counted.
     """
     if not num_tokens:
         return 0.0
     mean_length = num_tokens / num_sequences
-    return num_tokens * (6 * shape.parameters + 6 * shape.layers * shape.hidden * mean_length)
+    in_weights = (6 if trains_all else 4) * shape.parameters
+    return num_tokens * (in_weights + 6 * shape.layers * shape.hidden * mean_length)
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:

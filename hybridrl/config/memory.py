@@ -46,20 +46,36 @@ class Phase:
 
 @dataclass(frozen=True)
 class Role:
-    """A role with a model: its elements on all ranks, and whether it has an optimizer."""
+    """A role with a model: its elements on all ranks, and whether it has an optimizer.
+
+    `adapters` are elements beside them, which alone are then trained.
+    """
 
     name: str
     parameters: int
     is_trained: bool
+    adapters: int = 0
+
+    @property
+    def held(self) -> int:
+        """Elements of all weights."""
+        return self.parameters + self.adapters
+
+    @property
+    def trained(self) -> int:
+        """Elements that AdamW has moments of."""
+        return (self.adapters or self.parameters) if self.is_trained else 0
 
 
 def roles_of(config: RunConfig, shape: ModelShape) -> list[Role]:
     """The roles of a run that hold sharded weights."""
-    roles = [Role("actor", shape.parameters, is_trained=True)]
+    rank, targets = config.lora.rank, config.lora.target_modules
+    adapters = shape.layers * shape.adapter_parameters(rank, targets)
+    roles = [Role("actor", shape.parameters, is_trained=True, adapters=adapters)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
         roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
-    if config.algorithm.kl.coef > 0:
+    if config.algorithm.kl.coef > 0 and not adapters:  # else it is the actor's, without them
         roles.append(Role("ref", shape.parameters, is_trained=False))
     return roles
 
@@ -76,11 +92,12 @@ def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> 
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
-    weights = {"rollout weights": rollout["rollout weights"]}
+    weights = {"rollout weights": rollout["rollout weights"]} | _merged(config, shape)
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
     # vLLM's share of a GPU includes what its process needs.
     awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
-    policy = TrainingMemory(config.fsdp, shape, workload(config), has_head=True)
+    work = workload(config)
+    policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
     resident = _resident(config, roles, "actor")
     phases = [
         Phase("reshard", resident | asleep | weights | {"buckets": 2 * bucket}),
@@ -89,8 +106,8 @@ def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> 
     ]
     for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
         if role.is_trained:
-            has_head = role.name == "actor"
-            training = TrainingMemory(config.fsdp, shape, workload(config), has_head=has_head)
+            critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
+            training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
             phases.append(Phase(f"update {role.name}", parts))
     return phases
@@ -116,12 +133,10 @@ def pinned_bytes(config: RunConfig, shape: ModelShape) -> int:
     assert config.fsdp.dp_shard is not None
     total = 0
     for role in roles_of(config, shape):
-        weights = config.fsdp.offload is Offload.idle_all
-        moments = config.fsdp.offload is not Offload.none and role.is_trained
-        each = (MASTER_BYTES if weights else 0, ADAM_BYTES if moments else 0)
-        total += sum(
-            -(-size * role.parameters // config.fsdp.dp_shard // MIB) * MIB for size in each
-        )
+        weights = role.held if config.fsdp.offload is Offload.idle_all else 0
+        moments = role.trained if config.fsdp.offload is not Offload.none else 0
+        for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
+            total += -(-size // config.fsdp.dp_shard // MIB) * MIB
     return total
 
 
@@ -148,10 +163,19 @@ def _resident(
     parts = {}
     for role in roles:
         if role.name == active or offload is not Offload.idle_all:
-            parts[f"{role.name} weights"] = MASTER_BYTES * role.parameters // shards
+            parts[f"{role.name} weights"] = MASTER_BYTES * role.held // shards
         if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
-            parts[f"{role.name} AdamW"] = ADAM_BYTES * role.parameters // shards
+            parts[f"{role.name} AdamW"] = ADAM_BYTES * role.trained // shards
     return parts
+
+
+def _merged(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+    """A rank's shards of the weights that have adapters, merged, in the rollout's dtype."""
+    assert config.fsdp.dp_shard is not None
+    if config.lora.rank == 0:
+        return {}
+    adapted = shape.layers * shape.adapted_parameters(config.lora.target_modules)
+    return {"merged weights": BYTES[config.rollout.dtype] * adapted // config.fsdp.dp_shard}
 
 
 def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:

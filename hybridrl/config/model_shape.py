@@ -1,6 +1,6 @@
 """A decoder's sizes and parameter counts from its config.json, without building it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,16 @@ class ModelShape:
             "up_proj": (inner, h),
             "down_proj": (h, inner),
         }
+
+    def adapter_parameters(self, rank: int, target_modules: Sequence[str]) -> int:
+        """Elements of one decoder layer's low-rank factors, A and B of each adapted weight."""
+        layers = self.linear_layers.items()
+        return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
+
+    def adapted_parameters(self, target_modules: Sequence[str]) -> int:
+        """Elements of one decoder layer's weights that have adapters."""
+        layers = self.linear_layers.items()
+        return sum(out * into for name, (out, into) in layers if name in target_modules)
 
     @property
     def parameters(self) -> int:

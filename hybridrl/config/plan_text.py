@@ -114,7 +114,9 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
     for name in ("role", "worker", "holds"):
         table.add_column(name)
     table.add_row("rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights")
-    table.add_row("actor", config.actor.worker, f"{share}, their gradients and AdamW's moments")
+    trained = "their" if config.lora.rank == 0 else f"adapters of rank {config.lora.rank}, their"
+    holds = f"{share}, {trained} gradients and AdamW's moments"
+    table.add_row("actor", config.actor.worker, holds)
     if uses_critic(config):
         holds = f"{share}, their gradients and AdamW's moments"
         table.add_row("critic", config.critic.worker, holds)
@@ -122,7 +124,9 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
         advantage = config.algorithm.advantage
         table.add_row("critic", "-", f"nothing: algorithm.advantage = {advantage} needs none")
     if config.algorithm.kl.coef > 0:
-        table.add_row("ref", config.ref.worker, share)
+        shared = config.lora.rank > 0
+        holds = "nothing more: the actor's weights without adapters" if shared else share
+        table.add_row("ref", config.ref.worker, holds)
     else:
         table.add_row("ref", "-", "nothing: algorithm.kl.coef = 0 leaves it out")
     return table

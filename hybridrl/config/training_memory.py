@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridrl.config import activations
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accumulation, DType, FSDPConfig
+from hybridrl.config.schema import Accumulation, DType, FSDPConfig, LoRAConfig
 
 BYTES = {DType.float32: 4, DType.bfloat16: 2}
 # Master weights and the gradients that AdamW sees are float32.
@@ -47,21 +47,39 @@ class TrainingMemory:
         shape: the model's.
         work: what is computed at a time.
         has_head: whether log-probs are computed (actor, ref) or values (critic).
+        lora: adapters, which alone are then trained; None or rank 0: there are none. Activations
+            are counted as without them, and what B takes; some that only the gradients of frozen
+            weights need are not kept in fact.
     """
 
     def __init__(
-        self, fsdp: FSDPConfig, shape: ModelShape, work: Workload, *, has_head: bool
+        self,
+        fsdp: FSDPConfig,
+        shape: ModelShape,
+        work: Workload,
+        *,
+        has_head: bool,
+        lora: LoRAConfig | None = None,
     ) -> None:
         assert fsdp.dp_shard is not None
         self.fsdp, self.shape, self.work, self.has_head = fsdp, shape, work, has_head
         self.shards = fsdp.dp_shard
         self.size, self.reduced = BYTES[fsdp.param_dtype], BYTES[fsdp.reduce_dtype]
         self.head = shape.embedding_parameters if has_head else 0
-        layers = shape.layers * shape.layer_parameters
-        self.elements = shape.parameters if has_head else shape.backbone_parameters
-        self.root = self.elements - layers
-        self.layer_kept = work.tokens * activations.kept_by_layer(
-            shape, self.size, compiled=fsdp.compile
+        base = shape.parameters if has_head else shape.backbone_parameters
+        self.root = base - shape.layers * shape.layer_parameters
+        rank, targets = (lora.rank, lora.target_modules) if lora is not None else (0, [])
+        adapters = shape.adapter_parameters(rank, targets)
+        self.layer = shape.layer_parameters + adapters
+        self.elements = self.root + shape.layers * self.layer
+        # What has gradients: everything, or adapters alone.
+        self.trained_layer = adapters if rank else self.layer
+        self.trained_root = 0 if rank else self.root
+        self.trained_head = 0 if rank else self.head
+        self.trained = self.trained_root + shape.layers * self.trained_layer
+        self.layer_kept = work.tokens * (
+            activations.kept_by_layer(shape, self.size, compiled=fsdp.compile)
+            + self.size * rank * len(targets)
         )
         self.last_norm = work.tokens * activations.kept_by_last_norm(shape, self.size)
         self.shared_kept = work.tokens * activations.kept_by_all_layers(shape, self.size)
@@ -93,10 +111,10 @@ class TrainingMemory:
 
     def _loss_point(self) -> dict[str, int]:
         """Backward of the log-probs: everything is kept, the head's gradient adds up."""
-        logits, head = self._logits(), self.size * self.head
+        logits, head = self._logits(), self.size * self.trained_head
         if self.work.response_tokens > self.work.chunk_tokens:
             # Over several chunks it adds up in float32, and is cast once the logits are gone.
-            head = MASTER_BYTES * self.head + max(0, head - logits)
+            head = MASTER_BYTES * self.trained_head + max(0, head - logits)
         gradient = self.size * self.shape.hidden
         states = activations.kept_by_head(self.shape, self.size) + gradient
         kept = self._kept() + self.last_norm + self.work.response_tokens * states
@@ -121,8 +139,8 @@ class TrainingMemory:
             last = self._kept() + max(self.layer_moment, last_norm)
         shared = {
             "gathered weights": self._gathered(),
-            "gradient of the head": self.size * self.head,
-            "gradients on their way": self._on_their_way(self.shape.layer_parameters),
+            "gradient of the head": self.size * self.trained_head,
+            "gradients on their way": self._on_their_way(self.trained_layer),
         }
         return (
             shared | {"activations": last, "gradients": self._gradients_before()},
@@ -136,8 +154,9 @@ class TrainingMemory:
 
     def _root_point(self) -> dict[str, int]:
         """The end of backward, when the gradient of embedding and head is reduced."""
-        embedding = self.size * self.shape.embedding_parameters
-        on_their_way = max(self._on_their_way(self.root), embedding + self.size * self.head)
+        embedding = self.size * self.shape.embedding_parameters if self.trained_root else 0
+        as_computed = embedding + self.size * self.trained_head
+        on_their_way = max(self._on_their_way(self.trained_root), as_computed)
         return {
             "gathered weights": self._gathered_after_layers(),
             "gradients on their way": on_their_way,
@@ -182,24 +201,24 @@ class TrainingMemory:
         the one before, whose buffer is released with a delay.
         """
         layers = min(1 if self.shards == 1 else 3, self.shape.layers)
-        return self.size * (self.root + layers * self.shape.layer_parameters)
+        return self.size * (self.root + layers * self.layer)
 
     def _gradients_before(self) -> int:
         """Gradients of earlier micro-batches, unsharded or sharded."""
         if self.work.micro_batches == 1:
             return 0
         if self.fsdp.accumulation is Accumulation.full:
-            return self.reduced * self.elements
-        return MASTER_BYTES * self.elements // self.shards
+            return self.reduced * self.trained
+        return MASTER_BYTES * self.trained // self.shards
 
     def _gradients_after_layers(self) -> int:
         """When only the root's gradient is still to be reduced."""
-        done = MASTER_BYTES * (self.elements - self.root) // self.shards
+        done = MASTER_BYTES * (self.trained - self.trained_root) // self.shards
         if self.work.micro_batches == 1:
             return done
         if self.fsdp.accumulation is Accumulation.full:
-            return done + self.reduced * self.root
-        return MASTER_BYTES * self.elements // self.shards
+            return done + self.reduced * self.trained_root
+        return MASTER_BYTES * self.trained // self.shards
 
     def _on_their_way(self, elements: int) -> int:
         """Buffers of a reduce-scatter: as computed, input, and output in float32.

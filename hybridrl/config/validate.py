@@ -37,6 +37,7 @@ MEMORY = (
     "hardware.accelerator",
     "model",
     "fsdp",
+    "lora",
     "algorithm.advantage",
     "algorithm.kl.coef",
     "actor.max_tokens_per_gpu",

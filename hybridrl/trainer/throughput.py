@@ -25,11 +25,13 @@ class Throughput:
         shape: the model's.
         epochs: passes of an update over the batch.
         peak: operations per second of all ranks together; None where unknown.
+        trains_all: whether the actor trains all of its weights, and not adapters alone.
     """
 
     shape: ModelShape
     epochs: int
     peak: float | None
+    trains_all: bool = True
 
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
         """tokens_per_s/<phase> and, where the peak is known, mfu/<phase> (config/flops.py).
@@ -52,7 +54,12 @@ class Throughput:
             passes = self.epochs if phase in UPDATES else 1
             metrics[f"tokens_per_s/{phase}"] = passes * tokens / seconds
             if phase in WITH_MFU and self.peak is not None:
-                count = training_flops if phase in UPDATES else forward_flops
-                done = passes * count(self.shape, tokens, responses)
+                done = passes * self._operations(phase, tokens, responses)
                 metrics[f"mfu/{phase}"] = done / seconds / self.peak
         return metrics
+
+    def _operations(self, phase: str, tokens: int, responses: int) -> float:
+        """Of one pass over the batch."""
+        if phase in UPDATES:
+            return training_flops(self.shape, tokens, responses, trains_all=self.trains_all)
+        return forward_flops(self.shape, tokens, responses)

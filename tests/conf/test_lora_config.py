@@ -1,13 +1,19 @@
 """lora: the group composes, bad adapters are refused by name, idle keys are told what to type."""
 
+import io
 import json
 
 import pytest
 import torch
-from composing import QWEN, TINY, examined, problems
+from composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from hybridrl.config.flops import training_flops
+from hybridrl.config.machine import GIB
+from hybridrl.config.memory import pinned_bytes, rank_phases
 from hybridrl.config.model_shape import model_shape
+from hybridrl.config.plan_text import plan
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -18,6 +24,50 @@ def test_the_default_adapts_every_linear_layer_of_actor_and_reference():
     assert result.config.lora.rank == 16
     assert result.config.lora.target_modules == ALL
     assert result.config.actor.lora == result.config.ref.lora == result.config.lora
+
+
+def test_memory_of_adapters_is_worked_by_hand():
+    """Qwen2.5-0.5B on 8 GPUs, r = 16, N tokens: 24 layers of hidden 896, MLP 4864, 14 + 2 heads.
+
+    r (in + out): q and o 2 x 1792, k and v 2 x 1024, gate, up and down 3 x 5760. Weights under
+    adapters: 2 x 896 x 896, 2 x 128 x 896, 3 x 4864 x 896.
+    """
+    config = examined(["hardware=gpu", "lora=default"], machine=GPU_NODE).config
+    phases = {p.name: p.parts for p in rank_phases(config, model_shape(QWEN), 140 * GIB)}
+    adapters = 24 * 16 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+    update = phases["update actor"]
+    assert update["actor weights"] == 4 * (494_032_768 + adapters) // 8
+    assert update["actor AdamW"] == 8 * adapters // 8
+    assert update["gradient of the head"] == 0
+    assert "ref weights" not in update
+    adapted = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
+    assert phases["reshard"]["merged weights"] == 2 * adapted // 8
+    plain = examined(["hardware=gpu", "lora=none"], machine=GPU_NODE).config
+    all_of_it = {p.name: p.total for p in rank_phases(plain, model_shape(QWEN), 140 * GIB)}
+    assert sum(update.values()) < all_of_it["update actor"] - 11 * 494_032_768 // 8
+
+
+def test_pinned_memory_counts_moments_of_adapters_alone():
+    overrides = ["hardware=gpu", "fsdp.offload=idle_optimizer", "algorithm=grpo"]
+    adapted = examined([*overrides, "lora=default"], machine=GPU_NODE).config
+    adapters = 24 * 16 * (2 * 1792 + 2 * 1024 + 3 * 5760)
+    mib = 2**20
+    assert pinned_bytes(adapted, model_shape(QWEN)) == -(-adapters // mib) * mib
+
+
+def test_frozen_weights_have_no_gradients_to_compute():
+    """4 N + 6 L h S per token, N = 494,032,768; 6 x 24 x 896 x 1000 = 129,024,000."""
+    found = training_flops(model_shape(QWEN), 4000, 4, trains_all=False)
+    assert found == pytest.approx(4000 * (4 * 494_032_768 + 129_024_000))
+
+
+def test_the_plan_names_what_is_trained_and_shared():
+    result = examined(["hardware=cpu", "lora=default"])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(result.config, result.shape, LAPTOP))
+    text = console.export_text()
+    assert "adapters of rank 16, their gradients and AdamW's moments" in text
+    assert "nothing more: the actor's weights without adapters" in text
 
 
 def test_without_the_group_there_are_no_adapters():
