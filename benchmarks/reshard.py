@@ -111,6 +111,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     on_gpu = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.gpus))
     os.environ.update(compat.NO_MULTICAST)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # its sockets would stay otherwise
     if on_gpu:
         torch.cuda.set_device(rank)
     else:

@@ -68,6 +68,7 @@ def main() -> None:
     args = _arguments()
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder  # its sockets would stay among temporary files
         _join_group(device_type, Path(folder))
         worker = _worker(args, device_type, _model(args, Path(folder)))
         ways = _ways(args, worker)
@@ -76,7 +77,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
         dist.barrier()
-        os._exit(0)  # vLLM and the process group end in either order only with warnings
+    os._exit(0)  # vLLM and the process group end in either order only with warnings
 
 
 def _arguments() -> argparse.Namespace:
