@@ -15,7 +15,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
-# Where user namespaces are not allowed, the default is refused: tests/unit/test_sandbox.py.
+# Where user namespaces are not allowed, the default is refused: tests/unit/test_sandbox_walls.py.
 ANYWHERE = {"code": ["reward.args.isolation=filter"]}
 PAGE = REPO / "docs" / "rewards.md"
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]

@@ -23,6 +23,8 @@ def needs(isolation: Isolation) -> pytest.MarkDecorator:
 
 
 BOTH = [pytest.param(isolation, marks=needs(isolation)) for isolation in Isolation]
+both = pytest.mark.parametrize("isolation", BOTH)
+in_namespace = needs(Isolation.namespace)
 
 
 def outcome(program: str, isolation: Isolation, statements: str = "", **changes) -> Outcome:
