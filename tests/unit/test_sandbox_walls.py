@@ -193,7 +193,7 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, res
 def test_without_namespaces_nothing_is_run():
     """A user namespace of our own that allows none below stands for such a machine."""
     code = (
-        "from sandbox_settings import both, in_namespace, outcome
+        "from sandbox_settings import missing, Isolation\n"
         "print(missing(Isolation.namespace)); print(repr(missing(Isolation.filter)))\n"
         "from hybridrl.rewards.code import score\n"
         "limits = dict(seconds_per_test=1.0, seconds=5.0, memory_mb=256, file_mb=2)\n"
