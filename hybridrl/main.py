@@ -222,6 +222,11 @@ def _examine(
         prompts, problems = examine_prompts(data, model.path, rollout.max_prompt_tokens)
         for problem in problems:
             examined.report.add(problem, broken="data")
+        if examined.config.environment is not None and examined.report.usable(["environment"]):
+            from hybridrl.trainer.environment import stop_problems
+
+            for problem in stop_problems(model.path, examined.config.environment):
+                examined.report.add(problem, broken="environment.stop")
     return examined, prompts
 
 

@@ -93,6 +93,13 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             "set model.init=random",
         )
     yield from _idle_data(config.data)
+    if config.environment is not None:
+        yield Idle(
+            ("reward.function", "reward.args"),
+            "environment",
+            f"environment.function = {config.environment.function}, whose rewards count",
+            "set environment=none",
+        )
 
 
 def _idle_estimator(config: RunConfig) -> Iterator[Idle]:

@@ -22,7 +22,7 @@ from hybridrl.config.model_shape import ModelShape, model_shape
 from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import Accelerator, RunConfig
-from hybridrl.config.typed import Builder, element_class
+from hybridrl.config.typed import Builder, element_class, optional_class
 from hybridrl.config.validate import run_checks
 
 MAX_REWARD_PROCESSES = 8
@@ -82,7 +82,10 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
         name = field.name
         if name in LINKS:
             continue
-        if not dataclasses.is_dataclass(hints[name]):
+        if optional := optional_class(hints[name]):
+            value = _at(cfg, name)
+            sections[name] = None if value is None else builder.section(optional, value, name)
+        elif not dataclasses.is_dataclass(hints[name]):
             sections[name] = builder.field(field, hints[name], RunConfig, cfg, name)
         else:
             sections[name] = builder.section(hints[name], _at(cfg, name), name)
@@ -171,7 +174,7 @@ def _is_read(key: str) -> bool:
         types = {field.name: field.type for field in dataclasses.fields(cls)}
         if name not in types:
             return False
-        cls = types[name]
+        cls = optional_class(types[name]) or types[name]
         if element := element_class(cls):
             next(names, None)  # of the section, which may be any
             cls = element

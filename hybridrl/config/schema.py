@@ -338,6 +338,17 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
+class EnvironmentConfig:
+    """conf/environment: what answers the model between its turns."""
+
+    function: str
+    args: dict[str, Any]
+    max_turns: int
+    stop: list[str]
+    role: str
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """conf/trainer."""
 
@@ -401,4 +412,5 @@ class RunConfig:
     reward: RewardConfig
     trainer: TrainerConfig
     eval: EvalConfig
+    environment: EnvironmentConfig | None
     tracking: TrackingConfig

@@ -157,6 +157,13 @@ def element_class(hint: Any) -> Any:
     return values[0] if values and dataclasses.is_dataclass(values[0]) else None
 
 
+def optional_class(hint: Any) -> Any:
+    """The dataclass of a section that a run may leave out; None for everything else."""
+    options = typing.get_args(hint) if isinstance(hint, UnionType) else ()
+    found = [option for option in options if dataclasses.is_dataclass(option)]
+    return found[0] if found else None
+
+
 def raw_value(node: DictConfig, name: str) -> Any:
     """The unresolved value of a key."""
     tree = OmegaConf.to_container(node, resolve=False)

@@ -12,6 +12,7 @@ from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
 from hybridrl.config.check_data import mixture_problems
 from hybridrl.config.check_effects import effect_problems
+from hybridrl.config.check_environment import environment_problems
 from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.check_lora import lora_problems
 from hybridrl.config.check_memory import memory_problems, offload_problems
@@ -89,6 +90,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (resources.kv_cache_problems, ("hardware.accelerator", "rollout.kv_cache_mb")),
     (resources.package_problems, ("tracking",)),
     (mixture_problems, ("data.mixture",)),
+    (environment_problems, ("environment",)),
 )
 MACHINE_CHECKS: tuple[
     tuple[Callable[[RunConfig, Machine], Iterable[str]], tuple[str, ...]], ...

@@ -4,7 +4,7 @@ Shapes:  B = responses; token fields are ragged [B, T_b], T_b = tokens of respon
 Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -125,11 +125,17 @@ class Rollout:
         engines: in engine order; one from an engine, all of them from `PromptBatch.join`.
         engine_of: [P] int64, by prompt, the index of the engine that answered it; None from an
             engine.
+        environment_s: seconds that the engines waited for the environments.
     """
 
     batch: "RolloutBatch"
     engines: tuple[EngineStats, ...]
     engine_of: Tensor | None = None
+    environment_s: float = 0.0
+
+
+# Answers prompts.
+Generate = Callable[[PromptBatch], Rollout]
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class RolloutBatch:
         truncated: [B] bool, true where max_response_tokens cut the response off, or
             environment.max_turns the conversation.
         turns: [B] int64, how often the policy's turn came in each conversation.
-        environment_rewards: [B] float32, the sum of what each conversation's steps earned.
+        environment_rewards: [B] float64, the sum of what each conversation's steps earned.
         environment_failures: [B] int64, 1 where the environment raised, 2 where it took too long,
             which ended the conversation; else 0.
         scores: ragged float32, reward before the KL penalty; an outcome stands on the last token.

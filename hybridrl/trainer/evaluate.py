@@ -9,7 +9,7 @@ import torch
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.tokenizer import Decode
+from hybridrl.trainer.rewarding import Judge
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -45,8 +45,7 @@ class Evaluator:
 
     Args:
         prompts: the held-out problems.
-        decode: token ids of many responses -> their texts.
-        scorer: the rule that training uses; gives eval/accuracy.
+        judge: scores as in training; gives eval/accuracy.
         rules: more rules by which the same responses are judged; give eval/accuracy_<name>.
         temperature, top_p: as in training.
         greedy: whether to decode greedily, too; gives eval/accuracy_greedy.
@@ -54,9 +53,8 @@ class Evaluator:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
-        decode: Decode,
-        scorer: Scorer,
+        prompts: list[Prompt],
+        judge: Judge,
         rules: Mapping[str, Scorer],
         *,
         temperature: float,
@@ -64,8 +62,8 @@ class Evaluator:
         greedy: bool,
     ) -> None:
         self._prompts = prompts
-        self._decode = decode
-        self._rules = {"": scorer} | {f"_{name}": rule for name, rule in rules.items()}
+        self._judge = judge
+        self._rules = {f"_{name}": rule for name, rule in rules.items()}
         self._temperature = temperature
         self._top_p = top_p
         self._greedy = greedy
@@ -87,7 +85,7 @@ class Evaluator:
         """
         batch = generate(self._request(step, self._temperature, self._top_p))
         self._failed = 0
-        scores = self._judge(batch)
+        scores = self._scores(batch)
         metrics = {f"eval/accuracy{rule}": _mean(values) for rule, values in scores.items()}
         for group, members in self._groups.items():
             for rule, values in scores.items():
@@ -97,7 +95,7 @@ class Evaluator:
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
-            greedy = self._judge(generate(self._request(step, 0.0, 1.0)))
+            greedy = self._scores(generate(self._request(step, 0.0, 1.0)))
             metrics |= {f"eval/accuracy_greedy{rule}": _mean(v) for rule, v in greedy.items()}
             metrics["eval/ci95_greedy"] = half_width(greedy[""])
         metrics["eval/failed"] = float(self._failed)
@@ -114,14 +112,15 @@ class Evaluator:
             top_p=top_p,
         )
 
-    def _judge(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
-        """Scores of the responses by each rule, under the rule's suffix."""
-        texts = self._decode([row.tolist() for row in batch.responses.rows()])
+    def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
+        """Scores of the responses by each rule, under the rule's suffix; training's has none."""
+        rewarded = self._judge.score(self._prompts, batch)
         items = [
             (prompt.text, text, prompt.example)
-            for prompt, text in zip(self._prompts, texts, strict=True)
+            for prompt, text in zip(self._prompts, rewarded.texts, strict=True)
         ]
-        results = {suffix: rule.score(items) for suffix, rule in self._rules.items()}
+        results: dict[str, Scored] = {"": rewarded}
+        results |= {suffix: rule.score(items) for suffix, rule in self._rules.items()}
         self._failed += sum(len(result.failures) for result in results.values())
         return {suffix: result.scores for suffix, result in results.items()}
 

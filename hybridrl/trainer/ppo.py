@@ -31,6 +31,7 @@ from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
+from hybridrl.trainer.environment import turn_metrics
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
@@ -38,7 +39,7 @@ from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
-from hybridrl.trainer.rewarding import Rewarder, data_set_means, overlong_shaping
+from hybridrl.trainer.rewarding import Judge, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
@@ -53,7 +54,7 @@ class PPOTrainer:
         kl: the reference's part, or its null object.
         value_function: the critic's part, or its null object.
         prompts: training prompts, in order.
-        rewarder: scores responses.
+        judge: where rewards come from.
         evaluator: held-out accuracy.
         reporter: what the user sees and keeps.
     """
@@ -65,7 +66,7 @@ class PPOTrainer:
         kl: KLControl,
         value_function: ValueFunction,
         prompts: PromptSource,
-        rewarder: Rewarder,
+        judge: Judge,
         evaluator: Evaluator,
         reporter: Reporter,
     ) -> None:
@@ -75,11 +76,12 @@ class PPOTrainer:
         self.value_function = value_function
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_fields = LossFields(config.algorithm, config.seed)
-        self.rewarder = rewarder
-        self.sampling = sampling_for(config, prompts.take, self._generate, rewarder)
+        self.rewarding = judge
+        self.answer = judge.in_turns(self._sample)
+        self.sampling = sampling_for(config, prompts.take, self._generate, judge)
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
-            self.baseline = GreedyBaseline(config, self._generate, rewarder)
+            self.baseline = GreedyBaseline(config, self._generate, judge)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
         self.reporter = reporter
@@ -142,6 +144,7 @@ class PPOTrainer:
         assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
         seconds = self.phases.seconds("rollout")
         self.metrics |= sampled.metrics | rollout_metrics(batch) | engine_metrics(engines, seconds)
+        self.metrics |= turn_metrics(sampled.rollout)
         for warning in self.stragglers.warnings(engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
@@ -149,7 +152,7 @@ class PPOTrainer:
     def reward(self, sampled: Sampled, step: int) -> RolloutBatch:
         """The batch with scores; an outcome reward stands on the last token."""
         batch, start = sampled.rollout.batch, time.perf_counter()
-        rewarded = sampled.rewarded or self.rewarder.score(sampled.prompts, batch.responses)
+        rewarded = sampled.rewarded or self.rewarding.score(sampled.prompts, batch)
         baseline = self.baseline.rewards()
         penalty = self.overlong(batch.responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
@@ -241,10 +244,14 @@ class PPOTrainer:
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name)
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
-        """Responses of all engines, dealt by expected length; their lengths are learned from."""
-        rollout = self.workers.rollout.call("generate", self.lengths.expect(prompts))
+        """Responses, dealt to engines by expected length; their lengths are learned from."""
+        rollout = self.answer(self.lengths.expect(prompts))
         self.lengths.learn(rollout.batch)
         return rollout
+
+    def _sample(self, prompts: PromptBatch) -> Rollout:
+        """What all engines write in one turn."""
+        return self.workers.rollout.call("generate", prompts)
 
 
 def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.overlong import overlong_penalty
 from hybridrl.config.schema import RunConfig
+from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.prompts import Prompt
-from hybridrl.data.ragged import Ragged
 from hybridrl.data.tokenizer import Decode
 from hybridrl.rewards.scorer import Failure, RewardScorer
 
@@ -68,6 +69,18 @@ class Rewarded:
         }
 
 
+class Judge(Protocol):
+    """Where rewards come from: a function of whole responses, or an environment."""
+
+    def in_turns(self, generate: Generate) -> Generate:
+        """How responses come about: as `generate` samples them, or in turns with somebody."""
+        ...
+
+    def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
+        """The responses' texts and scores; prompts[b] belongs to response b."""
+        ...
+
+
 def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
     """(lengths [B]) -> what each response's reward falls by for its length, [B] <= 0.
 
@@ -108,9 +121,13 @@ class Rewarder:
         self._decode = decode
         self._scorer = scorer
 
-    def score(self, prompts: list[Prompt], responses: Ragged) -> Rewarded:
+    def in_turns(self, generate: Generate) -> Generate:
+        """Nobody answers: each response is one turn."""
+        return generate
+
+    def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """The responses' texts and scores; prompts[b] belongs to response b."""
-        texts = self._decode([row.tolist() for row in responses.rows()])
+        texts = self._decode([row.tolist() for row in batch.responses.rows()])
         items = [
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)
         ]

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.rewarding import Rewarded, Rewarder
+from hybridrl.trainer.rewarding import Judge, Rewarded
 
-Generate = Callable[[PromptBatch], Rollout]
 Take = Callable[[int], list[Prompt]]
 
 
@@ -77,18 +76,18 @@ class DynamicSampling:
         config: the run.
         take: the next so many training prompts.
         generate: samples responses.
-        rewarder: scores them.
+        judge: scores them.
 
     Source: Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
     """
 
     def __init__(
-        self, config: RunConfig, take: Take, generate: Generate, rewarder: Rewarder
+        self, config: RunConfig, take: Take, generate: Generate, judge: Judge
     ) -> None:
         self._config = config
         self._take = take
         self._generate = generate
-        self._rewarder = rewarder
+        self._judge = judge
 
     def sample(self, step: int) -> Sampled:
         """Prompts whose responses differ, as far as the rounds suffice, and their responses."""
@@ -123,7 +122,7 @@ class DynamicSampling:
         request = request_for(self._config, prompts, step, first_sample=index * self._each)
         rollout = self._generate(request)
         of_responses = repeated(prompts, self._each)
-        rewarded = self._rewarder.score(of_responses, rollout.batch.responses)
+        rewarded = self._judge.score(of_responses, rollout.batch)
         scores = torch.tensor(rewarded.scores).view(len(prompts), self._each)
         return _Round(rollout, of_responses, rewarded, (scores != scores[:, :1]).any(1))
 
@@ -154,10 +153,10 @@ class _Round:
         )
 
 
-def sampling_for(config: RunConfig, take: Take, generate: Generate, rewarder: Rewarder) -> Sampling:
+def sampling_for(config: RunConfig, take: Take, generate: Generate, judge: Judge) -> Sampling:
     """The sampling that algorithm.max_sampling_rounds asks for."""
     if config.algorithm.max_sampling_rounds > 1:
-        return DynamicSampling(config, take, generate, rewarder)
+        return DynamicSampling(config, take, generate, judge)
     return PlainSampling(config, take, generate)
 
 
@@ -194,7 +193,11 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
     ]
     rewarded = [part.rewarded for part in parts if part.rewarded is not None]
     return Sampled(
-        Rollout(replace(batch, group_id=group_id), tuple(engines)),
+        Rollout(
+            replace(batch, group_id=group_id),
+            tuple(engines),
+            environment_s=sum(part.rollout.environment_s for part in parts),
+        ),
         prompts,
         Rewarded.concat(rewarded),
     )

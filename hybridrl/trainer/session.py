@@ -19,16 +19,19 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
+from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.resolve import read_model_config
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.console import RunConsole
+from hybridrl.trainer.conversations import Limits
+from hybridrl.trainer.environment import EnvironmentJudge, turn_tokens
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.header import RunFacts, header_lines
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter
-from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.rewarding import Judge, Rewarder
 from hybridrl.trainer.setup_times import SetupTimes
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
@@ -61,8 +64,8 @@ def train(
         write_manifest(run_dir, config, machine, prompts.data_sets, started=started)
         _show_header(config, run_dir, machine, prompts, console)
         decode = decoder(load_tokenizer(config.model.path))
-        scorer = stack.enter_context(_reward_scorer(config))
-        evaluator = _evaluator(config, prompts, decode, scorer, stack)
+        judge = _judge(config, prompts, decode, stack)
+        evaluator = _evaluator(config, prompts, judge, stack)
         tracker = Tracker(run_dir, config)
         stack.push(
             lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
@@ -77,7 +80,7 @@ def train(
             _kl_control(config, workers),
             _value_function(config, workers),
             prompt_source(prompts, config.data, config.seed),
-            Rewarder(decode, scorer),
+            judge,
             evaluator,
             reporter,
         )
@@ -88,23 +91,36 @@ def train(
         return trainer.fit()
 
 
-def _reward_scorer(config: RunConfig) -> RewardScorer:
-    reward = config.reward
-    return RewardScorer(
-        reward.function,
-        reward.args,
+def _judge(config: RunConfig, prompts: PromptSets, decode: Decode, stack: ExitStack) -> Judge:
+    """The environment, or without one the reward function."""
+    reward, environment = config.reward, config.environment
+    if environment is None:
+        scorer = RewardScorer(
+            reward.function,
+            reward.args,
+            timeout_s=reward.timeout_s,
+            num_processes=reward.num_processes,
+            failed_score=reward.failed_score,
+        )
+        return Rewarder(decode, stack.enter_context(scorer))
+    pool = EnvironmentPool(
+        environment.function,
+        environment.args,
         timeout_s=reward.timeout_s,
         num_processes=reward.num_processes,
-        failed_score=reward.failed_score,
+    )
+    return EnvironmentJudge(
+        stack.enter_context(pool),
+        turn_tokens(config.model.path, environment),
+        decode,
+        {prompt.prompt_id: prompt.example for prompt in [*prompts.train, *prompts.held_out]},
+        Limits(environment.max_turns, config.rollout.max_response_tokens),
+        reward.failed_score,
     )
 
 
 def _evaluator(
-    config: RunConfig,
-    prompts: PromptSets,
-    decode: Decode,
-    scorer: RewardScorer,
-    stack: ExitStack,
+    config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack
 ) -> Evaluator:
     rules = {
         name: stack.enter_context(
@@ -120,8 +136,7 @@ def _evaluator(
     }
     return Evaluator(
         prompts.held_out,
-        decode,
-        scorer,
+        judge,
         rules,
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,

@@ -12,6 +12,7 @@ from hybridrl.config import schema
 from hybridrl.config.classes import BUILT_IN
 from hybridrl.config.keys import leaves
 from hybridrl.config.ranges import RANGES
+from hybridrl.config.typed import optional_class
 
 RECIPES = sorted(path.stem for path in (REPO / "conf" / "recipe").glob("*.yaml"))
 CONF_FILES = sorted((REPO / "conf").rglob("*.yaml"))
@@ -93,9 +94,11 @@ def test_every_leaf_has_a_comment(path):
 
 
 def _schema_keys(cls: type, prefix: str = "") -> set[str]:
-    """Dotted keys of a dataclass; mappings and lists are leaves."""
+    """Dotted keys of what every run has; mappings and lists are leaves."""
     keys = set()
     for name, hint in typing.get_type_hints(cls).items():
+        if optional_class(hint):
+            continue
         role = BUILT_IN[name][1] if cls is schema.RunConfig and name in BUILT_IN else hint
         nested = dataclasses.is_dataclass(role)
         keys |= _schema_keys(role, f"{prefix}{name}.") if nested else {f"{prefix}{name}"}

@@ -9,6 +9,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
+from hybridrl.trainer.rewarding import Rewarder
 from tests.batches import batch_of
 
 
@@ -16,6 +17,7 @@ from tests.batches import batch_of
 class Scores:
     scores: list[float]
     failures: list[str] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Contains:
@@ -67,8 +69,7 @@ class Engine:
 def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:
     return Evaluator(
         PROMPTS,
-        decode,
-        Contains("#### right"),
+        Rewarder(decode, Contains("#### right")),
         {"flexible": Contains(flexible)},
         temperature=0.7,
         top_p=0.9,
@@ -128,7 +129,9 @@ def test_greedy_decoding_can_be_left_out():
 
 def test_scorers_get_prompt_response_and_example():
     scorer = Contains("right")
-    judge = Evaluator(PROMPTS, decode, scorer, {}, temperature=1.0, top_p=1.0, greedy=False)
+    judge = Evaluator(
+        PROMPTS, Rewarder(decode, scorer), {}, temperature=1.0, top_p=1.0, greedy=False
+    )
     judge.evaluate(0, Engine())
     assert scorer.items[0] == ("text 0", "#### right", {"answer": "0"})
     assert judge.last_accuracy == 0.75

@@ -1,0 +1,323 @@
+"""Generation in turns, with scripted turns: token-in token-out, masks, limits, failures, requests.
+
+Environments are stepped by the task that their processes run, in this one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.turns import TurnTokens
+from hybridrl.environments.base import Opening, StepResult, Turn, environment_task
+from hybridrl.environments.pool import Reply
+from hybridrl.rewards.messages import FailureKind
+from hybridrl.trainer.conversations import Conversations, Limits
+from hybridrl.trainer.environment import EnvironmentJudge, turn_metrics
+
+# Sampled pieces merge when they are read again: "a", "b" becomes "ab".
+VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}
+END, STOP, A, B, AB, ABA, ONE, ELEVEN = range(8)
+MERGES = [("a", "b"), ("ab", "a"), ("1", "1")]
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(VOCABULARY, MERGES))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+TOKENIZER = merging_tokenizer()
+
+
+def decode(rows: Sequence[list[int]]) -> list[str]:
+    return TOKENIZER.batch_decode(list(rows), skip_special_tokens=True)
+
+
+class Here:
+    """Steps environments in this process."""
+
+    def __init__(self, function: str, **args: Any) -> None:
+        self.move = environment_task(function, args)
+        self.heard: list[str] = []
+
+    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
+        return [self._reply(Opening(example)) for example in examples]
+
+    def step(self, turns: Sequence[Turn]) -> list[Reply]:
+        self.heard += [turn.text for turn in turns]
+        return [self._reply(turn) for turn in turns]
+
+    def _reply(self, item: Opening | Turn) -> Reply:
+        try:
+            moved = self.move(item)
+        except ValueError:
+            return Reply(b"", StepResult("", 0.0, True), FailureKind.error)
+        return Reply(moved.state, moved.result)
+
+
+class Engines:
+    """Samples what a script says; prompt p's answers come from engine p % 2."""
+
+    def __init__(self, script: Callable[[int, int, int], list[int]]) -> None:
+        self.script = script
+        self.requests: list[PromptBatch] = []
+
+    def __call__(self, request: PromptBatch) -> Rollout:
+        """Row (prompt id, sample, turn): the scripted ids, cut at the row's limit."""
+        self.requests.append(request)
+        each = range(request.responses_per_prompt)
+        first = torch.zeros(len(request), dtype=torch.int64)
+        first = first if request.first_sample is None else request.first_sample
+        pairs = zip(request.prompt_id.tolist(), first.tolist(), strict=True)
+        rows = [self.script(p, start + k, request.turn) for p, start in pairs for k in each]
+        limits = [8] * len(request) if request.max_tokens is None else request.max_tokens.tolist()
+        limits = [limit for limit in limits for _ in each]
+        cut = [len(row) > limit for row, limit in zip(rows, limits, strict=True)]
+        rows = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
+        responses = Ragged.from_rows(rows, torch.int64)
+        which = [i for i in range(len(request)) for _ in each]
+        batch = RolloutBatch(
+            prompts=request.prompts.select(which),
+            responses=responses,
+            response_mask=responses.like(torch.ones_like(responses.values).bool()),
+            rollout_log_probs=responses.like(-1.0 - responses.values),
+            group_id=request.prompt_id[which],
+            weight_version=torch.full((len(rows),), 5),
+            truncated=torch.tensor(cut),
+        )
+        stats = EngineStats(len(responses.values), 2.0, 0.5 + request.turn)
+        return Rollout(batch, (stats, stats), request.prompt_id % 2)
+
+
+def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:
+    return PromptBatch(
+        prompts=Ragged.from_rows([[A] * (1 + p % 3) for p in ids], torch.int64),
+        prompt_id=torch.tensor(ids),
+        step=1,
+        responses_per_prompt=each,
+        temperature=1.0,
+        top_p=1.0,
+        **more,
+    )
+
+
+def talk(script, asked=None, *, environments=None, max_turns=4, max_tokens=40, greeting=""):
+    """The rollout of a script with an environment; its engines and environments."""
+    environments = environments or Here("environment_cases.Counts", turns=3)
+    engines, asked = Engines(script), asked or request()
+    conversations = Conversations(
+        engines,
+        environments,
+        TurnTokens(TOKENIZER, [END], ["="], "user"),
+        decode,
+        {prompt: {"greeting": greeting} for prompt in asked.prompt_id.tolist()},
+        Limits(max_turns, max_tokens),
+    )
+    return conversations(asked), engines, environments
+
+
+def always(*ids: int) -> Callable[[int, int, int], list[int]]:
+    return lambda prompt, sample, turn: list(ids)
+
+
+def test_three_turns_by_hand():
+    """Turns "a=", answers "1:a=" and "2:a="; ":" is no token and vanishes."""
+    rollout, *_ = talk(always(A, STOP))
+    batch = rollout.batch
+    said, heard = [A, STOP], [[ONE, A, STOP], TOKENIZER.encode("2:a=")]
+    assert batch.responses.values.tolist() == [*said, *heard[0], *said, *heard[1], *said]
+    mask = [True] * 2 + [False] * 3 + [True] * 2 + [False] * len(heard[1]) + [True] * 2
+    assert batch.response_mask.values.tolist() == mask
+    log_probs = batch.rollout_log_probs.values
+    assert log_probs[batch.response_mask.values].tolist() == [-3.0, -2.0] * 3
+    assert (log_probs[~batch.response_mask.values] == 0).all()
+    assert batch.turns.tolist() == [3] and batch.environment_rewards.tolist() == [6.0]
+    assert batch.weight_version.tolist() == [5] and not batch.truncated.any()
+    assert [row.tolist() for row in batch.prompts.rows()] == [[A]]
+
+
+IDS = st.lists(st.sampled_from([A, B, AB, ABA, ONE, ELEVEN]), min_size=1, max_size=6)
+
+
+@given(st.lists(IDS, min_size=3, max_size=3))
+@settings(deadline=None)
+def test_sampled_ids_are_kept_whatever_they_would_be_read_as(turns):
+    """With tokens that merge: what was sampled stands in the response and in every later prompt."""
+    rollout, engines, environments = talk(lambda p, s, turn: [*turns[turn], STOP])
+    sampled = [[*ids, STOP] for ids in turns]
+    batch = rollout.batch
+    of_policy = batch.responses.values[batch.response_mask.values].tolist()
+    assert of_policy == [token for ids in sampled for token in ids]
+    heard = [TOKENIZER.encode(f"{k}:{text}") for k, text in enumerate(environments.heard, 1)]
+    history = [A]
+    for turn, ids in enumerate(sampled):
+        assert engines.requests[turn].prompts.values.tolist() == history
+        history += [*ids, *heard[turn]]
+    assert environments.heard == decode(sampled)
+
+
+def test_this_tokenizer_would_have_changed_them():
+    ids = [A, B, ONE, ONE]
+    assert TOKENIZER.encode(TOKENIZER.decode(ids)) == [AB, ELEVEN] != ids
+
+
+def test_conversations_come_back_in_the_order_of_their_prompts():
+    """Sample k of prompt p says "a=" in its first k turns and then p + 1 times "b"."""
+    rollout, engines, _ = talk(
+        lambda p, sample, turn: [A, STOP] if turn < sample else [B] * (p + 1) + [STOP],
+        request((1, 0, 2), each=3, first_sample=torch.tensor([0, 0, 0])),
+        environments=Here("environment_cases.Misbehaves"),
+        max_turns=3,
+        max_tokens=100,
+    )
+    batch = rollout.batch
+    assert batch.group_id.tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2]
+    assert batch.turns.tolist() == [3] * 9
+    assert batch.truncated.all()  # nobody ended them
+    assert batch.prompts.lengths.tolist() == [2, 2, 2, 1, 1, 1, 3, 3, 3]
+    for row, mask, group, sample in zip(
+        batch.responses.rows(),
+        batch.response_mask.rows(),
+        batch.group_id.tolist(),
+        [0, 1, 2] * 3,
+        strict=True,
+    ):
+        turns = [[A, STOP]] * sample + [[B] * (group + 1) + [STOP]] * (3 - sample)
+        assert row[mask].tolist() == [token for turn in turns for token in turn]
+    assert [len(asked) for asked in engines.requests] == [3, 9, 9]
+
+
+def test_later_turns_ask_for_one_sample_each_where_the_conversation_began():
+    asked = request((1, 0, 2), each=2, first_sample=torch.tensor([4, 4, 4]))
+    ends_first = lambda p, sample, turn: [A, STOP]  # noqa: E731
+    _, engines, _ = talk(ends_first, asked, max_tokens=30)
+    first, second, third = engines.requests
+    assert (first.turn, first.responses_per_prompt, first.max_tokens) == (0, 2, None)
+    for turn, later in enumerate((second, third), 1):
+        assert (later.turn, later.responses_per_prompt) == (turn, 1)
+        assert later.prompt_id.tolist() == [1, 1, 0, 0, 2, 2]
+        assert later.first_sample.tolist() == [4, 5] * 3
+        assert later.engine.tolist() == [1, 1, 0, 0, 0, 0]
+        assert later.stop_token_ids == first.stop_token_ids == (STOP,)
+    # 2 sampled and 3 heard of 30; then 4 more, or one less where "2" and ":" are unknown
+    assert second.max_tokens.tolist() == [25] * 6
+    used = third.prompts.lengths - first.prompts.lengths.repeat_interleave(2)
+    assert torch.equal(third.max_tokens, 30 - used)
+
+
+def test_all_of_a_conversation_has_one_budget():
+    """2 said, 3 heard, 2 said; an answer of 3 more would leave nothing to say."""
+    for max_tokens, turns, length in ((2, 1, 2), (5, 1, 2), (6, 2, 6), (7, 2, 7), (8, 2, 7)):
+        rollout, *_ = talk(always(A, STOP), max_tokens=max_tokens)
+        assert (rollout.batch.turns.tolist(), rollout.batch.responses.lengths.tolist()) == (
+            [turns],
+            [length],
+        ), max_tokens
+        assert rollout.batch.truncated.all()
+        assert bool(rollout.batch.response_mask.values[-1]), "ends with a sampled token"
+
+
+def test_a_turn_that_was_cut_off_is_the_last_and_still_earns():
+    rollout, _, environments = talk(always(A, *[B] * 10, STOP))
+    assert rollout.batch.turns.tolist() == [1] and rollout.batch.truncated.all()
+    assert rollout.batch.environment_rewards.tolist() == [1.0]
+    assert len(environments.heard) == 1
+
+
+def test_after_the_last_turn_nothing_more_is_heard():
+    rollout, *_ = talk(always(A, STOP), max_turns=2)
+    assert rollout.batch.turns.tolist() == [2] and rollout.batch.truncated.all()
+    assert rollout.batch.responses.values[-2:].tolist() == [A, STOP]
+    assert rollout.batch.environment_rewards.tolist() == [3.0]
+
+
+def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
+    rollout, engines, _ = talk(always(A, STOP), request((3, 4), each=2), greeting="ba", max_turns=1)
+    batch, opening = rollout.batch, TOKENIZER.encode("ba")
+    assert all(row.tolist() == [*opening, A, STOP] for row in batch.responses.rows())
+    assert all(row.tolist() == [False] * 2 + [True] * 2 for row in batch.response_mask.rows())
+    assert [row.tolist() for row in engines.requests[0].prompts.rows()] == [
+        [A, *opening],
+        [A, A, *opening],
+    ]
+    assert engines.requests[0].max_tokens.tolist() == [38, 38]
+    assert batch.prompts.lengths.tolist() == [1, 1, 2, 2]
+
+
+def judge(environments, max_tokens: int = 40) -> EnvironmentJudge:
+    return EnvironmentJudge(
+        environments,
+        TurnTokens(TOKENIZER, [END], ["="], "user"),
+        decode,
+        {0: {}, 1: {"fails": "init"}, 2: {"fails": "reset"}},
+        Limits(2, max_tokens),
+        failed_score=-7.0,
+    )
+
+
+def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
+    """Sample 1 of prompt 0 fails in its second turn, prompt 1 before its first one."""
+
+    class Fails(Here):
+        def _reply(self, item):
+            if isinstance(item, Turn) and item.text == "ab=":
+                return Reply(b"", StepResult("", 0.0, True), FailureKind.timeout)
+            return super()._reply(item)
+
+    decider = judge(Fails("environment_cases.Misbehaves"))
+    engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
+    batch = decider.in_turns(engines)(request((0, 1), each=2)).batch
+    assert batch.environment_failures.tolist() == [0, 2, 1, 1]
+    assert batch.turns.tolist() == [2, 2, 1, 1]
+    prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
+    rewarded = decider.score(prompts, batch)
+    assert rewarded.scores == [2.0, -7.0, -7.0, -7.0]
+    assert [(f.index, f.kind) for f in rewarded.failures] == [
+        (1, FailureKind.timeout),
+        (2, FailureKind.error),
+        (3, FailureKind.error),
+    ]
+    assert rewarded.texts[2] == "a="
+
+
+def test_an_opening_that_leaves_nothing_to_say_has_failed():
+    rollout, *_ = talk(always(A, STOP), greeting="b" * 40)
+    assert rollout.batch.environment_failures.tolist() == [1]
+    assert rollout.batch.responses.values.tolist() == [A, STOP]
+
+
+def test_stale_weights_between_turns_are_noticed():
+    engines = Engines(always(A, STOP))
+
+    def changing(asked: PromptBatch) -> Rollout:
+        rollout = engines(asked)
+        version = rollout.batch.weight_version + asked.turn
+        return replace(rollout, batch=replace(rollout.batch, weight_version=version))
+
+    with pytest.raises(AssertionError, match="the weights changed"):
+        judge(Here("environment_cases.Misbehaves")).in_turns(changing)(request((0,)))
+
+
+def test_engines_and_environments_are_timed_over_all_turns():
+    rollout, *_ = talk(always(A, STOP))
+    for engine in rollout.engines:
+        assert (engine.tokens, engine.seconds, engine.first_token_s) == (6, 6.0, 0.5)
+    assert rollout.engine_of.tolist() == [1]
+    metrics = turn_metrics(rollout)
+    assert metrics["environment/seconds"] == rollout.environment_s > 0.0
+    heard = len(rollout.batch.responses.values) - 6
+    assert metrics["environment/tokens_mean"] == heard > 0
+    assert (metrics["rollout/turns_mean"], metrics["rollout/turns_max"]) == (3.0, 3.0)
+    without = replace(rollout, batch=replace(rollout.batch, turns=None))
+    assert turn_metrics(without) == {}
