@@ -85,8 +85,8 @@ class Adapted:
             whole: A where W is cut by rows, else B.
         """
         rows = self.is_cut_by_rows
-        update = self.b.to_local() @ whole if rows else whole @ self.a.to_local()
-        return update.mul_(self.scaling).add_(self.base.to_local())
+        b, a = (self.b.to_local(), whole) if rows else (whole, self.a.to_local())
+        return torch.addmm(self.base.to_local(), b, a, alpha=self.scaling)
 
 
 class Merger:
