@@ -50,8 +50,19 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("batch", _batch(config, facts.num_ranks)),
         ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
+        *_environment(config),
     ]
     return lines + [("note", note) for note in facts.notes]
+
+
+def _environment(config: RunConfig) -> list[tuple[str, str]]:
+    """Who answers the model, if somebody does."""
+    environment = config.environment
+    if environment is None:
+        return []
+    ends = "".join(f", {text!r}" for text in environment.stop)
+    text = f"{environment.function}, at most {environment.max_turns} turns, which end at its end "
+    return [("environ.", f"{text}token{ends}")]
 
 
 def count_text(number: float) -> str:

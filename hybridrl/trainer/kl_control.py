@@ -6,6 +6,7 @@ Chosen once from config; the loop calls the same methods whichever it is.
 from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
+from hybridrl.algorithms.masked import masked_mean
 from hybridrl.config.schema import KLConfig, KLPlacement, KLSchedule
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
@@ -95,14 +96,15 @@ class KLPenalty:
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
         """actor/kl in nats per token (k3, whose mean is never negative), and the coefficient."""
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        mask = batch.response_mask.values
         per_token = k3(batch.old_log_probs.values, batch.ref_log_probs.values)
         used = self._coef
         if self._config.schedule is KLSchedule.adaptive:
             self._coef = adapt_coef(
                 used,
-                current=float(per_token.sum()) / len(batch),
+                current=float(per_token[mask].sum()) / len(batch),
                 target=self._config.target,
                 horizon=self._config.horizon,
                 num_responses=len(batch),
             )
-        return {"actor/kl": float(per_token.mean()), "actor/kl_coef": used}
+        return {"actor/kl": float(masked_mean(per_token, mask)), "actor/kl_coef": used}

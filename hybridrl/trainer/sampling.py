@@ -81,9 +81,7 @@ class DynamicSampling:
     Source: Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
     """
 
-    def __init__(
-        self, config: RunConfig, take: Take, generate: Generate, judge: Judge
-    ) -> None:
+    def __init__(self, config: RunConfig, take: Take, generate: Generate, judge: Judge) -> None:
         self._config = config
         self._take = take
         self._generate = generate

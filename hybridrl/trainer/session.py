@@ -119,9 +119,7 @@ def _judge(config: RunConfig, prompts: PromptSets, decode: Decode, stack: ExitSt
     )
 
 
-def _evaluator(
-    config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack
-) -> Evaluator:
+def _evaluator(config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack) -> Evaluator:
     rules = {
         name: stack.enter_context(
             RewardScorer(

@@ -1,5 +1,7 @@
 """KL control: where the penalty acts, and that an adaptive coefficient moves after the step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,20 @@ def test_adaptive_coefficient_reports_what_the_step_used_and_then_moves():
     assert metrics["actor/kl"] == pytest.approx(0.10653 / 2, abs=1e-5)
     # KL per response 0.107 is far above 0.01: the error is clipped at 0.2, times 2 / 20
     assert kl.loss_coef == pytest.approx(0.1 * 1.02)
+
+
+def test_tokens_that_nobody_sampled_are_no_part_of_the_kl():
+    batch = scored()
+    mask = batch.responses.like(torch.tensor([False, True, True, False]))
+    kl = control("loss", "adaptive")
+    # k3 of 0.5 on one of two sampled tokens; 0.053 nats per response still clip the error
+    metrics = kl.adapt(replace(batch, response_mask=mask))
+    assert metrics["actor/kl"] == pytest.approx(0.10653 / 2, abs=1e-5)
+    none = batch.responses.like(torch.tensor([True, False, True, False]))
+    unmoved = control("loss", "adaptive")
+    assert unmoved.adapt(replace(batch, response_mask=none))["actor/kl"] == 0.0
+    # and now 0 lies below the target: the error is clipped at -0.2
+    assert unmoved.loss_coef == pytest.approx(0.1 * 0.98)
 
 
 def test_without_reference_nothing_is_taken_off():

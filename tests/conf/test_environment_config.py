@@ -1,0 +1,83 @@
+"""environment: choices compose, mistakes get what to type, idle keys are refused."""
+
+import re
+import shlex
+
+import pytest
+from composing import REPO, examined, problems
+
+from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.environments.base import Turn
+from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.trainer.environment import stop_problems, turn_tokens
+
+CALCULATOR = ["hardware=cpu", "environment=calculator"]
+
+
+def test_there_is_none_unless_it_is_asked_for():
+    assert examined(["hardware=cpu"]).config.environment is None
+    assert examined(["hardware=cpu", "environment=none"]).config.environment is None
+
+
+def test_the_calculator():
+    result = examined(CALCULATOR)
+    assert result.report.problems == []
+    environment = result.config.environment
+    assert environment.function == "hybridrl.environments.calculator.Calculator"
+    assert (environment.args, environment.max_turns) == ({"mode": "strict"}, 6)
+    assert (environment.stop, environment.role) == (["="], "user")
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("environment.max_turns=0", "environment.max_turns = 0, expected at least 1"),
+        ("environment.max_turns=often", "environment.max_turns = often, expected an integer"),
+        ("environment.role=''", "environment.role is empty"),
+        ("environment.function=hybridrl.environments.calculator.Calculater", "has no Calculater"),
+        ("environment.function=no_such_module.Thing", "importing no_such_module failed"),
+        ("environment.function=hybridrl.environments.calculator.MARKER", "is no class or function"),
+        ("+environment.args.mod=strict", "Did you mean environment.args.mode?"),
+        ("~environment.args.mode", "missing a required argument: 'mode'"),
+        ("+environment.max_turn=3", "Did you mean environment.max_turns?"),
+        ("reward.function=hybridrl.rewards.gsm8k.score", "set environment=none"),
+        ("reward.args.mode=flexible", "reward.args.mode is set but has no effect"),
+    ],
+)
+def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
+    (problem,) = problems(*CALCULATOR, override)
+    assert names in problem
+
+
+def test_what_steps_and_failures_take_keeps_its_effect():
+    settings = ["reward.timeout_s=1", "reward.num_processes=1", "reward.failed_score=-1"]
+    assert problems(*CALCULATOR, *settings) == []
+
+
+def test_a_stop_text_must_be_a_token_of_the_model():
+    config = examined([*CALCULATOR, "environment.stop=['=','=>']"]).config.environment
+    (problem,) = stop_problems("embedded", config)
+    assert "'=>', which is 2 tokens of this model" in problem
+    assert stop_problems("embedded", examined(CALCULATOR).config.environment) == []
+
+
+def test_the_environments_page_says_what_works(tmp_path, monkeypatch):
+    """Its class and its command as written; the second attempt is worth half."""
+    page = (REPO / "docs" / "environments.md").read_text()
+    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "quiz.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = examined([*shlex.split(command.replace("\\\n", " "))[3:], "hardware=cpu"])
+    assert result.report.problems == []
+    config = result.config.environment
+    with EnvironmentPool(config.function, config.args, timeout_s=5.0, num_processes=1) as pool:
+        (opened,) = pool.open([{"answer": "#### 4"}])
+        (first,) = pool.step([Turn(opened.state, "#### 5")])
+        (second,) = pool.step([Turn(first.state, "#### 4")])
+    assert (first.result.text, first.result.reward, first.result.done) == ("Wrong.", 0.0, False)
+    assert (second.result.reward, second.result.done) == (0.5, True)
+    tokenizer = load_tokenizer("embedded")
+    end = tokenizer.eos_token_id
+    (ids,) = turn_tokens("embedded", config).answers(["Then"], [end])
+    assert tokenizer.decode(ids) == "<|user|>Then<|assistant|>"
+    assert decoder(tokenizer)([[end]]) == [""]
