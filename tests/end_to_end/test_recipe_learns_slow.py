@@ -21,6 +21,7 @@ from tests.end_to_end.runs import started
         ("gsm8k_dapo", 1),
         ("gsm8k_gspo", 1),
         ("calculator_tool", 1),
+        ("gsm8k_lora", 1),
     ],
 )
 def test_held_out_accuracy_rises(tmp_path, recipe, seed):
