@@ -239,6 +239,8 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
 
 def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     """The problem of a key that is in no file of conf/; a user's worker may still know it."""
+    if key.partition(".")[0] == "environment" and "environment" not in base:
+        return f"{text}: there is no environment, so nothing reads it. Set environment=calculator"
     classes = {}
     for role, (_, built_in) in BUILT_IN.items():
         path = OmegaConf.select(base, f"{role}.worker")

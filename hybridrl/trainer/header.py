@@ -60,9 +60,9 @@ def _environment(config: RunConfig) -> list[tuple[str, str]]:
     environment = config.environment
     if environment is None:
         return []
-    ends = "".join(f", {text!r}" for text in environment.stop)
-    text = f"{environment.function}, at most {environment.max_turns} turns, which end at its end "
-    return [("environ.", f"{text}token{ends}")]
+    ends = "".join(f" or {text!r}" for text in environment.stop)
+    text = f"at most {environment.max_turns}, answered by {environment.function}"
+    return [("turns", f"{text}; each ends at the model's end token{ends}")]
 
 
 def count_text(number: float) -> str:

@@ -6,9 +6,11 @@ import shlex
 import pytest
 from composing import REPO, examined, problems
 
+from hybridrl.config.command_line import parse_argv, precompose
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.environments.base import Turn
 from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.main import conf_dir
 from hybridrl.trainer.environment import stop_problems, turn_tokens
 
 CALCULATOR = ["hardware=cpu", "environment=calculator"]
@@ -47,6 +49,12 @@ def test_the_calculator():
 def test_a_mistake_gets_one_problem_that_says_what_to_do(override, names):
     (problem,) = problems(*CALCULATOR, override)
     assert names in problem
+
+
+def test_a_setting_of_no_environment_is_told_so():
+    line = parse_argv(["hardware=cpu", "environment.max_turns=3"])
+    (problem,) = precompose(line, conf_dir()).problems
+    assert "there is no environment" in problem and "Set environment=calculator" in problem
 
 
 def test_what_steps_and_failures_take_keeps_its_effect():
