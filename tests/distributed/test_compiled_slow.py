@@ -6,10 +6,11 @@ import torch.distributed as dist
 
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.reference import ReferenceWorker
 from hybridrl.workers.training import Training
 from tests.distributed.launch import run_on_ranks
 from tests.lora_cases import move_away
-from tests.role_configs import actor_config, fsdp_config, lora_config
+from tests.role_configs import actor_config, fsdp_config, lora_config, reference_config
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import scheduled, training_batch
 
@@ -52,8 +53,18 @@ def compiled_and_eager(folder, lora_rank):
         dist.all_gather_object(parts, actor.compute_log_probs(mine))
         batch = dealt.batch.adding(old_log_probs=dealt.join(parts))
         metrics = actor.update(my_part(batch, 4, 30)[1], 1, 0.1)
-        found[compile_layers] = (grads, metrics)
+        found[compile_layers] = (grads, metrics, reference_log_probs(actor, mine, lora_rank))
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def reference_log_probs(actor, mine, lora_rank):
+    """Of the actor's model without adapters, if it has any: the same layers, compiled again."""
+    if not lora_rank:
+        return torch.zeros(0)
+    config = reference_config(actor.config.model.path, actor.config.fsdp, lora=actor.config.lora)
+    reference = ReferenceWorker(config, actor.mesh)
+    reference.connect({"actor": actor, "ref": reference})
+    return reference.compute_log_probs(mine).values
 
 
 @pytest.mark.slow
@@ -62,10 +73,11 @@ def test_compiled_layers_train_like_eager_ones_and_ratio_is_one(tmp_path, lora_r
     folder = tiny_folder("qwen2", tmp_path / "qwen2")
     results = run_on_ranks(compiled_and_eager, 2, folder, lora_rank, time_limit_s=280)
     for found, num_graphs in results:
-        (eager, _), (compiled, metrics) = found[False], found[True]
+        (eager, _, eager_ref), (compiled, metrics, compiled_ref) = found[False], found[True]
+        torch.testing.assert_close(compiled_ref, eager_ref, rtol=1e-5, atol=1e-5)
         for one, other in zip(compiled, eager, strict=True):
             assert float((one - other).norm() / other.norm()) < 1e-5
         assert metrics["actor/first_log_ratio_max"] == 0.0
         assert metrics["actor/log_ratio_max"] > 1e-4
-        # One sequence or several; gradients of an earlier micro-batch there or not.
-        assert 1 <= num_graphs <= 4
+        # One sequence or several; gradients of an earlier micro-batch there or not; adapters off.
+        assert 1 <= num_graphs <= (8 if lora_rank else 4)
