@@ -46,7 +46,8 @@ from hybridrl.config.schema import Accelerator
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
-from hybridrl.models.resolve import absolute_path, model_folder
+from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
+from hybridrl.models.vocabulary import vocabulary_problems
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
 
@@ -133,17 +134,22 @@ def run(cfg: DictConfig) -> float:
     examined, prompts = _examine(cfg, machine, Given() if in_sweep else given)
     if examined.report.problems:
         raise ConfigError(*examined.report.problems)
-    config, shape = examined.config, examined.shape
+    config, shape, reward_shape = examined.config, examined.shape, examined.reward_shape
     if in_sweep:
         for text in effect_problems(config, given):
             log.warning("%s", text)
     assert shape is not None and prompts is not None
     config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
+    if config.reward_model is not None:
+        config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     if config.run.dry:
         console = Console()
-        (console if console.is_terminal else Console(width=160)).print(plan(config, shape, machine))
+        table = plan(config, shape, machine, reward_shape)
+        (console if console.is_terminal else Console(width=160)).print(table)
         return math.nan
     model_folder(config.model)  # a download, if any, is made once and not by every worker
+    if config.reward_model is not None:
+        resolve_model(config.reward_model.model.path)
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
 
@@ -227,6 +233,10 @@ def _examine(
 
             for problem in stop_problems(model.path, examined.config.environment):
                 examined.report.add(problem, broken="environment.stop")
+    if examined.reward_shape is not None and examined.report.usable(["model.path"]):
+        config = examined.config
+        for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
+            examined.report.add(problem, broken="reward_model.model.path")
     return examined, prompts
 
 

@@ -7,6 +7,7 @@ from hybridrl.config.schema import (
     Accumulation,
     ActorConfig,
     Aggregation,
+    CheckpointConfig,
     CriticConfig,
     DType,
     FSDPConfig,
@@ -23,6 +24,7 @@ from hybridrl.config.schema import (
     Offload,
     OptimConfig,
     ReferenceConfig,
+    RewardModelConfig,
 )
 
 LINEAR_LAYERS = (
@@ -126,3 +128,12 @@ def reference_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> Referenc
         "log_prob_chunk_tokens": 7,
     }
     return ReferenceConfig(**(values | changes))
+
+
+def reward_model_config(folder: Path, fsdp: FSDPConfig) -> RewardModelConfig:
+    return RewardModelConfig(
+        worker="hybridrl.workers.reward_model.RewardModelWorker",
+        model=CheckpointConfig(path=str(folder)),
+        fsdp=fsdp,
+        weight=1.0,
+    )

@@ -1,10 +1,13 @@
 """Tiny random Hugging Face folders: Llama, Qwen2 (tied, with biases) and Qwen3."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -46,4 +49,24 @@ def tiny_folder(name: str, folder: Path) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=1, temperature=0.7, do_sample=True)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
+    return folder
+
+
+def tiny_reward_model(name: str, folder: Path, *, num_labels: int = 1, **sizes: Any) -> Path:
+    """A random checkpoint for sequence classification, whose scores are of the order of 1.
+
+    Args:
+        name: of CONFIGS.
+        folder: where it is written.
+        num_labels: of its head.
+        sizes: keys of its config.json that are not those of CONFIGS.
+    """
+    config = copy.deepcopy(CONFIGS[name])
+    config.update(sizes | {"num_labels": num_labels})
+    torch.manual_seed(sum(map(ord, name)) + 1)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder)
     return folder

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import (
+    REWARD_PHASE,
     Phase,
     describe,
     gib,
@@ -16,14 +17,25 @@ from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import Accelerator, Offload, RunConfig
 
 
-def memory_problems(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[str]:
-    """Why the run cannot fit, if so."""
+def memory_problems(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
+) -> Iterator[str]:
+    """Why the run cannot fit, if so.
+
+    Args:
+        config: resolved.
+        shape: the model's.
+        machine: what the run may use.
+        reward_shape: the reward model's, in a run with one whose sizes are known.
+    """
     if config.hardware.accelerator is not Accelerator.gpu:
-        yield from _slot_problems(config, rank_phases(config, shape, None), machine)
+        phases = rank_phases(config, shape, None, reward_shape)
+        yield from _slot_problems(config, phases, machine)
     elif machine.gpus:
         gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-        yield from _gpu_problems(config, rank_phases(config, shape, gpu_bytes), gpu_bytes)
-        yield from _pinned_problems(config, shape, machine)
+        phases = rank_phases(config, shape, gpu_bytes, reward_shape)
+        yield from _gpu_problems(config, phases, gpu_bytes)
+        yield from _pinned_problems(config, shape, machine, reward_shape)
 
 
 def offload_problems(config: RunConfig) -> Iterator[str]:
@@ -64,7 +76,7 @@ def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Ite
             )
         else:
             yield (
-                f"model.path = {config.model.path}: {phase.name} needs {describe(phase)}, the GPU "
+                f"{_model_of(config, phase)}: {phase.name} needs {describe(phase)}, the GPU "
                 f"has {gib(gpu_bytes)}.\n"
                 f"Take more GPUs (cluster.gpus_per_node, fsdp.dp_shard), lower "
                 f"actor.max_tokens_per_gpu, set fsdp.activation_checkpointing=true, name a smaller "
@@ -80,13 +92,23 @@ def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Ite
         )
 
 
+def _model_of(config: RunConfig, phase: Phase) -> str:
+    """The key that names the model at work in a phase, and its value."""
+    if phase.name == REWARD_PHASE:
+        return f"reward_model.model.path = {config.reward_model.model.path}"
+    return f"model.path = {config.model.path}"
+
+
 def _offload_remedy(config: RunConfig) -> str:
     return "" if config.fsdp.offload is Offload.idle_all else ", or set fsdp.offload=idle_all"
 
 
-def _pinned_problems(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[str]:
+def _pinned_problems(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+) -> Iterator[str]:
     available = min(node.memory_bytes for node in machine.nodes)
-    pinned, needed = pinned_bytes(config, shape), node_ram(config, shape)
+    pinned = pinned_bytes(config, shape, reward_shape)
+    needed = node_ram(config, shape, reward_shape)
     if pinned and needed > available:
         yield (
             f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)} of RAM for each of a "

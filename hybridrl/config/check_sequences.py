@@ -24,12 +24,12 @@ def sequence_problems(config: RunConfig) -> Iterator[str]:
 def sequence_head_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Whether attention can be dealt to the ranks of a group by heads."""
     size, dp_shard = config.fsdp.ulysses_size, config.fsdp.dp_shard
-    if dp_shard is None or _deals(size, shape):
+    if dp_shard is None or deals_heads(size, shape):
         return
     wrong = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
     if shape.kv_heads % size and size % shape.kv_heads:
         wrong.append(f"{shape.kv_heads} KV heads (nor they it)")
-    fitting = [n for n in divisors(dp_shard) if _deals(n, shape)]
+    fitting = [n for n in divisors(dp_shard) if deals_heads(n, shape)]
     yield (
         f"fsdp.ulysses_size = {size} does not divide the model's {', '.join(wrong)}: in attention "
         f"ranks that share a sequence have equally many heads of it.\n"
@@ -37,6 +37,7 @@ def sequence_head_problems(config: RunConfig, shape: ModelShape) -> Iterator[str
     )
 
 
-def _deals(size: int, shape: ModelShape) -> bool:
+def deals_heads(size: int, shape: ModelShape) -> bool:
+    """Whether a model's attention heads can be dealt to groups of `size` ranks."""
     kv = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
     return kv and shape.heads % size == 0

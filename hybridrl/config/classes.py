@@ -17,7 +17,13 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
     "critic": ("hybridrl.workers.critic.CriticWorker", schema.CriticConfig),
     "ref": ("hybridrl.workers.reference.ReferenceWorker", schema.ReferenceConfig),
     "rollout": ("hybridrl.workers.rollout.RolloutWorker", schema.RolloutConfig),
+    "reward_model": (
+        "hybridrl.workers.reward_model.RewardModelWorker",
+        schema.RewardModelConfig,
+    ),
 }
+# Roles whose section a run may leave out.
+OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
 # What a module of the user's may raise while it is imported.
 IMPORT_ERRORS = (

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.classes import BUILT_IN, worker_config_class
+from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.load import known_keys
@@ -245,10 +245,13 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     for role, (_, built_in) in BUILT_IN.items():
         path = OmegaConf.select(base, f"{role}.worker")
         try:
-            classes[role] = worker_config_class(role, path)
+            classes[role] = worker_config_class(role, path) if path is not None else built_in
         except ConfigError:
             classes[role] = built_in  # reported with the checks of the composed config
     known = known_keys(base, classes.values())
+    role = key.partition(".")[0]
+    if role in OPTIONAL and role not in base:
+        return f"{text}: there is no {role}, so nothing reads it. Set {role}=default"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it. Write +{text}"
     return f"{text}: unknown key, nothing reads it. {did_you_mean(key, known)}"

@@ -17,10 +17,11 @@ LINKS: dict[str, dict[str, str]] = {
     "critic": {"model": "model", "fsdp": "fsdp"},
     "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
     "rollout": {"model": "model"},
+    "reward_model": {"fsdp": "fsdp"},
 }
 REASONS = {
     "model": "every role must start from the same weights",
-    "fsdp": "actor, critic and ref must shard alike, or the reshard plan is wrong",
+    "fsdp": "roles must shard alike, or the reshard plan is wrong",
     "loss": "its settings are checked where algorithm names the loss",
     "kl": "the penalty in the reward and in the loss must be the same",
     "lora": "the reference is the model under the actor's adapters",

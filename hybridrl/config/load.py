@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.check_resources import gpu_count_problems, gpus_on_each
+from hybridrl.config.check_reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.check_sizes import mesh_problems, world_size
-from hybridrl.config.classes import BUILT_IN, worker_config_class
+from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
 from hybridrl.config.keys import leaves, nothing_reads
@@ -37,11 +38,13 @@ class Examined:
     Attributes:
         config: typed and resolved as far as it could be; whole only if there are no problems.
         shape: the model's sizes, where it could be read.
+        reward_shape: the reward model's, where there is one and it could be read.
         report: every problem, and the keys without usable values.
     """
 
     config: RunConfig
     shape: ModelShape | None
+    reward_shape: ModelShape | None
     report: Report
 
 
@@ -57,7 +60,7 @@ def examine(
     Args:
         cfg: as Hydra composed it, links unresolved.
         machine: what the run may use.
-        read_model: model.path -> its config.json; may raise ConfigError.
+        read_model: a model's path -> its config.json; may raise ConfigError.
         given: which keys were set by hand.
     """
     report = Report()
@@ -67,8 +70,9 @@ def examine(
     _check_ranges(config, cfg, report)
     _resolve(config, machine, report)
     shape = _shape(config, read_model, report)
-    run_checks(config, machine, shape, given, report)
-    return Examined(config, shape, report)
+    reward_shape = _reward_shape(config, read_model, report)
+    run_checks(config, machine, shape, reward_shape, given, report)
+    return Examined(config, shape, reward_shape, report)
 
 
 def _typed(cfg: DictConfig, report: Report) -> RunConfig:
@@ -90,6 +94,9 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
         else:
             sections[name] = builder.section(hints[name], _at(cfg, name), name)
     for role, cls in classes.items():
+        if role in OPTIONAL and _at(cfg, role) is None:
+            sections[role] = None
+            continue
         shared = {name: _follow(sections, target) for name, target in LINKS[role].items()}
         sections[role] = builder.section(cls, _at(cfg, role), role, shared)
     return RunConfig(**sections)
@@ -210,7 +217,7 @@ def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
         linked = (
             isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
         )
-        if report.usable([key]) and not linked:
+        if node is not None and report.usable([key]) and not linked:
             values[key] = _follow(vars(config), key)
     for key, problem in range_problems(values):
         report.add(problem, broken=key)
@@ -272,4 +279,18 @@ def _shape(
     except ConfigError as error:
         for problem in error.problems:
             report.add(problem, broken="model.path")
+        return None
+
+
+def _reward_shape(
+    config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
+) -> ModelShape | None:
+    """The reward model's sizes, or None: there is none, or the report has the reason."""
+    if config.reward_model is None or not report.usable([REWARD_MODEL_PATH]):
+        return None
+    try:
+        return reward_model_shape(config.reward_model.model.path, read_model)
+    except ConfigError as error:
+        for problem in error.problems:
+            report.add(problem, broken=REWARD_MODEL_PATH)
         return None

@@ -27,6 +27,8 @@ CPU_DRIVER_BYTES = GIB + GIB // 2
 GPU_PROCESS_BYTES = 2 * GIB
 # Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
 GPU_PROCESS_RAM_BYTES = 4 * GIB
+# Of the reward model, whose activations are not the policy's.
+REWARD_PHASE = "score reward_model"
 # Adam's two moments are float32.
 ADAM_BYTES = 8
 
@@ -67,7 +69,9 @@ class Role:
         return (self.adapters or self.parameters) if self.is_trained else 0
 
 
-def roles_of(config: RunConfig, shape: ModelShape) -> list[Role]:
+def roles_of(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> list[Role]:
     """The roles of a run that hold sharded weights."""
     rank, targets = config.lora.rank, config.lora.target_modules
     adapters = shape.layers * shape.adapter_parameters(rank, targets)
@@ -77,18 +81,28 @@ def roles_of(config: RunConfig, shape: ModelShape) -> list[Role]:
         roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
     if config.algorithm.kl.coef > 0 and not adapters:  # else it is the actor's, without them
         roles.append(Role("ref", shape.parameters, is_trained=False))
+    if reward_shape is not None:
+        # The backbone and a scalar head without bias.
+        parameters = reward_shape.backbone_parameters + reward_shape.hidden
+        roles.append(Role("reward_model", parameters, is_trained=False))
     return roles
 
 
-def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> list[Phase]:
+def rank_phases(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu_bytes: int | None,
+    reward_shape: ModelShape | None = None,
+) -> list[Phase]:
     """One rank's memory in each phase.
 
     Args:
         config: resolved.
         shape: the model's.
         gpu_bytes: memory of the smallest GPU; None for a CPU slot.
+        reward_shape: the reward model's, in a run with one.
     """
-    roles = roles_of(config, shape)
+    roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
@@ -104,6 +118,10 @@ def rank_phases(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> 
         Phase("rollout", _resident(config, roles, None) | awake),
         Phase("score", resident | asleep | policy.score()),
     ]
+    if reward_shape is not None:
+        scoring = TrainingMemory(config.fsdp, reward_shape, workload(config), has_head=False)
+        parts = _resident(config, roles, "reward_model") | asleep | scoring.score()
+        phases.append(Phase(REWARD_PHASE, parts))
     for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
         if role.is_trained:
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
@@ -128,11 +146,13 @@ def workload(config: RunConfig) -> Workload:
     )
 
 
-def pinned_bytes(config: RunConfig, shape: ModelShape) -> int:
+def pinned_bytes(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> int:
     """Page-locked host memory of one rank: everything that fsdp.offload ever moves there."""
     assert config.fsdp.dp_shard is not None
     total = 0
-    for role in roles_of(config, shape):
+    for role in roles_of(config, shape, reward_shape):
         weights = role.held if config.fsdp.offload is Offload.idle_all else 0
         moments = role.trained if config.fsdp.offload is not Offload.none else 0
         for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
@@ -140,10 +160,10 @@ def pinned_bytes(config: RunConfig, shape: ModelShape) -> int:
     return total
 
 
-def node_ram(config: RunConfig, shape: ModelShape) -> int:
+def node_ram(config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None) -> int:
     """RAM that GPU workers with offload and the driver need together on one node."""
     assert config.cluster.gpus_per_node is not None
-    each = pinned_bytes(config, shape) + GPU_PROCESS_RAM_BYTES
+    each = pinned_bytes(config, shape, reward_shape) + GPU_PROCESS_RAM_BYTES
     return config.cluster.gpus_per_node * each + CPU_DRIVER_BYTES
 
 

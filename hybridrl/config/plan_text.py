@@ -24,19 +24,23 @@ from hybridrl.config.schema import Accelerator, Init, Layout, RunConfig
 MAX_RANKS_LISTED = 32
 
 
-def plan(config: RunConfig, shape: ModelShape, machine: Machine) -> RenderableType:
-    """Everything `run.dry=true` prints."""
+def plan(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
+) -> RenderableType:
+    """Everything `run.dry=true` prints; with `reward_shape` of a run that has a reward model."""
     return Group(
-        _heading(config, shape, machine),
+        _heading(config, shape, machine, reward_shape),
         _placement(config, machine),
         _roles(config, shape),
         _batches(config),
-        _memory(config, shape, machine),
+        _memory(config, shape, machine, reward_shape),
         *_remarks(config, machine),
     )
 
 
-def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
+def _heading(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+) -> Table:
     table = _facts("Run")
     table.add_row("name", escape(config.run.name))
     table.add_row("hardware", f"{config.hardware.accelerator}: {escape(config.hardware.reason)}")
@@ -50,6 +54,14 @@ def _heading(config: RunConfig, shape: ModelShape, machine: Machine) -> Table:
     )
     if config.model.init is Init.random:
         table.add_row("weights", f"random, from model.seed = {config.model.seed}")
+    if reward_shape is not None:
+        reward = config.reward_model
+        table.add_row(
+            "reward model",
+            f"{escape(reward.model.path)}: {reward_shape.kind}, "
+            f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
+            f"weight {reward.weight:g}",
+        )
     table.add_row("data", escape(_data(config.data)))
     table.add_row(
         "dtypes",
@@ -129,6 +141,8 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
         table.add_row("ref", config.ref.worker, holds)
     else:
         table.add_row("ref", "-", "nothing: algorithm.kl.coef = 0 leaves it out")
+    if config.reward_model is not None:
+        table.add_row("reward_model", config.reward_model.worker, f"{share}, of its own model")
     return table
 
 
@@ -170,10 +184,12 @@ def _batches(config: RunConfig) -> Table:
     return table
 
 
-def _memory(config: RunConfig, shape: ModelShape, machine: Machine) -> RenderableType:
+def _memory(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+) -> RenderableType:
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     gpu_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else None
-    phases = rank_phases(config, shape, gpu_bytes)
+    phases = rank_phases(config, shape, gpu_bytes, reward_shape)
     if not on_gpu:
         there = min(node.memory_bytes for node in machine.nodes)
         known = f"at least; {gib(node_peak(config, phases))} on a node with the driver"
@@ -186,18 +202,20 @@ def _memory(config: RunConfig, shape: ModelShape, machine: Machine) -> Renderabl
         table.add_column(name)
     for phase in phases:
         table.add_row(phase.name, gib(phase.total), largest_parts(phase))
-    return Group(title, table, *_pinned(config, shape, machine))
+    return Group(title, table, *_pinned(config, shape, machine, reward_shape))
 
 
-def _pinned(config: RunConfig, shape: ModelShape, machine: Machine) -> list[str]:
+def _pinned(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+) -> list[str]:
     """The host memory that offload takes, if it is on."""
-    pinned = pinned_bytes(config, shape)
+    pinned = pinned_bytes(config, shape, reward_shape)
     if not pinned:
         return []
     there = f"; it has {gib(min(n.memory_bytes for n in machine.nodes))}" if machine.gpus else ""
     return [
         f"Pinned host memory (fsdp.offload = {config.fsdp.offload}): {gib(pinned)} of each rank, "
-        f"{gib(node_ram(config, shape))} of a node with its processes{there}."
+        f"{gib(node_ram(config, shape, reward_shape))} of a node with its processes{there}."
     ]
 
 

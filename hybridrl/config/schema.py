@@ -257,16 +257,16 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class RoleConfig:
-    """What every role has: its worker class and the shared model."""
+    """What every role has: its worker class."""
 
     worker: str
-    model: ModelConfig
 
 
 @dataclass(kw_only=True)
 class ActorConfig(RoleConfig):
     """conf/actor."""
 
+    model: ModelConfig
     fsdp: FSDPConfig
     lora: LoRAConfig
     kl: KLConfig
@@ -287,6 +287,7 @@ class ActorConfig(RoleConfig):
 class CriticConfig(RoleConfig):
     """conf/critic."""
 
+    model: ModelConfig
     fsdp: FSDPConfig
     total_steps: int
     seed: int
@@ -298,6 +299,7 @@ class CriticConfig(RoleConfig):
 class ReferenceConfig(RoleConfig):
     """conf/ref."""
 
+    model: ModelConfig
     fsdp: FSDPConfig
     lora: LoRAConfig
     temperature: float
@@ -305,9 +307,26 @@ class ReferenceConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig:
+    """conf/reward_model: model, a checkpoint of its own."""
+
+    path: str
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(RoleConfig):
+    """conf/reward_model."""
+
+    model: CheckpointConfig
+    fsdp: FSDPConfig
+    weight: float
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
     """conf/rollout. max_num_seqs may be null before it is resolved."""
 
+    model: ModelConfig
     seed: int
     tensor_parallel_size: int
     responses_per_prompt: int
@@ -393,7 +412,8 @@ class RunConfig:
 
     Except fsdp.columns, which is known once the rollout engine has been traced.
 
-    Role sections are instances of their workers' `config_class`, which may be a user's subclass.
+    Role sections are instances of their workers' `config_class`, which may be a user's subclass;
+    `reward_model` is None in a run without one.
     """
 
     seed: int
@@ -410,6 +430,7 @@ class RunConfig:
     ref: Any
     rollout: Any
     reward: RewardConfig
+    reward_model: Any
     trainer: TrainerConfig
     eval: EvalConfig
     environment: EnvironmentConfig | None

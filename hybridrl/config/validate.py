@@ -16,6 +16,7 @@ from hybridrl.config.check_environment import environment_problems
 from hybridrl.config.check_kl import kl_problems
 from hybridrl.config.check_lora import lora_problems
 from hybridrl.config.check_memory import memory_problems, offload_problems
+from hybridrl.config.check_reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
@@ -91,6 +92,16 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (resources.package_problems, ("tracking",)),
     (mixture_problems, ("data.mixture",)),
     (environment_problems, ("environment",)),
+    (
+        reward_model_problems,
+        (
+            "reward_model.weight",
+            "reward.function",
+            "environment",
+            "algorithm.advantage",
+            "algorithm.max_sampling_rounds",
+        ),
+    ),
 )
 MACHINE_CHECKS: tuple[
     tuple[Callable[[RunConfig, Machine], Iterable[str]], tuple[str, ...]], ...
@@ -106,6 +117,12 @@ MODEL_CHECKS: tuple[
     (sizes.tensor_parallel_problems, (TP,)),
     (sequences.sequence_head_problems, SEQUENCES),
     (lora_problems, ("lora",)),
+)
+REWARD_MODEL = (
+    "reward_model",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "fsdp.ulysses_size",
 )
 EFFECT_NEEDS = (
     "algorithm.advantage",
@@ -132,7 +149,12 @@ EFFECT_NEEDS = (
 
 
 def run_checks(
-    config: RunConfig, machine: Machine, shape: ModelShape | None, given: Given, report: Report
+    config: RunConfig,
+    machine: Machine,
+    shape: ModelShape | None,
+    reward_shape: ModelShape | None,
+    given: Given,
+    report: Report,
 ) -> None:
     """Add every problem of a typed config to `report`.
 
@@ -140,6 +162,7 @@ def run_checks(
         config: as far as it could be typed and resolved.
         machine: what the run may use.
         shape: the model's; None where it could not be read, which the caller has reported.
+        reward_shape: the reward model's, likewise; None also where there is none.
         given: which keys were set by hand.
         report: takes the problems; its broken keys decide which checks can be run.
     """
@@ -153,7 +176,9 @@ def run_checks(
     ]
     if shape is not None:
         checks = [(check(config, shape), needs) for check, needs in MODEL_CHECKS]
-        checks.append((memory_problems(config, shape, machine), MEMORY))
+        checks.append((memory_problems(config, shape, machine, reward_shape), MEMORY))
+        if reward_shape is not None:
+            checks.append((reward_shape_problems(config, shape, reward_shape), REWARD_MODEL))
         found += _applicable(report, checks)
     for problem in found:
         report.add(problem)

@@ -1,4 +1,4 @@
-"""Policy and critic under FSDP2: loading, sharding, and views of the shards.
+"""Policy, critic and reward model under FSDP2: loading, sharding, and views of the shards.
 
 FSDP2 averages gradients over ranks. Losses here are sums over tokens divided by the global token
 count, so gradients must be summed: the divide factor is 1, and communication is forced to plain
@@ -6,6 +6,7 @@ sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
@@ -31,9 +32,14 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
-from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
-from hybridrl.models.resolve import model_folder
+from hybridrl.distributed.token_models import SequenceScores, TokenLogProbs, TokenValues
+from hybridrl.distributed.weights import (
+    CheckpointWeights,
+    FirstWeights,
+    empty_model,
+    first_weights,
+)
+from hybridrl.models.resolve import model_folder, resolve_model
 
 
 def load_sharded_policy(
@@ -96,6 +102,25 @@ def load_sharded_critic(
     _fill(root, first_weights(model, backbone, AutoModel, device), device)
     for name, value in root.initial_head(seed).items():
         _keep_shard(root.get_parameter(name), value.to(device))
+    return root.eval()
+
+
+def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> SequenceScores:
+    """A checkpoint of sequence classification, sharded by rows; a collective over all ranks.
+
+    Args:
+        path: of the checkpoint.
+        fsdp: the sharding spec; its columns are the policy's, for the reshard, and are not cut.
+        mesh: the training mesh.
+
+    Raises:
+        ConfigError: the architecture is not supported, or the checkpoint lacks weights.
+    """
+    folder, device = resolve_model(path), device_of(mesh)
+    root = SequenceScores(empty_model(AutoModel, folder))
+    fully_shard(root.score, mesh=sharding_mesh(mesh), reshard_after_forward=False)
+    _shard(root, root.backbone.layers, replace(fsdp, columns=None), mesh)
+    _fill(root, CheckpointWeights(AutoModelForSequenceClassification, folder, device), device)
     return root.eval()
 
 
@@ -178,9 +203,12 @@ def _checkpoint_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """What comes from a checkpoint, under its names there; tied tensors once."""
     if isinstance(root, TokenLogProbs):
         return list(checkpoint_parameters(root.lm))
-    assert isinstance(root, TokenValues)
+    assert isinstance(root, TokenValues | SequenceScores)
     prefix = root.backbone.base_model_prefix
-    return [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
+    named = [(f"{prefix}.{name}", param) for name, param in root.backbone.named_parameters()]
+    if isinstance(root, SequenceScores):
+        named.append(("score.weight", root.score.weight))
+    return named
 
 
 def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:

@@ -1,6 +1,7 @@
 """Responses of a micro-batch as one packed model input, or one rank's piece of it."""
 
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 
 import torch
@@ -10,6 +11,15 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.distributed.sequence_parallel import SequenceGroup, piece_sizes
 
 
+class States(Enum):
+    """Whose final hidden states a forward is for."""
+
+    # Of the position before each response token, which predicts it.
+    predicting = "predicting"
+    # Of each response's last token, which has seen all of it.
+    last = "last"
+
+
 @dataclass(frozen=True)
 class Piece:
     """What a rank that shares a packed input knows beside its own tokens.
@@ -17,7 +27,7 @@ class Piece:
     Attributes:
         group: the ranks that share it.
         num_tokens: N, of the whole input.
-        num_responses: response tokens that each rank predicts.
+        num_responses: wanted states that each rank has.
     """
 
     group: SequenceGroup
@@ -35,8 +45,8 @@ class Packed:
         cu_seq_lens: [B + 1] int32, where each sequence begins; the last is N.
         max_length: the longest sequence.
         state_index: [R] int64, for each response token the position before it, whose hidden state
-            predicts it.
-        response_ids: [R] int64, the response tokens, in the order of the batch.
+            predicts it. With States.last R = B, the position of each response's last token.
+        response_ids: [R] int64, the response tokens, in the order of the batch; the last ones.
         piece: None if one rank has it all. Otherwise input_ids and position_ids are those of this
             rank's piece, state_index counts within it, and state_index and response_ids are of
             the response tokens whose state lies there; sequences are still those of the whole.
@@ -51,7 +61,12 @@ class Packed:
     piece: Piece | None = None
 
 
-def pack(batch: RolloutBatch, device: torch.device, group: SequenceGroup | None = None) -> Packed:
+def pack(
+    batch: RolloutBatch,
+    device: torch.device,
+    group: SequenceGroup | None = None,
+    states: States = States.predicting,
+) -> Packed:
     """The batch's prompts and responses, packed on `device`; of a group, this rank's piece.
 
     Raises:
@@ -67,14 +82,11 @@ def pack(batch: RolloutBatch, device: torch.device, group: SequenceGroup | None 
     input_ids = torch.empty(total, dtype=torch.int64)
     input_ids[is_response] = responses.values
     input_ids[~is_response] = prompts.values
+    state_index, response_ids = is_response.nonzero().squeeze(1) - 1, responses.values
+    if states is States.last:
+        state_index, response_ids = ends - 1, responses.values[responses.lengths.cumsum(0) - 1]
     starts = torch.cat([ends.new_zeros(1), ends])
-    parts = (
-        input_ids,
-        position_ids,
-        is_response.nonzero().squeeze(1) - 1,
-        responses.values,
-        starts,
-    )
+    parts = (input_ids, position_ids, state_index, response_ids, starts)
     piece = None
     if group is not None:
         parts, piece = _cut(parts, group)

@@ -1,4 +1,4 @@
-"""The modules FSDP2 wraps as roots: transformers inside, one number per response token outside.
+"""The modules FSDP2 wraps as roots: transformers inside, numbers of response tokens outside.
 
 FSDP2 gathers a root's own weights (embedding, final norm, head) in hooks around the root's
 forward. Calling the model inside directly would bypass them, so everything that needs weights
@@ -85,8 +85,32 @@ class TokenValues(nn.Module):
         return {"head.weight": weight, "head.bias": torch.zeros(1)}
 
 
+class SequenceScores(nn.Module):
+    """A language model's backbone with the head of transformers' sequence classification.
+
+    Args:
+        backbone: the model below its head; attention "hybridrl_packed".
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.score = nn.Linear(
+            backbone.config.hidden_size,
+            1,
+            bias=False,
+            device=backbone.device,
+            dtype=torch.float32,
+        )
+
+    def forward(self, packed: Packed) -> Tensor:
+        """The score of each response, [B] float32; packed with States.last."""
+        scores = self.score(response_states(self.backbone, packed).float())
+        return joined(scores.squeeze(-1), packed)
+
+
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
-    """[R, H]: final hidden states of the positions before packed.response_ids."""
+    """[R, H]: final hidden states of the positions packed.state_index."""
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -105,7 +129,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 def joined(own: Tensor, packed: Packed) -> Tensor:
-    """Numbers of packed.response_ids from all ranks that share the input, [R] on each of them."""
+    """Numbers of wanted states from all ranks that share the input, [R] on each of them."""
     if packed.piece is None:
         return own
     return JoinedPieces.apply(own, packed.piece.num_responses, packed.piece.group)

@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import Init, ModelConfig
@@ -18,7 +24,7 @@ from hybridrl.models.resolve import model_folder
 # Others may scale logits or cap attention scores, which the forwards here would leave out.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
-Auto = type[AutoModel] | type[AutoModelForCausalLM]
+Auto = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
 class FirstWeights(Protocol):
@@ -52,7 +58,7 @@ class CheckpointWeights:
     """A checkpoint's weights. Rank 0 alone reads them and sends each tensor on.
 
     Args:
-        auto: AutoModelForCausalLM, or AutoModel for those of the backbone alone.
+        auto: AutoModel for those of the backbone alone; others also have a head's.
         folder: of the checkpoint.
         device: of the tensors.
 
@@ -136,10 +142,17 @@ def _read(auto: Auto, folder: Path) -> dict[str, Tensor]:
     model, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        listed = f"{folder} lacks {len(names)} of its weights: {', '.join(names[:3])}"
+        if auto is AutoModelForSequenceClassification:
+            raise ConfigError(
+                f"reward_model.model.path = {listed}.\n"
+                f"Scores would come from random numbers there.\n"
+                f"Name a complete checkpoint of a reward model."
+            )
         raise ConfigError(
-            f"model.path = {folder} lacks {len(names)} of its weights: {', '.join(names[:3])}...\n"
+            f"model.path = {listed}...\n"
             f"Training would start from random numbers there.\n"
             f"Set model.path to a complete checkpoint, or model.init=random."
         )
-    prefix = "" if auto is AutoModelForCausalLM else f"{model.base_model_prefix}."
+    prefix = f"{model.base_model_prefix}." if auto is AutoModel else ""
     return {prefix + name: param.detach() for name, param in model.named_parameters()}

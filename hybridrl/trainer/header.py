@@ -24,6 +24,7 @@ class RunFacts:
         num_parameters: of the model; None if unknown.
         data_sets: where the problems come from, and how many there are.
         notes: more that the user should know.
+        reward_parameters: of the reward model, in a run with one.
     """
 
     run_dir: Path
@@ -33,6 +34,7 @@ class RunFacts:
     num_parameters: int | None
     data_sets: list[DataSetFacts]
     notes: list[str] = field(default_factory=list)
+    reward_parameters: int | None = None
 
 
 def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
@@ -43,6 +45,7 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("machine", facts.machine),
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
         ("model", _model(config, facts.num_parameters)),
+        *_reward_model(config, facts.reward_parameters),
         *_data(facts.data_sets),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
@@ -86,6 +89,15 @@ def _model(config: RunConfig, num_parameters: int | None) -> str:
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
     weights = ", random weights" if config.model.init is Init.random else ""
     return f"{config.model.path}{size}{weights}, {dtypes}"
+
+
+def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[str, str]]:
+    """A line on the reward model, if there is one."""
+    reward = config.reward_model
+    if reward is None:
+        return []
+    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+    return [("reward model", f"{reward.model.path}{size}, weight {reward.weight:g}")]
 
 
 def _data(data_sets: list[DataSetFacts]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
     reshard     actor FSDP shards -> vLLM TP slices, in place
     rollout     prompts -> responses, rollout_log_probs
-    score       old_log_probs, ref_log_probs, values; meanwhile rewards -> scores
+    score       old_log_probs, ref_log_probs, values, model scores; meanwhile rewards -> scores
     advantage   rewards -> advantages, returns
     update      critic and actor, packed micro-batches
     log, evaluate
@@ -39,7 +39,8 @@ from hybridrl.trainer.mismatch import check_rollout_log_probs
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
-from hybridrl.trainer.rewarding import Judge, data_set_means, overlong_shaping
+from hybridrl.trainer.reward_model import reward_model_for
+from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
@@ -82,6 +83,7 @@ class PPOTrainer:
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
             self.baseline = GreedyBaseline(config, self._generate, judge)
+        self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
         self.reporter = reporter
@@ -149,27 +151,32 @@ class PPOTrainer:
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
-    def reward(self, sampled: Sampled, step: int) -> RolloutBatch:
-        """The batch with scores; an outcome reward stands on the last token."""
+    def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:
+        """What the reward function says of the responses and, where asked for, of greedy ones."""
         batch, start = sampled.rollout.batch, time.perf_counter()
         rewarded = sampled.rewarded or self.rewarding.score(sampled.prompts, batch)
         baseline = self.baseline.rewards()
-        penalty = self.overlong(batch.responses.lengths)
-        outcome = torch.tensor(rewarded.scores) + penalty
-        self.metrics |= rewarded.part_metrics() | data_set_means(sampled.prompts, outcome)
-        self.metrics |= {
+        self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
+            "reward/failed": float(len(rewarded.failures)),
+        }
+        return rewarded, baseline
+
+    def judge(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
+        """Scores of the tokens; an outcome reward stands on the last one."""
+        responses = sampled.rollout.batch.responses
+        penalty = self.overlong(responses.lengths)
+        outcome = torch.tensor(rewarded.scores) + penalty
+        self.metrics |= data_set_means(sampled.prompts, outcome) | {
             "reward/mean": float(outcome.mean()),
             "reward/std": float(outcome.std(correction=0)),
             "reward/overlong_penalty": -float(penalty.mean()),
-            "reward/failed": float(len(rewarded.failures)),
         }
-        self.reporter.saw_responses(step, sampled.prompts, batch.responses, rewarded)
-        scores = outcome_on_last_token(outcome, batch.responses)
-        return replace(batch, scores=scores, baseline_rewards=baseline)
+        self.reporter.saw_responses(step, sampled.prompts, responses, rewarded)
+        return outcome_on_last_token(outcome, responses)
 
     def score(self, sampled: Sampled, step: int) -> ScheduledBatch:
-        """Draw the mini-batches, then add old_log_probs, ref_log_probs and values, and rewards.
+        """Draw the mini-batches, then add old_log_probs, ref_log_probs, values and scores.
 
         Each is computed over exactly the micro-batches of the first epoch of the update, so that
         the policy ratio there is 1. While the workers are at it, the responses are rewarded.
@@ -178,17 +185,21 @@ class PPOTrainer:
             "old_log_probs": Call(self.workers.actor, "compute_log_probs"),
             **self.kl.scores(),
             **self.value_function.scores(),
+            **self.reward_model.scores(),
         }
+        batch, seed = sampled.rollout.batch, self.config.seed
         with self.phases.section("score"):
-            seed = self.config.seed
-            scheduled = schedule(sampled.rollout.batch, self.sizes, seed=seed, step=step)
+            scheduled = schedule(batch, self.sizes, seed=seed, step=step)
             results = begin_together(calls, scheduled)
-            rewarded = self.reward(sampled, step)
+            rewarded, baseline = self.reward(sampled)
             outcomes = results()
             found = {name: outcome.value for name, outcome in outcomes.items()}
-            scheduled = scheduled.keeping(rewarded).adding(**found)
+            rewarded, metrics = self.reward_model.added(rewarded, found)
+            scores = self.judge(sampled, rewarded, step)
+            judged = replace(batch, scores=scores, baseline_rewards=baseline)
+            scheduled = scheduled.keeping(judged).adding(**found)
         self.phases.split("score", seconds_of(outcomes))
-        self.metrics |= check_rollout_log_probs(
+        self.metrics |= metrics | check_rollout_log_probs(
             scheduled.batch,
             top_p=self.config.rollout.top_p,
             limit=self.config.trainer.max_log_prob_diff,

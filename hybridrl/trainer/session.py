@@ -170,6 +170,10 @@ def _show_header(
 ) -> None:
     assert config.fsdp.dp_shard is not None
     num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
+    reward_parameters = None
+    if config.reward_model is not None:
+        reward = model_shape(read_model_config(config.reward_model.model.path))
+        reward_parameters = reward.backbone_parameters + reward.hidden
     facts = RunFacts(
         run_dir=run_dir,
         machine=machine.describe(),
@@ -178,6 +182,7 @@ def _show_header(
         num_parameters=model_shape(read_model_config(config.model.path)).parameters,
         data_sets=prompts.data_sets,
         notes=prompts.notes,
+        reward_parameters=reward_parameters,
     )
     console.header(config.run.name, header_lines(config, facts))
 

@@ -11,8 +11,9 @@ from hybridrl.config.model_shape import ModelShape
 TOKENS, RESPONSES = "batch/tokens", "batch/responses"
 
 # Phases that run every sequence forward once, and phases that train on each `epochs` times; the
-# policy's have an MFU (a critic has no head over the vocabulary, which the formula counts).
-FORWARDS = ("old_log_probs", "ref_log_probs", "values")
+# policy's have an MFU (a critic or a reward model has no head over the vocabulary, which the
+# formula counts).
+FORWARDS = ("old_log_probs", "ref_log_probs", "values", "model_scores")
 UPDATES = ("update_actor", "update_critic")
 WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 

@@ -15,7 +15,7 @@ from typing import Any
 from hybridrl.controller.spans import Span
 
 # Methods whose time a step is for: sampling, forwards and optimizer steps.
-COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "update"})
+COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
 # What is between the sections.
 BETWEEN = "between"
 

@@ -1,1 +1,1 @@
-"""The roles: actor, critic, reference and rollout, one instance of each per process."""
+"""The roles actor, critic, ref, reward_model and rollout: one instance of each per process."""

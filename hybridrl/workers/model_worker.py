@@ -1,4 +1,4 @@
-"""What actor, critic and reference share: a sharded model on the rank's device."""
+"""What actor, critic, reference and reward model share: a sharded model on the rank's device."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -13,6 +13,7 @@ from hybridrl.config.classes import BUILT_IN
 from hybridrl.config.keys import leaves
 from hybridrl.config.ranges import RANGES
 from hybridrl.config.typed import optional_class
+from tests.model_shapes import QWEN, REWARD_MODEL
 
 RECIPES = sorted(path.stem for path in (REPO / "conf" / "recipe").glob("*.yaml"))
 CONF_FILES = sorted((REPO / "conf").rglob("*.yaml"))
@@ -21,6 +22,7 @@ GROUPS = {
     for group in (REPO / "conf").iterdir()
     if group.is_dir()
 }
+WITH_REWARD_MODEL = ["reward_model=default", "reward_model.model.path=/rm"]
 LEAF_LINE = re.compile(r"^(\s*)([\w.]+):\s*(\S.*)$")
 
 
@@ -39,7 +41,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Each choice alone; verl_parquet asks for files, code for user namespaces."""
+    """Alone, but for what it asks for: files, user namespaces, a reward model, its checkpoint."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -49,8 +51,15 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
     overrides += ["reward.args.isolation=filter"] if choice == "code" else []
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
-    machine = GPU_NODE if choice == "gpu" else LAPTOP
-    assert examined(overrides, machine=machine).report.problems == []
+    on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
+    overrides += WITH_REWARD_MODEL if scores else []
+    overrides += WITH_REWARD_MODEL[1:] if (group, choice) == ("reward_model", "default") else []
+    result = examined(
+        overrides,
+        machine=GPU_NODE if on_gpu else LAPTOP,
+        model=QWEN if on_gpu else REWARD_MODEL,
+    )
+    assert result.report.problems == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,7 +115,7 @@ def _schema_keys(cls: type, prefix: str = "") -> set[str]:
 
 
 def test_dataclasses_and_yaml_have_the_same_keys():
-    cfg = composed(["hardware=cpu"])
+    cfg = composed(["hardware=cpu", *WITH_REWARD_MODEL])
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     mappings = {"reward.args", "eval.rules", "algorithm.loss.args", "actor.loss.args"}
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
@@ -130,7 +139,7 @@ def test_dataclasses_have_no_defaults():
 def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
     number = {int, float, int | None, float | None, list[float], list[int]}
-    shared = re.compile(r"^(actor|critic|ref|rollout)\.(model|fsdp|kl|lora|loss)\.")
+    shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|kl|lora|loss)\.")
 
     def hint_of(key: str) -> object:
         cls: typing.Any = schema.RunConfig

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
+from tests.model_shapes import REWARD_MODEL
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
 # Where user namespaces are not allowed, the default is refused: tests/unit/test_sandbox_walls.py.
@@ -105,7 +106,7 @@ def test_the_pages_commands_pass_all_checks(overrides, tmp_path, monkeypatch):
     own = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "my_reward.py").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)
-    assert problems("hardware=cpu", *overrides) == []
+    assert problems("hardware=cpu", *overrides, model=REWARD_MODEL) == []
 
 
 def test_the_pages_function_does_what_it_says():

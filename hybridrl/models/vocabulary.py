@@ -1,0 +1,83 @@
+"""Whether a reward model means the same by a token id as the policy whose ids it reads."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridrl.config.check_reward_model import (
+    OTHER_WAYS,
+    REWARD_MODEL_PATH,
+    as_reward_model,
+    named,
+)
+from hybridrl.config.errors import ConfigError
+from hybridrl.models.resolve import plain_folder
+
+FILE = "tokenizer.json"
+
+
+def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
+    """Tokens of the policy that the reward model does not have, or has under other ids.
+
+    Further tokens of the reward model, such as one for padding, are no problem.
+
+    Args:
+        policy_path: model.path, which is known to exist.
+        reward_path: of the reward model.
+    """
+    try:
+        policy = read_vocabulary(policy_path)
+        reward = read_vocabulary(reward_path, REWARD_MODEL_PATH)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    differing = [index for index in sorted(policy) if reward.get(index) != policy[index]]
+    if differing:
+        first = differing[0]
+        there = f"is {reward[first]!r}" if first in reward else "means nothing"
+        yield (
+            f"{named(reward_path)} has another vocabulary than model.path = {policy_path}: token "
+            f"{first}, {policy[first]!r}, {there} for the reward model ({len(differing):,} of "
+            f"{len(policy):,} tokens differ). It reads the policy's token ids as they are.\n"
+            f"Name a reward model with the policy's tokenizer. {OTHER_WAYS}."
+        )
+
+
+def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
+    """Every token of a model's tokenizer.json by its id.
+
+    Args:
+        path: of the model.
+        key: the config key that names it, for messages.
+
+    Raises:
+        ConfigError: there is no such model, or no such file that could be read.
+    """
+    try:
+        file = plain_folder(path) / FILE
+    except ConfigError as error:
+        raise ConfigError(*map(as_reward_model, error.problems)) from error
+    if not file.is_file():
+        raise ConfigError(
+            f"{key} = {path} has no {FILE}, by which the vocabularies of policy and reward model "
+            f"are compared.\nSave its tokenizer in that form (transformers does), or copy the file "
+            f"from a model that has the same one."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return {index: token for token, index in _tokens(content)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{key} = {path}: {file} is no tokenizer's ({type(error).__name__}: {error}).\n"
+            f"Copy that of the model."
+        ) from error
+
+
+def _tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every token and its id, of the model and added ones."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, Mapping):
+        yield from vocabulary.items()
+    else:  # Unigram: [token, log-probability], the id is the place
+        yield from ((token, index) for index, (token, _) in enumerate(vocabulary))
+    yield from ((token["content"], token["id"]) for token in content.get("added_tokens") or [])

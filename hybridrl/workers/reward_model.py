@@ -1,0 +1,45 @@
+"""The reward model: what a frozen classifier says of each response as a whole."""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybridrl.config.schema import RewardModelConfig
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.fsdp import load_sharded_reward_model
+from hybridrl.distributed.offload import offloadable_weights
+from hybridrl.distributed.packing import States, pack, to_device
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import ModelWorker
+
+
+class RewardModelWorker(ModelWorker):
+    """Scores responses by a model of its own. One instance per rank, each holding one FSDP shard.
+
+    To score otherwise, subclass, override `forward`, and set
+    `reward_model.worker=my_package.MyRewardModelWorker`.
+    """
+
+    config_class = RewardModelConfig
+    config: RewardModelConfig
+
+    def __init__(self, config: RewardModelConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh)
+        self.model = load_sharded_reward_model(config.model.path, config.fsdp, mesh)
+        self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def compute_scores(self, batch: RankBatch) -> Ragged:
+        """Each response's score on its last token, 0 on the others: ragged float32 on CPU.
+
+        Rows stand in the order of the first epoch's micro-batches. Unweighted.
+        """
+        return self.over_first_epoch(batch, self.forward)
+
+    def forward(self, micro: RolloutBatch) -> Tensor:
+        """A score for each response token, [R] float32, on the worker's device."""
+        scores = self.model(pack(micro, self.device, self.sequence_group, States.last))
+        last = to_device(micro.responses.lengths.cumsum(0) - 1, self.device)
+        per_token = scores.new_zeros(len(micro.responses.values))
+        return per_token.index_copy_(0, last, scores)

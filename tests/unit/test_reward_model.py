@@ -1,0 +1,137 @@
+"""A reward model in the rewards, by hand; vocabularies compared; its line in the header."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.data.ragged import Ragged
+from hybridrl.models.resolve import EMBEDDED_FOLDER
+from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
+from hybridrl.rewards.none import score
+from hybridrl.trainer.header import RunFacts, header_lines
+from hybridrl.trainer.reward_model import NoRewardModel, WeightedRewardModel
+from hybridrl.trainer.rewarding import Rewarded
+from tests.role_configs import fsdp_config, reward_model_config
+from tests.run_configs import run_config
+from tests.tokenizer_folders import model_folder
+
+
+class Group:
+    """Only named by the call; nothing is computed here."""
+
+
+def found(*last):
+    """Two responses of 3 and 1 tokens, scored on their last ones, and another call's result."""
+    values = torch.tensor([0.0, 0.0, last[0], last[1]])
+    scores = Ragged(values, torch.tensor([3, 1]))
+    return {"old_log_probs": scores.like(-torch.ones(4)), "model_scores": scores}
+
+
+def test_scores_are_added_with_their_weight():
+    """1 - 0.5 * 4 = -1; 0 - 0.5 * -0.2 = 0.1; the model's mean (4 - 0.2) / 2 has no weight."""
+    model, results = WeightedRewardModel(Group(), -0.5), found(4.0, -0.2)
+    rewarded, metrics = model.added(Rewarded(["a", "b"], [1.0, 0.0], []), results)
+    assert rewarded.scores == pytest.approx([-1.0, 0.1])
+    assert rewarded.texts == ["a", "b"]
+    assert metrics == {"reward/model_mean": pytest.approx(1.9)}
+    assert list(results) == ["old_log_probs"]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_ends_the_run(wrong):
+    model = WeightedRewardModel(Group(), 1.0)
+    with pytest.raises(ValueError, match="scored 1 of 2 responses NaN or infinite"):
+        model.added(Rewarded(["a", "b"], [1.0, 0.0], []), found(wrong, 1.0))
+
+
+def test_it_is_asked_for_scores_and_nothing_else_is():
+    group = Group()
+    (name, call), *others = WeightedRewardModel(group, 1.0).scores().items()
+    assert (name, call.group, call.method, others) == ("model_scores", group, "compute_scores", [])
+    assert NoRewardModel().scores() == {}
+    rewarded = Rewarded(["a"], [1.0], [])
+    assert NoRewardModel().added(rewarded, {}) == (rewarded, {})
+
+
+def test_no_reward_is_0():
+    assert score("prompt", "#### 4", {"answer": "4"}) == 0.0
+
+
+def test_the_header_names_it():
+    folder = Path("/rm")
+    config = replace(
+        run_config(), reward_model=reward_model_config(folder, fsdp_config(dp_shard=1))
+    )
+    facts = RunFacts(folder, "", 1, [], 10, [], reward_parameters=1_240_000_000)
+    lines = header_lines(config, facts)
+    assert ("reward model", "/rm, 1.24 B parameters, weight 1") in lines
+    assert "reward model" not in dict(header_lines(run_config(), facts))
+
+
+def words(folder, text):
+    return str(model_folder(folder, [text]))
+
+
+def edited(source, folder, change):
+    """A copy of a folder whose tokenizer.json was changed."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_a_model_has_its_own_vocabulary(tmp_path):
+    tokens = read_vocabulary("embedded")
+    assert sorted(tokens) == list(range(160))
+    copied = shutil.copytree(EMBEDDED_FOLDER, tmp_path / "copied")
+    assert list(vocabulary_problems("embedded", str(copied))) == []
+
+
+def test_the_first_differing_token_is_named(tmp_path):
+    """Five special tokens, then the words by alphabet: b is 6 for the one and c for the other."""
+    policy, reward = words(tmp_path / "p", "a b c d"), words(tmp_path / "r", "a c d")
+    (problem,) = vocabulary_problems(policy, reward)
+    assert f"reward_model.model.path = {reward} has another vocabulary" in problem
+    assert "token" in problem and "of 9 tokens differ" in problem
+    assert "reward=http" in problem
+
+
+def test_further_tokens_of_the_reward_model_are_no_problem_and_missing_ones_are(tmp_path):
+    policy = words(tmp_path / "p", "a b")
+
+    def pad(content):
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": 7, "content": "<pad>"})
+
+    more = edited(policy, tmp_path / "more", pad)
+    assert list(vocabulary_problems(policy, more)) == []
+    (problem,) = vocabulary_problems(more, policy)
+    assert "token 7, '<pad>', means nothing for the reward model (1 of 8 tokens" in problem
+
+
+def test_a_list_of_pieces_is_a_vocabulary_too(tmp_path):
+    """Unigram models: the id is the place."""
+
+    def pieces(content):
+        content["model"] = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}
+        content["added_tokens"] = [{"id": 2, "content": "</s>"}]
+
+    folder = edited(words(tmp_path / "w", "a"), tmp_path / "unigram", pieces)
+    assert read_vocabulary(folder) == {0: "<unk>", 1: "a", 2: "</s>"}
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    policy = words(tmp_path / "p", "a b")
+    bare = Path(shutil.copytree(policy, tmp_path / "bare"))
+    (bare / "tokenizer.json").write_text('{"model": 3}')
+    (problem,) = vocabulary_problems(policy, str(bare))
+    assert f"reward_model.model.path = {bare}" in problem and "is no tokenizer's" in problem
+    (bare / "tokenizer.json").unlink()
+    (problem,) = vocabulary_problems(policy, str(bare))
+    assert f"reward_model.model.path = {bare} has no tokenizer.json" in problem
+    (problem,) = vocabulary_problems(policy, str(tmp_path / "nowhere"))
+    assert problem.startswith(f"reward_model.model.path = {tmp_path / 'nowhere'}: ")
