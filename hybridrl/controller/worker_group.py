@@ -1,9 +1,10 @@
 """The driver's view of the roles: one WorkerGroup per role, calls dealt as the methods say."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,6 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
-from hybridrl.controller.importing import import_in_thread
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.data.shardable import Shardable
@@ -192,6 +192,11 @@ def _build_run(
     return {"rollout": rollout, **build_roles(pool, sharded)}
 
 
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
+
+
 @dataclass(frozen=True)
 class Workers:
     """All roles of a run and the pool they live in. A context manager that closes the pool.
@@ -248,9 +253,9 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         modules=modules,
         log_folder=run_dir / "logs",
     )
-    # Calls look at the roles' classes, whose imports would hold up the processes.
-    imported = import_in_thread(modules)
-    with ExitStack() as undo:
+    with ThreadPoolExecutor(1) as importing, ExitStack() as undo:
+        # Calls look at the roles' classes, whose imports would hold up the processes.
+        imported = importing.submit(_import, modules)
         pool = Pool(pool_config)
         undo.callback(pool.close)
         groups = _build_run(pool, configs, config.fsdp, imported)
