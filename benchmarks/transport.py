@@ -147,6 +147,7 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
         ranks_per_engine=1,
+        ahead=[],
         modules=["transport"],
         log_folder=folder / "logs",
     )

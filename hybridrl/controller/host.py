@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ import ray
 from hybridrl.config.schema import Accelerator, FSDPConfig, Init, ModelConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
+from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store
@@ -90,6 +92,7 @@ class WorkerHost:
         self._rank = -1
         self._store: TCPStore | None = None
         self._mesh: DeviceMesh | None = None
+        self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
         self._profiler: RankProfiler | None = None
 
@@ -101,13 +104,19 @@ class WorkerHost:
     @errors_as_text()
     def preload(self, modules: list[str]) -> None:
         """Import torch and the roles' modules."""
-        start = time.perf_counter()
-        for module in ["torch.distributed", "hybridrl.distributed.mesh", *modules]:
-            importlib.import_module(module)
+        import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-        logger.info("imports took %.1f s", time.perf_counter() - start)
+
+    @errors_as_text()
+    def import_ahead(self, configs: list[Any]) -> None:
+        """Begin to import what building these roles needs, in a thread; returns at once."""
+        device_type = "cuda" if self._config.accelerator is Accelerator.gpu else "cpu"
+        modules: list[str] = []
+        for config in configs:
+            modules += import_class(config.worker).modules_ahead(config, device_type)
+        self._importing = import_in_thread(modules)
 
     @errors_as_text()
     def open_rendezvous(self, address: str, port: int, world_size: int) -> Rendezvous:
@@ -171,6 +180,8 @@ class WorkerHost:
     @errors_as_text()
     def build(self, role: str, worker: str, config: Any) -> None:
         """Construct one role: `worker` is the dotted path of its class; a collective."""
+        if self._importing is not None:
+            self._importing.result()
         start = time.perf_counter()
         self._roles[role] = import_class(worker)(config, self._mesh)
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)

@@ -70,6 +70,7 @@ class Pool:
             with self.start_times.part("imports"):
                 self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
             with self.start_times.part("rendezvous"):
+                self._starting(self.hosts, "import_ahead", [(list(config.ahead),)] * self.size)
                 self._meet()
                 self._starting(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
             undo.pop_all()

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -27,6 +28,7 @@ class PoolConfig:
         fsdp: the sharding spec, for the mesh.
         ranks_per_engine: consecutive ranks that must share a node.
         modules: imported by every process at its start.
+        ahead: configs of roles whose further modules it imports while the ranks meet.
         log_folder: one file per process.
     """
 
@@ -35,6 +37,7 @@ class PoolConfig:
     fsdp: FSDPConfig
     ranks_per_engine: int
     modules: Sequence[str]
+    ahead: Sequence[Any]
     log_folder: Path
 
 

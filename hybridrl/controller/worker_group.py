@@ -1,10 +1,9 @@
 """The driver's view of the roles: one WorkerGroup per role, calls dealt as the methods say."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,13 +12,14 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
+from hybridrl.controller.importing import import_in_thread
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
 # vLLM first: it measures its memory on an empty GPU.
-BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
+BUILD_ORDER = ("rollout", "actor", "critic", "ref")
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
@@ -192,17 +192,12 @@ def _build_run(
     return {"rollout": rollout, **build_roles(pool, sharded)}
 
 
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        import_module(module)
-
-
 @dataclass(frozen=True)
 class Workers:
     """All roles of a run and the pool they live in. A context manager that closes the pool.
 
     `critic` is None when the advantage estimator takes no values, `ref` when no KL penalty needs a
-    reference, `reward_model` when the run has none.
+    reference.
     """
 
     pool: Pool
@@ -210,7 +205,6 @@ class Workers:
     critic: WorkerGroup | None
     rollout: WorkerGroup
     ref: WorkerGroup | None
-    reward_model: WorkerGroup | None
 
     def close(self) -> None:
         """End all worker processes; see `Pool.close`."""
@@ -240,7 +234,6 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     idle = {
         *([] if uses_critic(config) else ["critic"]),
         *([] if config.algorithm.kl.coef != 0 else ["ref"]),
-        *([] if config.reward_model is not None else ["reward_model"]),
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
     rollout = import_class(config.rollout.worker)
@@ -251,11 +244,12 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         fsdp=config.fsdp,
         ranks_per_engine=rollout.ranks_per_shard(config.rollout),
         modules=modules,
+        ahead=[config.rollout],
         log_folder=run_dir / "logs",
     )
-    with ThreadPoolExecutor(1) as importing, ExitStack() as undo:
-        # Calls look at the roles' classes, whose imports would hold up the processes.
-        imported = importing.submit(_import, modules)
+    # Calls look at the roles' classes, whose imports would hold up the processes.
+    imported = import_in_thread(modules)
+    with ExitStack() as undo:
         pool = Pool(pool_config)
         undo.callback(pool.close)
         groups = _build_run(pool, configs, config.fsdp, imported)
@@ -266,5 +260,4 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         critic=groups.get("critic"),
         rollout=groups["rollout"],
         ref=groups.get("ref"),
-        reward_model=groups.get("reward_model"),
     )

@@ -18,6 +18,11 @@ WORKER_PARTS = {
     "compile_or_warm_up_model": "kernels",
 }
 GRAPHS = "CUDA graphs"
+# What a start imports, by device type.
+MODULES = {
+    "cuda": ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker"),
+    "cpu": ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+}
 
 
 class StartTimes:

@@ -33,6 +33,20 @@ SLEEPERS = {
 WARM_UP_SIZES = (1, 16, 17)
 
 
+def prepare(config: RolloutConfig, device_type: str) -> None:
+    """Set what vLLM reads once; to be called before it is imported, any number of times.
+
+    Raises:
+        ConfigError: this installation of vLLM cannot be used.
+    """
+    check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
+    compat.set_environment(
+        device_type,
+        tensor_parallel=config.tensor_parallel_size > 1,
+        enforce_eager=config.enforce_eager,
+    )
+
+
 class VLLMEngine:
     """vLLM inside this process, one process per GPU, on the process group that exists.
 
@@ -64,12 +78,7 @@ class VLLMEngine:
         self._calls = 0
         self._prefixes_cached = False
         self._awake = frozenset(EnginePart)
-        check_installation(Accelerator.gpu if self._on_gpu else Accelerator.cpu)
-        compat.set_environment(
-            device_type,
-            tensor_parallel=config.tensor_parallel_size > 1,
-            enforce_eager=config.enforce_eager,
-        )
+        prepare(config, device_type)
         times = StartTimes()
         with nullcontext() if self._on_gpu else compat.cpu_start():
             options = engine_options(config, device_type)

@@ -1,5 +1,6 @@
 """What all roles have in common."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,19 @@ class Worker:
     def ranks_per_shard(cls, config: Any) -> int:
         """Consecutive ranks that answer one data shard together; 1 unless a role says more."""
         return 1
+
+    @classmethod
+    def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
+        """Modules that building the role needs and that take long to import; none by default.
+
+        A process imports them in a thread while the ranks meet. Called before that, and may set
+        what the modules read.
+
+        Args:
+            config: an instance of `config_class`.
+            device_type: "cuda" or "cpu".
+        """
+        return ()
 
     def connect(self, roles: dict[str, "Worker"]) -> None:
         """See the process's other roles by name, once all are built; does nothing by default."""

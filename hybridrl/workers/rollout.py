@@ -1,6 +1,7 @@
 """Generation with the actor's current weights: reshard, then sample."""
 
 import logging
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,8 @@ from hybridrl.reshard.engine import Resharder
 from hybridrl.reshard.mover import Destination
 from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.start import MODULES
+from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
@@ -48,6 +50,12 @@ class RolloutWorker(Worker):
     def ranks_per_shard(cls, config: Any) -> int:
         """Ranks of one engine."""
         return config.tensor_parallel_size
+
+    @classmethod
+    def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
+        """vLLM."""
+        prepare(config, device_type)
+        return MODULES[device_type]
 
     def build_engine(self) -> RolloutEngine:
         """The engine, with weights that mean nothing yet."""

@@ -26,6 +26,7 @@ class AdderConfig:
     worker: str = WORKER
     engine: int = 1
     shared_memory: str | None = None
+    ahead: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Adder(Worker):
     def ranks_per_shard(cls, config):
         return config.engine
 
+    @classmethod
+    def modules_ahead(cls, config, device_type):
+        assert device_type == "cpu"
+        return [config.ahead]
+
     def connect(self, roles):
         self.others = sorted(roles)
 
@@ -94,6 +100,7 @@ class Adder(Worker):
         return {name: os.environ[name] for name in names} | {
             "HYBRIDRL_FROM_USER": os.environ.get("HYBRIDRL_FROM_USER"),
             "threads": torch.get_num_threads(),
+            "imported_by": sys.modules["controller_ahead"].THREAD,
             "main_thread": threading.current_thread() is threading.main_thread(),
             "mesh": tuple(self.mesh.shape),
             "others": self.others,

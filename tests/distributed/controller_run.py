@@ -50,6 +50,7 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
         ),
         ranks_per_engine=engine,
         modules=["controller_roles"],
+        ahead=[AdderConfig(ahead="controller_ahead")],
         log_folder=folder / "logs",
     )
 

@@ -173,6 +173,13 @@ def test_process_environment(groups):
         assert entry["mesh"] == (1, 2)
         assert entry["others"] == ["engine", "second", "single"]
         assert entry["main_thread"]
+        assert entry["imported_by"].startswith("import ahead")
+
+
+def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp_path):
+    config = replace(pool_config(tmp_path), ahead=[AdderConfig(ahead="not_there")])
+    with Pool(config) as pool, pytest.raises(WorkerError, match="No module named 'not_there'"):
+        build_roles(pool, {"adder": AdderConfig()})
 
 
 def test_unmarked_method_is_refused_before_anything_is_sent(groups):
