@@ -19,7 +19,7 @@ from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
 # vLLM first: it measures its memory on an empty GPU.
-BUILD_ORDER = ("rollout", "actor", "critic", "ref")
+BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
@@ -197,7 +197,7 @@ class Workers:
     """All roles of a run and the pool they live in. A context manager that closes the pool.
 
     `critic` is None when the advantage estimator takes no values, `ref` when no KL penalty needs a
-    reference.
+    reference, `reward_model` when the run has none.
     """
 
     pool: Pool
@@ -205,6 +205,7 @@ class Workers:
     critic: WorkerGroup | None
     rollout: WorkerGroup
     ref: WorkerGroup | None
+    reward_model: WorkerGroup | None
 
     def close(self) -> None:
         """End all worker processes; see `Pool.close`."""
@@ -234,6 +235,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     idle = {
         *([] if uses_critic(config) else ["critic"]),
         *([] if config.algorithm.kl.coef != 0 else ["ref"]),
+        *([] if config.reward_model is not None else ["reward_model"]),
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
     rollout = import_class(config.rollout.worker)
@@ -260,4 +262,5 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         critic=groups.get("critic"),
         rollout=groups["rollout"],
         ref=groups.get("ref"),
+        reward_model=groups.get("reward_model"),
     )
