@@ -13,7 +13,7 @@ Metrics = Mapping[str, float | None]
 _SHORT = {
     "old_log_probs": "old logp",
     "ref_log_probs": "ref logp",
-    "model_scores": "reward model",
+    "model_scores": "rew model",
     "update_actor": "actor",
     "update_critic": "critic",
     "evaluate": "eval",
