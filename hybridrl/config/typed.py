@@ -29,6 +29,8 @@ class Builder:
     def __init__(self, report: Report, known: Collection[str]) -> None:
         self.report = report
         self.known = known
+        # For OmegaConf's conversions: to build one for every leaf took half of all checks.
+        self._structured: dict[type, DictConfig] = {}
 
     def section(
         self, cls: type[T], value: Any, path: str, shared: Mapping[str, Any] | None = None
@@ -102,7 +104,9 @@ class Builder:
 
     def leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
         """A leaf's value, converted to the field's type by OmegaConf's rules."""
-        typed = OmegaConf.structured(cls)
+        if cls not in self._structured:
+            self._structured[cls] = OmegaConf.structured(cls)
+        typed = self._structured[cls]
         value = node[name]
         try:
             if isinstance(value, DictConfig | ListConfig):
