@@ -118,7 +118,7 @@ def run(cfg: DictConfig) -> float:
     """Check the composed config, then train; return the final eval/accuracy (NaN of a dry run).
 
     Raises:
-        ConfigError: every problem of config and data, before anything is started.
+        ConfigError: every problem of config and data, before any worker is started.
     """
     state = HydraConfig.get()
     given = given_keys(
@@ -131,17 +131,14 @@ def run(cfg: DictConfig) -> float:
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
-    examined, prompts = _examine(cfg, machine, Given() if in_sweep else given)
-    if examined.report.problems:
-        raise ConfigError(*examined.report.problems)
+    examined = _examine(cfg, machine, Given() if in_sweep else given)
+    if examined.report.problems or cfg.run.dry:
+        _check_data(examined)
     config, shape, reward_shape = examined.config, examined.shape, examined.reward_shape
     if in_sweep:
         for text in effect_problems(config, given):
             log.warning("%s", text)
-    assert shape is not None and prompts is not None
-    config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
-    if config.reward_model is not None:
-        config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+    assert shape is not None
     if config.run.dry:
         console = Console()
         table = plan(config, shape, machine, reward_shape)
@@ -154,11 +151,16 @@ def run(cfg: DictConfig) -> float:
     from hybridrl.controller.ray_runtime import ray_runtime
 
     setup.mark("checks")
-    with ThreadPoolExecutor(1) as importing:  # torch takes as long as Ray's start
-        session = importing.submit(importlib.import_module, "hybridrl.trainer.session")
+    with ThreadPoolExecutor(1) as meanwhile:  # for seconds Ray's start does nothing but wait
+        preparing = meanwhile.submit(_prepare_session, examined)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
-            session.result()
+            prompts = preparing.result()
+            setup.mark("checks")
+            # Workers may start elsewhere.
+            config.model.path = absolute_path(config.model.path)
+            if config.reward_model is not None:
+                config.reward_model.model.path = absolute_path(config.reward_model.model.path)
             from hybridrl.trainer.session import train
 
             folder = Path(state.runtime.output_dir)
@@ -194,7 +196,8 @@ def _checked_overrides(line: CommandLine) -> list[str]:
     problems = list(composed.problems)
     if problems:
         if composed.cfg is not None and not line.args.multirun:
-            examined, _ = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
+            examined = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
+            _look_at_data(examined)
             problems += examined.report.problems
         raise ConfigError(*problems)
     return line.overrides
@@ -209,35 +212,56 @@ def _hardware_overrides(machine: Machine) -> list[str]:
     return [f"hardware={name}", f"hardware.reason={quoted(reason)}"]
 
 
-def _examine(
-    cfg: DictConfig, machine: Machine, given: Given
-) -> tuple[Examined, "PromptSets | None"]:
-    """All checks of config and, where that makes sense, data, which is returned if it is right."""
+def _examine(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
+    """All checks of the config."""
     from hybridrl.models.resolve import read_model_config
 
-    prompts = None
     examined = examine(cfg, machine=machine, read_model=read_model_config, given=given)
-    if examined.report.usable(DATA_NEEDS):
-        from hybridrl.data.prompt_sets import examine_prompts
-
-        data, model, rollout = (
-            examined.config.data,
-            examined.config.model,
-            examined.config.rollout,
-        )
-        prompts, problems = examine_prompts(data, model.path, rollout.max_prompt_tokens)
-        for problem in problems:
-            examined.report.add(problem, broken="data")
-        if examined.config.environment is not None and examined.report.usable(["environment"]):
-            from hybridrl.trainer.environment import stop_problems
-
-            for problem in stop_problems(model.path, examined.config.environment):
-                examined.report.add(problem, broken="environment.stop")
     if examined.reward_shape is not None and examined.report.usable(["model.path"]):
         config = examined.config
         for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
             examined.report.add(problem, broken="reward_model.model.path")
-    return examined, prompts
+    return examined
+
+
+def _check_data(examined: Examined) -> "PromptSets":
+    """The prompts of a config.
+
+    Raises:
+        ConfigError: every problem of the config and, where that makes sense, of the data.
+    """
+    prompts = _look_at_data(examined)
+    if examined.report.problems:
+        raise ConfigError(*examined.report.problems)
+    assert prompts is not None
+    return prompts
+
+
+def _prepare_session(examined: Examined) -> "PromptSets":
+    """The prompts of a config, as `_check_data`; then torch and the like are imported."""
+    prompts = _check_data(examined)
+    importlib.import_module("hybridrl.trainer.session")
+    return prompts
+
+
+def _look_at_data(examined: Examined) -> "PromptSets | None":
+    """The data, if what it is read with is right; its problems join the config's."""
+    if not examined.report.usable(DATA_NEEDS):
+        return None
+    from hybridrl.data.prompt_sets import examine_prompts
+
+    config, report = examined.config, examined.report
+    prompts, problems = examine_prompts(
+        config.data, config.model.path, config.rollout.max_prompt_tokens
+    )
+    for problem in problems:
+        report.add(problem, broken="data")
+    if config.environment is not None and report.usable(["environment"]):
+        from hybridrl.trainer.environment import stop_problems
+
+        for problem in stop_problems(config.model.path, config.environment):
+            report.add(problem, broken="environment.stop")
+    return prompts
 
 
 def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
