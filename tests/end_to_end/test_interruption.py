@@ -13,7 +13,11 @@ LONG = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, id="sigterm", marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_run_ends_within_15_seconds(tmp_path, number, code):
     with started(tmp_path / "run", *LONG) as run:

@@ -16,6 +16,7 @@ from tests.tiny_hf import tiny_reward_model
 WEIGHT = 2.0
 
 
+@pytest.mark.slow
 def test_the_reward_model_alone_decides(tmp_path):
     """And what it says of each response is what transformers' own model says of it."""
     folder = tiny_reward_model(
