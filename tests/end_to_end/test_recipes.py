@@ -1,6 +1,7 @@
 """Every recipe for two steps on a few problems, in one sweep.
 
-But gsm8k_ppo and calculator_tool, which test_run.py and test_calculator_run.py run. A check of wiring; that they learn is shown by test_recipe_learns_slow.py.
+But gsm8k_ppo and calculator_tool, which test_run.py and test_calculator_run.py run. A check of
+wiring; that they learn is shown by test_recipe_learns_slow.py.
 """
 
 import json
