@@ -31,6 +31,7 @@ def address(tmp_path):
         cluster.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_trains_with_each_engine_on_one_node(tmp_path, address):
     assert re.fullmatch(r"[\d.]+:\d+", address)
     env = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
