@@ -42,8 +42,7 @@ def ppo_clip(
     _check_clip("ppo_clip", clip_low, clip_high)
     log_ratio = log_ratio_of("ppo_clip", log_probs, old_log_probs, response_mask)
     advantages = advantages_of("ppo_clip", advantages, response_mask)
-    unclipped = log_ratio.exp() * advantages
-    clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    unclipped, clipped = _surrogates(log_ratio.exp(), advantages, clip_low, clip_high)
     sums = policy_sums(log_ratio, (clipped < unclipped).detach(), response_mask)
     return TokenLoss(-torch.minimum(unclipped, clipped), sums)
 
@@ -84,8 +83,7 @@ def dual_clip(
     _check_clip("dual_clip", clip_low, clip_high)
     log_ratio = log_ratio_of("dual_clip", log_probs, old_log_probs, response_mask)
     advantages = advantages_of("dual_clip", advantages, response_mask)
-    unclipped = log_ratio.exp() * advantages
-    clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    unclipped, clipped = _surrogates(log_ratio.exp(), advantages, clip_low, clip_high)
     surrogate = torch.minimum(unclipped, clipped)
     bounded = torch.maximum(surrogate, max_ratio * advantages)
     surrogate = torch.where(advantages < 0, bounded, surrogate)
@@ -174,10 +172,16 @@ def gspo(
     lengths = sequence_sums(response_mask.to(log_ratio.dtype), sequence_id).clamp(min=1)
     mean = (sequence_sums(log_ratio.detach(), sequence_id) / lengths)[sequence_id]
     ratio = (mean + log_ratio - log_ratio.detach()).exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    unclipped, clipped = _surrogates(ratio, advantages, clip_low, clip_high)
     sums = policy_sums(log_ratio, (clipped < unclipped).detach(), response_mask)
     return TokenLoss(-torch.minimum(unclipped, clipped), sums)
+
+
+def _surrogates(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """[N] r_t A_t and clip(r_t, 1 - clip_low, 1 + clip_high) A_t."""
+    return ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
 
 
 def _check_clip(function: str, clip_low: float, clip_high: float) -> None:

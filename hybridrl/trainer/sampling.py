@@ -5,6 +5,7 @@ Chosen once from config; the loop calls `sample` whichever it is.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -106,7 +107,7 @@ class DynamicSampling:
             "sampling/prompts": float(num_prompts),
             "sampling/mixed_fraction": (wanted - missing) / num_prompts,
             "sampling/unmixed_prompts": float(missing),
-            "sampling/reward_mean": _mean([s for done in rounds for s in done.rewarded.scores]),
+            "sampling/reward_mean": fmean([s for done in rounds for s in done.rewarded.scores]),
         }
         rollout = replace(sampled.rollout, batch=counts)
         return replace(sampled, rollout=rollout, metrics=metrics)
@@ -217,7 +218,3 @@ def _over_rounds(stats: Sequence[EngineStats]) -> EngineStats:
         seconds=sum(s.seconds for s in stats),
         first_token_s=max(s.first_token_s for s in stats),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
