@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
@@ -35,25 +36,69 @@ class Limits:
     stop_token_ids: Sequence[int]
 
 
+class _StepLogProbs:
+    """Takes each step's log-probs before vLLM's scheduler cuts them into one object per request.
+
+    With hundreds of sequences the cutting takes a tenth of a decoding step, for which a GPU waits.
+    Acts between `with` and its end, on one engine core's scheduler.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._scheduler = core.engine_core.scheduler
+        self._update = self._scheduler.update_from_output
+        self._rows: dict[str, int] = {}
+        self._log_probs: NDArray[np.float32] | None = None
+
+    def __enter__(self) -> Self:
+        self._scheduler.update_from_output = self._update_without_log_probs
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._scheduler.update_from_output
+
+    def _update_without_log_probs(self, scheduled: Any, output: Any) -> Any:
+        self._rows = output.req_id_to_index
+        self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
+        output.logprobs = None
+        return self._update(scheduled, output)
+
+    def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
+        """Those of the tokens that the last step sampled, one for each request."""
+        assert self._log_probs is not None, "vLLM sampled without log-probs"
+        # One column: with logprobs=0 the sampled token's alone.
+        return self._log_probs[[self._rows[request_id] for request_id in request_ids], 0]
+
+
 class _Responses:
-    """Tokens and log-probs as they come in, by response."""
+    """Tokens and log-probs in the order in which they come in."""
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self.tokens: list[list[int]] = [[] for _ in request_ids]
-        self.log_probs: list[list[float]] = [[] for _ in request_ids]
+        self._owners: list[int] = []
+        self._tokens: list[int] = []
+        self._log_probs: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
         self.truncated = [False] * len(request_ids)
         self.unfinished = len(request_ids)
 
-    def take(self, outputs: Sequence[Any]) -> None:
-        """Add one step's outputs."""
+    def take(self, outputs: Sequence[Any], log_probs: _StepLogProbs) -> None:
+        """Add one step's outputs, a token each."""
         for output in outputs:
             index = self._index[output.request_id]
-            self.tokens[index] += output.new_token_ids
-            # One column: with logprobs=0 the sampled token's alone.
-            self.log_probs[index] += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 self._finish(index, output.finish_reason)
+            (token,) = output.new_token_ids
+            self._tokens.append(token)
+            self._owners.append(index)
+        self._log_probs.append(log_probs.of([output.request_id for output in outputs]))
+
+    def ragged(self) -> tuple[Ragged, Ragged]:
+        """Tokens and log-probs by response."""
+        owners = torch.tensor(self._owners, dtype=torch.int64)
+        order = owners.argsort(stable=True)
+        lengths = owners.bincount(minlength=len(self.truncated))
+        tokens = torch.tensor(self._tokens, dtype=torch.int64)
+        log_probs = torch.from_numpy(np.concatenate(self._log_probs))
+        return Ragged(tokens[order], lengths), Ragged(log_probs[order], lengths)
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -83,14 +128,15 @@ def generate(
     for request in requests:
         core.add_request(request)
     first = start
-    while responses.unfinished:
-        outputs = core.get_output().outputs
-        if outputs and first == start:
-            first = time.perf_counter()
-        responses.take(outputs)
-    tokens = _ragged(responses.tokens, torch.int64)
-    log_probs = _ragged(responses.log_probs, torch.float32)
-    assert torch.equal(tokens.lengths, log_probs.lengths), "a token came without its log-prob"
+    with _StepLogProbs(core) as log_probs_of_step:
+        while responses.unfinished:
+            outputs = core.get_output().outputs
+            if not outputs:
+                continue
+            if first == start:
+                first = time.perf_counter()
+            responses.take(outputs, log_probs_of_step)
+    tokens, log_probs = responses.ragged()
     return Generated(
         responses=tokens,
         log_probs=log_probs,
@@ -135,8 +181,3 @@ def _requests(
         )
         requests.append(request)
     return requests
-
-
-def _ragged(rows: list[Any], dtype: torch.dtype) -> Ragged:
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Ragged(torch.tensor(list(chain.from_iterable(rows)), dtype=dtype), lengths)
