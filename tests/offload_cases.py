@@ -6,6 +6,7 @@ import torch.distributed as dist
 from hybridrl.config.schema import DType, Offload
 from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.shards import gather_factors
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -48,7 +49,9 @@ def run_phase(phase, roles, step):
     """Do what the controller would ask for; return what came of it."""
     if phase == "reshard":
         roles["actor"].begin()
-        shards = {shard.name: shard.local().clone() for shard in roles["actor"].named_shards()}
+        named = roles["actor"].named_shards()
+        gather_factors(named)
+        shards = {shard.name: shard.local().clone() for shard in named}
         for role in roles.values():
             role.rest()
         return shards

@@ -3,7 +3,7 @@
 Plain data, so that whoever plans a reshard need not know who trains the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,3 +49,10 @@ class NamedShard:
     dim: int = 0
     kind: ShardKind = ShardKind.live
     gather: Callable[[], None] | None = None
+
+
+def gather_factors(shards: Iterable[NamedShard]) -> None:
+    """Call what the getters of these shards need to have been called, each once; a collective."""
+    for gather in dict.fromkeys(shard.gather for shard in shards):
+        if gather is not None:
+            gather()

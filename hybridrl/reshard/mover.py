@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed.regions import Region, Trace
-from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.distributed.shards import NamedShard, ShardKind, gather_factors
 from hybridrl.reshard.copies import Buffers
 from hybridrl.reshard.exchange import Staging, gather
 from hybridrl.reshard.fingerprint import Hashes
@@ -120,9 +120,7 @@ class Mover:
         self.staging.free()
 
     def _local_shards(self) -> list[Tensor]:
-        for gather_factors in dict.fromkeys(shard.gather for shard in self._shards):
-            if gather_factors is not None:
-                gather_factors()
+        gather_factors(self._shards)
         tensors = []
         for shard, source in zip(self._shards, self._sources, strict=True):
             tensor = shard.local()
