@@ -78,8 +78,8 @@ class Evaluator:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
-            eval/ci95 and eval/ci95_greedy: how far the true eval/accuracy and its greedy sister
-            may lie from the measured ones, at 95 % (half the width of the interval),
+            eval/ci95, eval/ci95_<rule> and eval/ci95_greedy...: how far the true accuracy on all
+            problems may lie from the measured one, at 95 % (half the width of the interval),
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: judgements that raised or hung, over all rules.
         """
@@ -91,13 +91,13 @@ class Evaluator:
             for rule, values in scores.items():
                 name = f"eval/accuracy_{group}{rule}"
                 metrics[name] = _mean([values[index] for index in members])
-        metrics["eval/ci95"] = half_width(scores[""])
+        metrics |= {f"eval/ci95{rule}": half_width(values) for rule, values in scores.items()}
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
-            greedy = self._scores(generate(self._request(step, 0.0, 1.0)))
-            metrics |= {f"eval/accuracy_greedy{rule}": _mean(v) for rule, v in greedy.items()}
-            metrics["eval/ci95_greedy"] = half_width(greedy[""])
+            for rule, values in self._scores(generate(self._request(step, 0.0, 1.0))).items():
+                metrics[f"eval/accuracy_greedy{rule}"] = _mean(values)
+                metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
         metrics["eval/failed"] = float(self._failed)
         self.last_accuracy = metrics["eval/accuracy"]
         return dict(metrics)

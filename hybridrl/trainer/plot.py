@@ -40,8 +40,10 @@ PANELS = (
     Panel("vLLM against trainer", "nats per token", {"difference": "rollout/log_prob_diff_mean"}),
 )
 
-# Which rules and groups the last panel shows, where they were measured.
+# Which rules and groups the last panel shows, where they were measured; rules of the user's own
+# come first.
 ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
+ACCURACY, INTERVAL = "eval/accuracy", "eval/ci95"
 
 
 def plot_run(run_dir: Path, title: str) -> Path:
@@ -64,15 +66,23 @@ def plot_run(run_dir: Path, title: str) -> Path:
 
 def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
     """Held-out accuracy by each rule and group that the run measured."""
-    names = {suffix: f"eval/accuracy{suffix}" for suffix in ACCURACIES}
-    measured = {
-        suffix.replace("_", " ").strip() or "sampled": name
-        for suffix, name in names.items()
-        if any(name in row and row[name] is not None for row in rows)
+    measured = {name for row in rows for name, value in row.items() if value is not None}
+    own = sorted(
+        suffix
+        for name in measured
+        if name.startswith(INTERVAL) and "flexible" not in (suffix := name.removeprefix(INTERVAL))
+    )
+    labels = {
+        suffix: suffix.replace("_", " ").strip() or "sampled"
+        for suffix in dict.fromkeys([*own, *ACCURACIES])
+        if ACCURACY + suffix in measured
     }
-    bands = {"sampled": "eval/ci95", "greedy": "eval/ci95_greedy"}
-    title = "Held-out accuracy, 95 % interval"
-    return Panel(title, "mean score", measured, {k: bands[k] for k in bands if k in measured})
+    return Panel(
+        "Held-out accuracy, 95 % interval",
+        "mean score",
+        {label: ACCURACY + suffix for suffix, label in labels.items()},
+        {label: INTERVAL + suffix for suffix, label in labels.items() if suffix in own},
+    )
 
 
 def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:

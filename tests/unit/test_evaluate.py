@@ -95,7 +95,9 @@ def test_accuracies_by_rule_group_and_decoding():
         "eval/accuracy_greedy_flexible": 0.75,
         # 1.96 sqrt(p (1 - p) / n)
         "eval/ci95": pytest.approx(1.96 * 0.25),
+        "eval/ci95_flexible": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
         "eval/ci95_greedy": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
+        "eval/ci95_greedy_flexible": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
         "eval/length_mean": pytest.approx(9 / 4),
         "eval/truncated_fraction": 0.25,
         "eval/failed": 0.0,

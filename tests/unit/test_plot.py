@@ -70,3 +70,11 @@ def test_intervals_are_drawn_around_their_curve(tmp_path):
     height, width = tinted.shape
     assert tinted[height // 2 :, 2 * width // 3 :].sum() > 1000
     assert not tinted[: height // 2].any()
+
+
+def test_a_rule_of_the_users_own_is_drawn(tmp_path):
+    plain = [row | {"eval/accuracy_flexible": 0.9} for row in rows([0.2, 0.5, 0.8])]
+    own = [row | {"eval/accuracy_right": 0.1, "eval/ci95_right": 0.05} for row in plain]
+    paths = [plot_run(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", own))]
+    before, after = (imread(path)[..., :3] for path in paths)
+    assert (np.abs(before - after).max(axis=-1) > 0.05).sum() > 1000
