@@ -9,6 +9,11 @@ from pathlib import Path
 
 GIB = 2**30
 
+# Threads of torch's operations on the CPU where GPUs do the work. What is left for them is short,
+# and they spin between two operations: one per core, in several processes or runs on a host of many
+# cores, they would take the cores from the threads that feed the GPUs.
+MAX_THREADS_BESIDE_GPU = 8
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -75,6 +80,12 @@ def local_machine() -> Machine:
 def _usable_cores() -> int:
     """Cores this process may run on: taskset and the like count, CPU shares do not."""
     return len(os.sched_getaffinity(0))
+
+
+def torch_threads(*, on_gpu: bool, processes: int) -> int:
+    """Threads for torch's operations on the CPU, in each of so many processes on this machine."""
+    threads = max(1, _usable_cores() // processes)
+    return min(threads, MAX_THREADS_BESIDE_GPU) if on_gpu else threads
 
 
 def memory_limit(root: Path = Path("/")) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import ray
 
+from hybridrl.config.machine import torch_threads
 from hybridrl.config.schema import Accelerator, FSDPConfig, Init, ModelConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
@@ -62,7 +63,7 @@ class HostConfig:
         slots_per_node: processes that share the node.
         log_folder: where its log file goes.
         import_path: the driver's sys.path, so that workers find the user's modules.
-        omp_threads: OMP_NUM_THREADS as the user set it; None: the node's cores over slots.
+        omp_threads: OMP_NUM_THREADS as the user set it; None: what `torch_threads` says.
         start_timeout_s: seconds the rendezvous may take.
         call_timeout_s: seconds one call may take.
     """
@@ -88,7 +89,10 @@ class WorkerHost:
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
         sys.path.extend(path for path in config.import_path if path not in sys.path)
-        os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(self._threads())
+        threads = torch_threads(
+            on_gpu=config.accelerator is Accelerator.gpu, processes=config.slots_per_node
+        )
+        os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
         self._rank = -1
         self._store: TCPStore | None = None
         self._mesh: DeviceMesh | None = None
@@ -266,9 +270,6 @@ class WorkerHost:
             (gpu,) = context.get_accelerator_ids()["GPU"]
             local_rank = visible_index(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Slot(context.get_node_id(), ray.util.get_node_ip_address(), local_rank)
-
-    def _threads(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // self._config.slots_per_node)
 
 
 def import_class(path: str) -> type[Any]:

@@ -7,15 +7,18 @@ PPOTrainer.fit                   the loop
 """
 
 import logging
+import os
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from hybridrl.config.check_sizes import world_size
-from hybridrl.config.machine import Machine
+from hybridrl.config.machine import Machine, torch_threads
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import Accelerator, RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
@@ -57,6 +60,9 @@ def train(
         Held-out accuracy after the last step, sampled at the training temperature.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    if "OMP_NUM_THREADS" not in os.environ:
+        on_gpu = config.hardware.accelerator is Accelerator.gpu
+        torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)

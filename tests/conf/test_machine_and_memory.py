@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hybridrl.config.machine import (
     local_machine,
     memory_limit,
     parse_nvidia_smi,
+    torch_threads,
     visible_gpus,
 )
 from hybridrl.config.memory import node_peak, pinned_bytes, rank_phases, workload
@@ -242,3 +244,9 @@ def test_machines_are_described_in_one_line():
     assert LAPTOP.describe() == "no NVIDIA GPU, 2 cores, 32 GiB RAM"
     two = Machine(tuple(Node(n, 1, GIB, (GPU("H200", 140 * GIB),)) for n in "ab"))
     assert two.describe() == "2 nodes, 2 x H200 (140 GiB), 2 cores, 2 GiB RAM"
+
+
+def test_torch_takes_few_threads_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert [torch_threads(on_gpu=False, processes=n) for n in (1, 4, 100)] == [64, 16, 1]
+    assert [torch_threads(on_gpu=True, processes=n) for n in (1, 4, 16)] == [8, 8, 4]
