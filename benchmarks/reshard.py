@@ -42,17 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
-from hybridrl.config.schema import (
-    Accumulation,
-    DType,
-    FSDPConfig,
-    Init,
-    Layout,
-    ModelConfig,
-    Offload,
-    RolloutConfig,
-    SleepMode,
-)
+from hybridrl.config.choices import Accumulation, DType, Init, Layout, Offload, SleepMode
+from hybridrl.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import NamedShard

@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
-from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
+from hybridrl.config.choices import DType, Init, SleepMode
+from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import resolve_model

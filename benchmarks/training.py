@@ -43,9 +43,10 @@ from benchmarks.training_workload import (
     fsdp_config,
     random_batch,
 )
+from hybridrl.config.choices import Accumulation
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import Accumulation, FSDPConfig
+from hybridrl.config.schema import FSDPConfig
 from hybridrl.config.training_memory import TrainingMemory, Workload
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -7,25 +7,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import TINY
-from hybridrl.config.schema import (
+from hybridrl.config.algorithm_schema import KLConfig, LossConfig
+from hybridrl.config.choices import (
     Accumulation,
-    ActorConfig,
     Aggregation,
     DType,
-    FSDPConfig,
     Init,
-    KLConfig,
     KLEstimator,
     KLPlacement,
     KLSchedule,
     Layout,
-    LoRAConfig,
-    LossConfig,
     LRSchedule,
-    ModelConfig,
     Offload,
-    OptimConfig,
 )
+from hybridrl.config.schema import ActorConfig, FSDPConfig, LoRAConfig, ModelConfig, OptimConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from hybridrl.config.check_effects import effect_problems
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.command_line import (
     CONFIG_NAME,
     CommandLine,
@@ -42,7 +43,6 @@ from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.config.plan_text import plan
-from hybridrl.config.schema import Accelerator
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder

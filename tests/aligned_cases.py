@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hybridrl.config.choices import Init, Layout
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Init, Layout
 from hybridrl.distributed.fsdp import (
     full_state_dict,
     load_sharded_critic,

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.schema import DType, Offload
+from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import gather_factors

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.schema import DType, FSDPConfig, Layout, Offload, RolloutConfig, SleepMode
+from hybridrl.config.choices import DType, Layout, Offload, SleepMode
+from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards

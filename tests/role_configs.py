@@ -3,25 +3,26 @@
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.schema import (
+from hybridrl.config.algorithm_schema import KLConfig, LossConfig
+from hybridrl.config.choices import (
     Accumulation,
-    ActorConfig,
     Aggregation,
-    CheckpointConfig,
-    CriticConfig,
     DType,
-    FSDPConfig,
     Init,
-    KLConfig,
     KLEstimator,
     KLPlacement,
     KLSchedule,
     Layout,
-    LoRAConfig,
-    LossConfig,
     LRSchedule,
-    ModelConfig,
     Offload,
+)
+from hybridrl.config.schema import (
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FSDPConfig,
+    LoRAConfig,
+    ModelConfig,
     OptimConfig,
     ReferenceConfig,
     RewardModelConfig,

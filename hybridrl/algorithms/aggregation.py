@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
-from hybridrl.config.schema import Aggregation
+from hybridrl.config.choices import Aggregation
 from hybridrl.data.totals import Totals
 
 # (token losses, mask, sequence_id, totals, max_tokens) -> the scalar to minimise

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_same_shape
 from hybridrl.config.check_kl import MAX_RELATIVE_ERROR
-from hybridrl.config.schema import KLEstimator
+from hybridrl.config.choices import KLEstimator
 
 # exp(20) = 5e8: beyond any policy worth training, and far from float32's overflow at exp(88).
 MAX_LOG_RATIO = 20.0

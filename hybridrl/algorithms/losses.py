@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrl.algorithms.kl import check_coef, estimate_kl
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
 from hybridrl.algorithms.token_loss import Sums, TokenLoss, log_ratio_of
-from hybridrl.config.schema import KLEstimator
+from hybridrl.config.choices import KLEstimator
 
 
 def value_loss(

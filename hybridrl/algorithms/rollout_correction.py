@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape
-from hybridrl.config.schema import CorrectionLevel, CorrectionMethod
+from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
 # (ratios [B, T], mask, low, high) -> weights [B, T]
 Weigh = Callable[[Tensor, Tensor, float, float], Tensor]

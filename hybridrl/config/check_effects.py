@@ -4,20 +4,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.check_sizes import world_size, world_text
-from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
-from hybridrl.config.estimators import SETTINGS, estimator_of, taking
-from hybridrl.config.given import Given, Source
-from hybridrl.config.layout import is_nested
-from hybridrl.config.policy_losses import policy_loss_of
-from hybridrl.config.schema import (
+from hybridrl.config.choices import (
     Accelerator,
     CorrectionMethod,
     Init,
     KLSchedule,
     Layout,
     LRSchedule,
-    RunConfig,
 )
+from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
+from hybridrl.config.estimators import SETTINGS, estimator_of, taking
+from hybridrl.config.given import Given, Source
+from hybridrl.config.layout import is_nested
+from hybridrl.config.policy_losses import policy_loss_of
+from hybridrl.config.schema import RunConfig
 
 
 class Idle(NamedTuple):

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from hybridrl.config.schema import KLEstimator, KLPlacement, KLSchedule, RunConfig
+from hybridrl.config.choices import KLEstimator, KLPlacement, KLSchedule
+from hybridrl.config.schema import RunConfig
 
 # The adaptive coefficient's controller clips its error to this share (Ziegler et al. 2019, section
 # 2.2): one step changes the coefficient by at most this share of responses over horizon.

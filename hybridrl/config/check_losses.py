@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config.schema import CorrectionMethod, RunConfig
+from hybridrl.config.choices import CorrectionMethod
+from hybridrl.config.schema import RunConfig
 
 
 def correction_problems(config: RunConfig) -> Iterator[str]:

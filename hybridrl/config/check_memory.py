@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import (
     REWARD_PHASE,
@@ -14,7 +15,7 @@ from hybridrl.config.memory import (
     rank_phases,
 )
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accelerator, Offload, RunConfig
+from hybridrl.config.schema import RunConfig
 
 
 def memory_problems(

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import Machine
-from hybridrl.config.schema import Accelerator, RunConfig
+from hybridrl.config.schema import RunConfig
 
 SLOTS_PER_CORE = 4
 DATA_SUFFIXES = (".jsonl", ".parquet")

@@ -3,8 +3,8 @@
 import importlib.metadata
 import logging
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Accelerator
 
 logger = logging.getLogger(__name__)
 

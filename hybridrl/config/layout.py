@@ -13,7 +13,8 @@ a slice; rank (d, t) holds shard t * R + d, so that its shard lies inside its ow
 
 from collections.abc import Iterator
 
-from hybridrl.config.schema import FSDPConfig, Layout, RunConfig
+from hybridrl.config.choices import Layout
+from hybridrl.config.schema import FSDPConfig, RunConfig
 
 
 def is_nested(fsdp: FSDPConfig) -> bool:

@@ -13,6 +13,7 @@ from hybridrl.config import schema
 from hybridrl.config.check_resources import gpu_count_problems, gpus_on_each
 from hybridrl.config.check_reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.check_sizes import mesh_problems, world_size
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
@@ -22,7 +23,7 @@ from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape, model_shape
 from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.report import Report
-from hybridrl.config.schema import Accelerator, RunConfig
+from hybridrl.config.schema import RunConfig
 from hybridrl.config.typed import Builder, element_class, optional_class
 from hybridrl.config.validate import run_checks
 

@@ -11,10 +11,11 @@ Units: bytes, of one rank unless said otherwise.
 from dataclasses import dataclass
 
 from hybridrl.config.check_sizes import world_size
+from hybridrl.config.choices import Accelerator, Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.machine import GIB
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accelerator, Offload, RunConfig, SleepMode
+from hybridrl.config.schema import RunConfig
 from hybridrl.config.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
 
 MIB = 2**20

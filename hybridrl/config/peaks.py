@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable
 
+from hybridrl.config.choices import DType
 from hybridrl.config.flops import HOPPER_BF16_PEAK
 from hybridrl.config.machine import GPU
-from hybridrl.config.schema import DType
 
 # Dense bfloat16 operations per second, by what nvidia-smi calls the GPU; the first match counts.
 # Data sheets give them with sparsity, which doubles them: nvidia.com/en-us/data-center/<name>.

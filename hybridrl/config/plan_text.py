@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.config.check_sizes import data_shards, world_size, world_text
+from hybridrl.config.choices import Accelerator, Init, Layout
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.layout import is_nested, ranks_by_shard
@@ -18,7 +19,7 @@ from hybridrl.config.memory import (
     rank_phases,
 )
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accelerator, Init, Layout, RunConfig
+from hybridrl.config.schema import RunConfig
 
 # More ranks than this are listed node by node.
 MAX_RANKS_LISTED = 32

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from hybridrl.config.algorithm_schema import LossConfig
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.ranges import Range
-from hybridrl.config.schema import LossConfig
 
 # What the actor can give a policy loss.
 TENSORS = (

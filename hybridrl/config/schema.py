@@ -4,118 +4,21 @@ A role's worker class names its dataclass as `config_class`; a subclass of both 
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from hybridrl.config.algorithm_schema import AlgorithmConfig, KLConfig, LossConfig
+from hybridrl.config.choices import (
+    Accelerator,
+    Accumulation,
+    Aggregation,
+    DType,
+    Init,
+    Layout,
+    LRSchedule,
+    Offload,
+    SleepMode,
+)
 from hybridrl.config.data_schema import DataConfig
-
-
-# OmegaConf takes enum members by their names, so names and values are the same words.
-class KLPlacement(StrEnum):
-    """Where the penalty against the reference acts."""
-
-    reward = "reward"
-    loss = "loss"
-
-
-class KLEstimator(StrEnum):
-    """Estimators of the KL divergence per token (algorithms/kl.py)."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-    k1_straight_through = "k1_straight_through"
-    k3_straight_through = "k3_straight_through"
-
-
-class KLSchedule(StrEnum):
-    """How the KL coefficient changes over the run."""
-
-    fixed = "fixed"
-    adaptive = "adaptive"
-
-
-class Aggregation(StrEnum):
-    """How the losses of tokens become the loss of a mini-batch (algorithms/aggregation.py)."""
-
-    token_mean = "token_mean"
-    sequence_mean = "sequence_mean"
-    sequence_sum = "sequence_sum"
-
-
-class CorrectionMethod(StrEnum):
-    """What is done about tokens that the trainer finds likelier or less likely than vLLM did."""
-
-    none = "none"
-    truncate = "truncate"
-    mask = "mask"
-
-
-class CorrectionLevel(StrEnum):
-    """What an importance ratio is of (algorithms/rollout_correction.py)."""
-
-    token = "token"
-    sequence = "sequence"
-    sequence_mean = "sequence_mean"
-
-
-class LRSchedule(StrEnum):
-    """Course of the learning rate after warm-up."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Accelerator(StrEnum):
-    """The device workers use."""
-
-    cpu = "cpu"
-    gpu = "gpu"
-
-
-class DType(StrEnum):
-    """Floating-point types by torch's names."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Layout(StrEnum):
-    """How FSDP shards lie (config/layout.py, distributed/layout.py)."""
-
-    aligned = "aligned"
-    plain = "plain"
-
-
-class Accumulation(StrEnum):
-    """What adds up over the micro-batches of an optimizer step (distributed/accumulation.py)."""
-
-    full = "full"
-    sharded = "sharded"
-
-
-class Offload(StrEnum):
-    """What lies in pinned host memory while the current phase does not use it."""
-
-    none = "none"
-    idle_optimizer = "idle_optimizer"
-    idle_all = "idle_all"
-
-
-class Init(StrEnum):
-    """Where a model's first weights come from."""
-
-    pretrained = "pretrained"
-    random = "random"
-
-
-class SleepMode(StrEnum):
-    """What vLLM gives back between rollouts."""
-
-    none = "none"
-    kv_cache = "kv_cache"
-    all = "all"
 
 
 @dataclass(kw_only=True)
@@ -173,62 +76,6 @@ class ClusterConfig:
     gpus_per_node: int | None
     start_timeout_s: float
     call_timeout_s: float
-
-
-@dataclass(kw_only=True)
-class KLConfig:
-    """conf/algorithm: kl."""
-
-    placement: KLPlacement
-    estimator: KLEstimator
-    coef: float
-    schedule: KLSchedule
-    target: float
-    horizon: int
-
-
-@dataclass(kw_only=True)
-class LossConfig:
-    """conf/algorithm/loss: the policy loss and its settings."""
-
-    function: str
-    args: dict[str, Any]
-
-
-@dataclass(kw_only=True)
-class RolloutCorrectionConfig:
-    """conf/algorithm: rollout_correction."""
-
-    method: CorrectionMethod
-    level: CorrectionLevel
-    low: float
-    high: float
-
-
-@dataclass(kw_only=True)
-class OverlongConfig:
-    """conf/algorithm: overlong."""
-
-    buffer_tokens: int
-    penalty: float
-    train_on_truncated: bool
-
-
-@dataclass(kw_only=True)
-class AlgorithmConfig:
-    """conf/algorithm."""
-
-    advantage: str
-    gamma: float
-    lam: float
-    pass_k: int
-    whiten_advantages: bool
-    loss: LossConfig
-    aggregation: Aggregation
-    rollout_correction: RolloutCorrectionConfig
-    overlong: OverlongConfig
-    max_sampling_rounds: int
-    kl: KLConfig
 
 
 @dataclass(kw_only=True)

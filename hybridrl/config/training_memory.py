@@ -11,8 +11,9 @@ Units:    bytes of one rank
 from dataclasses import dataclass
 
 from hybridrl.config import activations
+from hybridrl.config.choices import Accumulation, DType
 from hybridrl.config.model_shape import ModelShape
-from hybridrl.config.schema import Accumulation, DType, FSDPConfig, LoRAConfig
+from hybridrl.config.schema import FSDPConfig, LoRAConfig
 
 BYTES = {DType.float32: 4, DType.bfloat16: 2}
 # Master weights and the gradients that AdamW sees are float32.

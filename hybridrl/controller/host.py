@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import ray
 
+from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.machine import torch_threads
-from hybridrl.config.schema import Accelerator, FSDPConfig, Init, ModelConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread

@@ -25,9 +25,10 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.machine import Machine, Node, local_machine
-from hybridrl.config.schema import Accelerator, ClusterConfig
+from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
 from hybridrl.controller.signals import SignalGuard, shielded
 

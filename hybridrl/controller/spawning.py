@@ -12,7 +12,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridrl.config.schema import Accelerator, ClusterConfig, FSDPConfig
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
 from hybridrl.controller.placement import number_cpu_slots, rank_order, reserve
 from hybridrl.controller.waiting import Host

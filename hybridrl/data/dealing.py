@@ -9,7 +9,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from hybridrl.config.schema import Accumulation, FSDPConfig
+from hybridrl.config.choices import Accumulation
+from hybridrl.config.schema import FSDPConfig
 from hybridrl.data.balance import balance_totals, pack_evenly
 
 Micros = list[list[int]]

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridrl.config.schema import Accumulation, FSDPConfig
+from hybridrl.config.choices import Accumulation
+from hybridrl.config.schema import FSDPConfig
 
 
 def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:

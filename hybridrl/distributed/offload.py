@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridrl.config.schema import Offload
+from hybridrl.config.choices import Offload
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
 # lose nothing, and the largest size bounds what a growing buffer must find at once.

@@ -15,8 +15,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Init, ModelConfig
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.models.resolve import model_folder

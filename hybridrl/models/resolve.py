@@ -15,8 +15,9 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Init, ModelConfig
+from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2
 
 EMBEDDED = "embedded"

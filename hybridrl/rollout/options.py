@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.schema import RolloutConfig, SleepMode
+from hybridrl.config.choices import SleepMode
+from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.installation import check_installation
-from hybridrl.config.schema import Accelerator, RolloutConfig, SleepMode
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace

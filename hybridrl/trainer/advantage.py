@@ -4,9 +4,9 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import Estimate, whiten
 from hybridrl.algorithms.masked import check_finite
+from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.classes import locate
 from hybridrl.config.estimators import TENSORS, estimator_of
-from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.schema import Init, KLPlacement, RunConfig
+from hybridrl.config.choices import Init, KLPlacement
+from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompt_sets import DataSetFacts
 
 # Placement of more ranks than this is summed up.

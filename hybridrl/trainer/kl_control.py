@@ -7,7 +7,8 @@ from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
 from hybridrl.algorithms.masked import masked_mean
-from hybridrl.config.schema import KLConfig, KLPlacement, KLSchedule
+from hybridrl.config.algorithm_schema import KLConfig
+from hybridrl.config.choices import KLPlacement, KLSchedule
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

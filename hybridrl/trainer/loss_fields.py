@@ -15,9 +15,10 @@ from hybridrl.algorithms.rollout_correction import (
     importance_ratios,
     mismatch_metrics,
 )
+from hybridrl.config.algorithm_schema import AlgorithmConfig, RolloutCorrectionConfig
+from hybridrl.config.choices import CorrectionMethod
 from hybridrl.config.classes import locate
 from hybridrl.config.policy_losses import KEY, policy_loss_of
-from hybridrl.config.schema import AlgorithmConfig, CorrectionMethod, RolloutCorrectionConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.check_sizes import world_size
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import Machine, torch_threads
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
-from hybridrl.config.schema import Accelerator, RunConfig
+from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from hybridrl.config.schema import LRSchedule, Offload, OptimConfig
+from hybridrl.config.choices import LRSchedule, Offload
+from hybridrl.config.schema import OptimConfig
 from hybridrl.distributed.offload import offloadable_moments
 
 

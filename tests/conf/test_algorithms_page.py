@@ -7,8 +7,8 @@ import pytest
 import torch
 from composing import REPO, composed, examined, problems
 
+from hybridrl.config.choices import KLEstimator
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
-from hybridrl.config.schema import KLEstimator
 from hybridrl.workers.token_losses import TokenLosses
 
 PAGE = (REPO / "docs" / "algorithms.md").read_text()

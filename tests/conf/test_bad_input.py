@@ -6,11 +6,11 @@ import pytest
 from composing import GPU_NODE, LAPTOP, QWEN, TINY, composed, examined, problems
 from omegaconf import DictConfig, OmegaConf
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.given import Given
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
 from hybridrl.config.machine import GIB, GPU, Machine, Node
-from hybridrl.config.schema import Accelerator
 
 # Overrides on top of the recipe on a CPU -> words that the one problem must hold.
 ONE_PROBLEM = [

@@ -10,15 +10,8 @@ from pathlib import Path
 import ray
 from controller_roles import AdderConfig, Numbers
 
-from hybridrl.config.schema import (
-    Accelerator,
-    Accumulation,
-    ClusterConfig,
-    DType,
-    FSDPConfig,
-    Layout,
-    Offload,
-)
+from hybridrl.config.choices import Accelerator, Accumulation, DType, Layout, Offload
+from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.config.schema import Accumulation
+from hybridrl.config.choices import Accumulation
 from hybridrl.data.dealing import dealer_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.schema import DType
+from hybridrl.config.choices import DType
 from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.packing import pack
 from hybridrl.workers.actor import ActorWorker

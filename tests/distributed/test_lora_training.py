@@ -6,7 +6,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.schema import Accumulation
+from hybridrl.config.choices import Accumulation
 from hybridrl.distributed.fsdp import adapter_state_dict, full_state_dict, load_sharded_policy
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh

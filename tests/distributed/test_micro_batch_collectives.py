@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hybridrl.config.schema import Accumulation
+from hybridrl.config.choices import Accumulation
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker

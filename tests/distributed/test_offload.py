@@ -7,7 +7,7 @@ the same.
 import pytest
 import torch
 
-from hybridrl.config.schema import DType, Offload
+from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import HostBuffer, Offloadable
 from hybridrl.workers.reference import ReferenceWorker

@@ -6,7 +6,7 @@ Real processes, real FSDP2 shards, a real vLLM; tests/reshard_cases.py says what
 import pytest
 import torch
 
-from hybridrl.config.schema import DType, Layout
+from hybridrl.config.choices import DType, Layout
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, run_cases, write_folders
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.reward_model import RewardModelWorker
 from tests.distributed.launch import run_on_ranks

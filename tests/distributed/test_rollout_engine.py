@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.schema import DType, SleepMode
+from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.engine import EnginePart

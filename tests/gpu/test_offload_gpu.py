@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hybridrl.config.schema import DType, Offload
+from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.offload import Offloadable
 from hybridrl.workers.actor import ActorWorker

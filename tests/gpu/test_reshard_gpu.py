@@ -6,7 +6,7 @@ Each case starts its own processes, because vLLM's sleeping memory allows one en
 import pytest
 import torch
 
-from hybridrl.config.schema import DType, Layout
+from hybridrl.config.choices import DType, Layout
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, run_cases, write_folders
 

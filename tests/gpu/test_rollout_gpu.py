@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema import DType, SleepMode
+from hybridrl.config.choices import DType, SleepMode
 from hybridrl.rollout.engine import EnginePart, Generated
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from tests.distributed.launch import run_on_ranks

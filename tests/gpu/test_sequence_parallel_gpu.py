@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrl.config.schema import DType
+from hybridrl.config.choices import DType
 from tests.distributed.launch import run_on_ranks
 from tests.distributed.test_sequence_parallel import computed, flat
 from tests.tiny_hf import tiny_folder

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema import DType
+from hybridrl.config.choices import DType
 from hybridrl.distributed import attention
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms.aggregation import AGGREGATIONS, sequence_sums
-from hybridrl.config.schema import Aggregation
+from hybridrl.config.choices import Aggregation
 from hybridrl.data.totals import Totals
 
 LENGTHS = (3, 1, 4, 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.config.schema import Accumulation
+from hybridrl.config.choices import Accumulation
 from hybridrl.data.balance import balance_totals
 from hybridrl.data.dealing import deal_totals, deal_turns, dealer_for
 from tests.long_tails import attention_cost, long_tailed

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.installation import check_installation
-from hybridrl.config.schema import Accelerator
 
 
 @pytest.fixture

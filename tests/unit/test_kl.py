@@ -16,7 +16,7 @@ from hybridrl.algorithms.kl import (
     k3,
     kl_penalty_rewards,
 )
-from hybridrl.config.schema import KLEstimator
+from hybridrl.config.choices import KLEstimator
 
 P = [0.5, 0.3, 0.15, 0.05]
 Q = [0.25, 0.25, 0.1, 0.4]

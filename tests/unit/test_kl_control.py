@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.config.schema import KLConfig, KLEstimator, KLPlacement, KLSchedule
+from hybridrl.config.algorithm_schema import KLConfig
+from hybridrl.config.choices import KLEstimator, KLPlacement, KLSchedule
 from hybridrl.trainer.kl_control import KLPenalty, NoReference
 from tests.batches import batch_of
 

@@ -15,7 +15,7 @@ from hybridrl.algorithms.kl import (
     k3_straight_through,
     kl_penalty_rewards,
 )
-from hybridrl.config.schema import KLEstimator
+from hybridrl.config.choices import KLEstimator
 
 FORMS = [(k1_straight_through, k1), (k3_straight_through, k3)]
 LOG_Q = torch.tensor([0.25, 0.25, 0.1, 0.4], dtype=torch.float64).log()

@@ -19,7 +19,7 @@ from hybridrl.algorithms.losses import (
     value_loss,
 )
 from hybridrl.algorithms.token_loss import TokenLoss
-from hybridrl.config.schema import KLEstimator
+from hybridrl.config.choices import KLEstimator
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 

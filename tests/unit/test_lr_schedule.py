@@ -2,7 +2,8 @@
 
 import pytest
 
-from hybridrl.config.schema import LRSchedule, OptimConfig
+from hybridrl.config.choices import LRSchedule
+from hybridrl.config.schema import OptimConfig
 from hybridrl.workers.optimizer import learning_rate
 
 

@@ -11,8 +11,9 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import Init, ModelConfig
+from hybridrl.config.schema import ModelConfig
 from hybridrl.data.problems import held_out_problems, train_problems
 from hybridrl.models import smollm2
 from hybridrl.models.resolve import (

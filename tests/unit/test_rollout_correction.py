@@ -13,7 +13,7 @@ from hybridrl.algorithms.rollout_correction import (
     mismatch_metrics,
     truncated,
 )
-from hybridrl.config.schema import CorrectionLevel, CorrectionMethod
+from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
 LOG2 = math.log(2.0)
 # rho = 2, 1/2 and 4 on the first response (the last token is no response token), 8 on the second

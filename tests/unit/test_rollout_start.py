@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from hybridrl.config.schema import DType, Init, ModelConfig, RolloutConfig, SleepMode
+from hybridrl.config.choices import DType, Init, SleepMode
+from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.options import engine_options, graph_sizes
 from hybridrl.rollout.start import StartTimes, _replaced
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hybridrl.config.choices import DType
 from hybridrl.config.machine import GPU
 from hybridrl.config.peaks import bf16_peak, peak_per_rank
-from hybridrl.config.schema import DType
 from hybridrl.trainer.throughput import Throughput
 from tests.model_shapes import QWEN_1_5B
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config import activations
+from hybridrl.config.choices import Accumulation, DType
 from hybridrl.config.model_shape import model_shape
-from hybridrl.config.schema import Accumulation, DType
 from hybridrl.config.training_memory import TrainingMemory, Workload
 from hybridrl.distributed import attention, log_probs
 from hybridrl.distributed.fsdp import _checkpoint_activations
