@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.data_schema import DataConfig, MixturePart, Repeated, TooLongPrompts
+from hybridrl.config.choices import Repeated, TooLongPrompts
+from hybridrl.config.data_schema import DataConfig, MixturePart
 
 
 def data_config(**changes: Any) -> DataConfig:

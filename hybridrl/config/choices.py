@@ -109,3 +109,17 @@ class SleepMode(StrEnum):
     none = "none"
     kv_cache = "kv_cache"
     all = "all"
+
+
+class TooLongPrompts(StrEnum):
+    """What a prompt longer than rollout.max_prompt_tokens gets."""
+
+    error = "error"
+    drop = "drop"
+
+
+class Repeated(StrEnum):
+    """What a training problem gets whose question is there already."""
+
+    keep = "keep"
+    drop = "drop"

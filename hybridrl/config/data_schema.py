@@ -1,26 +1,12 @@
 """The types of conf/data. Defaults and comments stand in the YAML."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
+
+from hybridrl.config.choices import Repeated, TooLongPrompts
 
 # What each data set of a mixture has for itself.
 SOURCE_KEYS = ("name", "train_files", "eval_files")
-
-
-# OmegaConf takes enum members by their names, so names and values are the same words.
-class TooLongPrompts(StrEnum):
-    """What a prompt longer than rollout.max_prompt_tokens gets."""
-
-    error = "error"
-    drop = "drop"
-
-
-class Repeated(StrEnum):
-    """What a training problem gets whose question is there already."""
-
-    keep = "keep"
-    drop = "drop"
 
 
 @dataclass(kw_only=True)

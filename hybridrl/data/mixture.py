@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 
-from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig, MixturePart, Repeated
+from hybridrl.config.choices import Repeated
+from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.few_shot import choose_examples
 from hybridrl.data.filters import Question, question_of, without, without_repeats

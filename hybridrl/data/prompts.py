@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.data_schema import DataConfig, TooLongPrompts
+from hybridrl.config.choices import TooLongPrompts
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.data.few_shot import with_examples
 from hybridrl.data.rows import Message, SourceProblem, some_of
 from hybridrl.data.tokenizer import Renderer

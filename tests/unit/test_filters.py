@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.config.data_schema import Repeated
+from hybridrl.config.choices import Repeated
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.filters import question_of, without, without_repeats
 from hybridrl.data.mixture import load_problem_sets

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from hybridrl.config.data_schema import DataConfig, Repeated
+from hybridrl.config.choices import Repeated
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.mixture import load_problem_sets
 from hybridrl.data.prompt_sets import examine_prompts, load_prompts, prompt_source

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.data_schema import DataConfig, Repeated, TooLongPrompts
+from hybridrl.config.choices import Repeated, TooLongPrompts
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.prompt_sets import examine_prompts, load_prompts
 from hybridrl.data.tokenizer import decoder, load_tokenizer
