@@ -105,6 +105,16 @@ def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def port_problems(config: RunConfig) -> Iterator[str]:
+    """Whether cluster.rendezvous_ports are a first and a last port."""
+    ports = config.cluster.rendezvous_ports
+    if len(ports) != 2 or ports[0] > ports[1]:
+        yield (
+            f"cluster.rendezvous_ports = {ports}, expected the first and the last port of a band. "
+            "Set cluster.rendezvous_ports=[29500,29599]."
+        )
+
+
 def betas_problems(config: RunConfig) -> Iterator[str]:
     """Whether AdamW has its two decay rates."""
     for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):

@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "fsdp.ulysses_size": _count("1 means that no sequence is split"),
     "cluster.nodes": _count("a run needs a machine"),
     "cluster.gpus_per_node": _count("a node needs a process; null takes what is there"),
+    "cluster.rendezvous_ports": Range(1024, high=65535, why="lower ports are the system's"),
     "cluster.start_timeout_s": _seconds("workers need time to start"),
     "cluster.call_timeout_s": _seconds("calls need time to return"),
     "algorithm.gamma": Range(0, high=1, low_open=True, why="it is a discount per token"),

@@ -74,6 +74,7 @@ class ClusterConfig:
 
     nodes: int
     gpus_per_node: int | None
+    rendezvous_ports: list[int]
     start_timeout_s: float
     call_timeout_s: float
 

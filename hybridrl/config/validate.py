@@ -72,6 +72,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
         losses.sampling_problems,
         ("algorithm.max_sampling_rounds", "rollout.responses_per_prompt"),
     ),
+    (sizes.port_problems, ("cluster.rendezvous_ports",)),
     (sizes.betas_problems, ("actor.optim.betas", "critic.optim.betas")),
     (
         sizes.step_problems,

@@ -31,7 +31,7 @@ from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
-from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store
+from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
 from hybridrl.controller.spans import Stopwatch
 
 if TYPE_CHECKING:
@@ -124,9 +124,12 @@ class WorkerHost:
         self._importing = import_in_thread(modules)
 
     @errors_as_text()
-    def open_rendezvous(self, address: str, port: int, world_size: int) -> Rendezvous:
-        """On rank 0: listen, and say where."""
-        self._store, where = open_store(address, port, world_size)
+    def open_rendezvous(
+        self, address: str, port: int | None, band: tuple[int, int], world_size: int
+    ) -> Rendezvous:
+        """On rank 0: listen on a port, or on a free one of a band, and say where."""
+        ports = port_band(*band) if port is None else [port]
+        self._store, where = open_store(address, ports, world_size)
         return where
 
     @errors_as_text()

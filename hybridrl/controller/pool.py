@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
 )
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
@@ -173,8 +174,9 @@ class Pool:
         """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win."""
         first = self.hosts[0]
         address = os.environ.get("MASTER_ADDR", first.slot.node_ip)
-        port = int(os.environ.get("MASTER_PORT", "0"))
-        (where,) = self._starting([first], "open_rendezvous", [(address, port, self.size)])
+        low, high = self._config.cluster.rendezvous_ports
+        request = (address, _given_port(), (low, high), self.size)
+        (where,) = self._starting([first], "open_rendezvous", [request])
         reports = self._starting(
             self.hosts,
             "join_rendezvous",
@@ -258,3 +260,17 @@ class Pool:
         with suppress(RayError):
             return ray.get(task.remote(*arguments), timeout=CLOSE_TIMEOUT_S + 2 * END_GRACE_S)
         return None
+
+
+def _given_port() -> int | None:
+    """MASTER_PORT, if it is set.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    text = os.environ.get("MASTER_PORT")
+    if text is None:
+        return None
+    if not (text.isdecimal() and 0 < int(text) < 65536):
+        raise ConfigError(f"MASTER_PORT={text}, expected a port. Unset it to have one chosen.")
+    return int(text)

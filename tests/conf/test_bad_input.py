@@ -59,6 +59,9 @@ ONE_PROBLEM = [
     (["actor.optim.lr=fast"], ["actor.optim.lr = fast", "a number"]),
     (["actor.optim.lr=nan"], ["actor.optim.lr = nan", "above 0"]),
     (["reward.failed_score=inf"], ["reward.failed_score = inf", "infinite"]),
+    (["cluster.rendezvous_ports=[29500]"], ["rendezvous_ports = [29500]", "first and the last"]),
+    (["cluster.rendezvous_ports=[30000,29500]"], ["rendezvous_ports", "first and the last"]),
+    (["cluster.rendezvous_ports=[80,90]"], ["cluster.rendezvous_ports = [80, 90]", "1024"]),
     (["actor.optim.betas=[0.9]"], ["actor.optim.betas = [0.9]", "two numbers"]),
     (["actor.optim.betas=[0.9,1.0]"], ["actor.optim.betas = [0.9, 1.0]", "below 1"]),
     (

@@ -23,7 +23,11 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
     """Two slots on each node."""
     return PoolConfig(
         cluster=ClusterConfig(
-            nodes=nodes, gpus_per_node=2, start_timeout_s=120.0, call_timeout_s=timeout_s
+            nodes=nodes,
+            gpus_per_node=2,
+            rendezvous_ports=[29500, 29599],
+            start_timeout_s=120.0,
+            call_timeout_s=timeout_s,
         ),
         accelerator=Accelerator.cpu,
         fsdp=FSDPConfig(

@@ -1,0 +1,95 @@
+"""The port on which the ranks meet: where it lies, that it is held, and what is said if not."""
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.rendezvous import Rendezvous, join_store, listen, open_store, port_band
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture
+def ephemeral(tmp_path):
+    def write(low, high):
+        file = tmp_path / "ip_local_port_range"
+        file.write_text(f"{low}\t{high}\n")
+        return file
+
+    return write
+
+
+def free_ports(count):
+    """Ports that were free a moment ago, in rising order."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return sorted(listener.getsockname()[1] for listener in listeners)
+
+
+def is_listening(address, port):
+    with socket.socket() as client:
+        return client.connect_ex((address, port)) == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (32768, 60999, range(29500, 29600)),
+        (1024, 29499, range(29500, 29600)),
+        (20000, 60999, range(19900, 20000)),
+        (29599, 60999, range(29499, 29599)),
+        (10000, 29500, range(9900, 10000)),
+        (1124, 60999, range(1024, 1124)),
+        # No room below: a port of the ephemeral range is better than none.
+        (1123, 60999, range(29500, 29600)),
+    ],
+)
+def test_the_band_lies_outside_the_ephemeral_ports(low, high, expected, ephemeral):
+    assert port_band(29500, 29599, ephemeral(low, high)) == expected
+
+
+def test_ports_in_use_are_passed_over_and_ranks_meet_on_the_next():
+    first, second, third = free_ports(3)
+    with socket.create_server((LOOPBACK, first)), socket.create_server((LOOPBACK, second)):
+        store, where = open_store(LOOPBACK, [first, second, third], 1)
+        assert where == Rendezvous(LOOPBACK, third, 1)
+        join_store(where, 10.0).set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_the_port_is_held_and_given_back():
+    (port,) = free_ports(1)
+    store, where = open_store(LOOPBACK, [port], 1)
+    with pytest.raises(ConfigError, match=f"port {port} is in use on rank 0's node.*MASTER_PORT"):
+        open_store(LOOPBACK, [port], 1)
+    del store
+    assert open_store(LOOPBACK, [port], 1)[1] == where
+
+
+def test_without_a_free_port_the_band_is_named():
+    first, second = free_ports(2)
+    with (
+        socket.create_server((LOOPBACK, first)),
+        socket.create_server((LOOPBACK, second)),
+        pytest.raises(ConfigError, match=f"ports {first} to {second} are.*rendezvous_ports"),
+    ):
+        open_store(LOOPBACK, [first, second], 1)
+
+
+def test_on_loopback_nobody_else_can_connect():
+    (port,) = free_ports(1)
+    store, _ = open_store(LOOPBACK, [port], 1)
+    assert is_listening(LOOPBACK, port)
+    # All of 127.0.0.0/8 is this machine.
+    assert not is_listening("127.0.0.2", port)
+    del store
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_only_others_know_is_no_error(address):
+    """MASTER_ADDR may name this node as others see it: then all of its own addresses listen."""
+    (port,) = free_ports(1)
+    with listen(address, [port]):
+        assert is_listening("127.0.0.2", port)
