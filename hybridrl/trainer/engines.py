@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
@@ -25,7 +26,7 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
     return {
         "rollout/tokens_per_second": sum(engine.tokens for engine in engines) / seconds,
         "rollout/engine_tokens_per_second_min": min(speeds.values()),
-        "rollout/engine_tokens_per_second_mean": sum(speeds.values()) / len(speeds),
+        "rollout/engine_tokens_per_second_mean": fmean(speeds.values()),
         "rollout/engine_tokens_per_second_max": max(speeds.values()),
         "rollout/slowest_engine": float(min(speeds, key=lambda k: speeds[k])),
         "rollout/first_token_s": max(engine.first_token_s for engine in engines),

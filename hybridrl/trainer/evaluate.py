@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any, Protocol
 
 import torch
@@ -86,17 +87,17 @@ class Evaluator:
         batch = generate(self._request(step, self._temperature, self._top_p))
         self._failed = 0
         scores = self._scores(batch)
-        metrics = {f"eval/accuracy{rule}": _mean(values) for rule, values in scores.items()}
+        metrics = {f"eval/accuracy{rule}": fmean(values) for rule, values in scores.items()}
         for group, members in self._groups.items():
             for rule, values in scores.items():
                 name = f"eval/accuracy_{group}{rule}"
-                metrics[name] = _mean([values[index] for index in members])
+                metrics[name] = fmean([values[index] for index in members])
         metrics |= {f"eval/ci95{rule}": half_width(values) for rule, values in scores.items()}
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
             for rule, values in self._scores(generate(self._request(step, 0.0, 1.0))).items():
-                metrics[f"eval/accuracy_greedy{rule}"] = _mean(values)
+                metrics[f"eval/accuracy_greedy{rule}"] = fmean(values)
                 metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
         metrics["eval/failed"] = float(self._failed)
         self.last_accuracy = metrics["eval/accuracy"]
@@ -150,10 +151,4 @@ def half_width(scores: Sequence[float]) -> float:
 
     The normal approximation: with accuracies near 0 or 1, and with few problems, too narrow.
     """
-    mean = _mean(scores)
-    variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
-    return 1.96 * math.sqrt(variance / len(scores))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return 1.96 * pstdev(scores) / math.sqrt(len(scores))

@@ -1,8 +1,8 @@
 """From sampled tokens to scores: decode, then ask the reward processes."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -63,10 +63,7 @@ class Rewarded:
 
     def part_metrics(self) -> dict[str, float]:
         """reward/part_<name>: each part's mean over the responses that have it, unweighted."""
-        return {
-            f"reward/part_{name}": math.fsum(values) / len(values)
-            for name, values in self.parts.items()
-        }
+        return {f"reward/part_{name}": fmean(values) for name, values in self.parts.items()}
 
 
 class Judge(Protocol):

@@ -1,6 +1,7 @@
 """What a run came to, from its metrics: accuracy before and after, where the time went."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 ACCURACY = "eval/accuracy"
@@ -116,7 +117,7 @@ def _mean_mfu(rows: Sequence[Metrics]) -> dict[str, float]:
         for name, value in row.items():
             if name.startswith("mfu/") and value is not None:
                 found.setdefault(name.removeprefix("mfu/"), []).append(value)
-    return {phase: sum(values) / len(values) for phase, values in found.items()}
+    return {phase: fmean(values) for phase, values in found.items()}
 
 
 def _knows(rows: Sequence[Metrics], name: str) -> bool:
