@@ -7,6 +7,7 @@ the mass of the nucleus. rho_t = pi_old(y_t) / mu(y_t) weighs that out. The rati
 
 Shapes:  B = responses, T = tokens, right-padded
 Units:   log-probs in nats; ratios and weights without unit
+Errors:  a log-prob that is NaN or infinite on the mask is refused; off the mask it is never read
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +17,16 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape
+from hybridrl.algorithms.masked import (
+    at_least_float32,
+    check_finite,
+    check_mask,
+    check_same_shape,
+)
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
+# (old - rollout log-probs [B, T], 0 off the mask; mask) -> log rho [B, T], any value off the mask
+LogRatio = Callable[[Tensor, Tensor], Tensor]
 # (ratios [B, T], mask, low, high) -> weights [B, T]
 Weigh = Callable[[Tensor, Tensor, float, float], Tensor]
 
@@ -29,11 +37,8 @@ def importance_ratios(
     response_mask: Tensor,
     level: CorrectionLevel,
 ) -> Tensor:
-    """rho of each token, or of its response.
+    """rho of each token, or of its response: exp of the level's log-ratio (LOG_RATIOS).
 
-    token: rho_t = exp(d_t), d_t = old_log_probs_t - rollout_log_probs_t
-    sequence: exp(sum_t d_t), the ratio of the whole response, on each of its tokens
-    sequence_mean: exp(1/|o| sum_t d_t), its geometric mean, on each of its tokens
     Exponents are clamped to +-MAX_LOG_RATIO.
 
     Args:
@@ -46,19 +51,40 @@ def importance_ratios(
         [B, T] float32 (float64 for float64 input), 1 off the mask.
 
     Raises:
-        ValueError: shapes differ, or the mask is not bool.
+        ValueError: shapes differ, the mask is not bool, or a log-prob on the mask is not finite.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token); Liu, Li et al. 2025,
         https://richardli.xyz/rl-collapse (sequence and its geometric mean)
     """
     difference = _differences(old_log_probs, rollout_log_probs, response_mask)
-    if level is not CorrectionLevel.token:
-        total = difference.sum(1, keepdim=True)
-        if level is CorrectionLevel.sequence_mean:
-            total = total / response_mask.sum(1, keepdim=True).clamp(min=1)
-        difference = total.expand_as(difference)
-    ratios = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratios = LOG_RATIOS[level](difference, response_mask)
+    ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratios.masked_fill(~response_mask, 1.0)
+
+
+def of_token(difference: Tensor, response_mask: Tensor) -> Tensor:
+    """log rho_t = d_t, d_t = old_log_probs_t - rollout_log_probs_t. The mask is not read."""
+    return difference
+
+
+def of_sequence(difference: Tensor, response_mask: Tensor) -> Tensor:
+    """sum_t d_t, of the whole response, on each of its tokens. The mask is not read."""
+    return difference.sum(1, keepdim=True).expand_as(difference)
+
+
+def of_sequence_mean(difference: Tensor, response_mask: Tensor) -> Tensor:
+    """1/|o| sum_t d_t, of the geometric mean of a response's ratios, on each of its tokens."""
+    lengths = response_mask.sum(1, keepdim=True).clamp(min=1)
+    return of_sequence(difference, response_mask) / lengths
+
+
+LOG_RATIOS: Mapping[CorrectionLevel, LogRatio] = MappingProxyType(
+    {
+        CorrectionLevel.token: of_token,
+        CorrectionLevel.sequence: of_sequence,
+        CorrectionLevel.sequence_mean: of_sequence_mean,
+    }
+)
 
 
 def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
@@ -128,7 +154,8 @@ def mismatch_metrics(
         response_mask: [B, T] bool, true somewhere.
 
     Raises:
-        ValueError: shapes differ, or the mask is not bool or true nowhere.
+        ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob on the mask
+            is not finite.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Kong 1992 for the effective
         sample size
@@ -149,14 +176,14 @@ def mismatch_metrics(
 
 
 def _differences(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] old - rollout, 0 off the mask."""
-    check_same_shape(
-        "rollout correction",
-        old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs,
-        response_mask=mask,
-    )
+    """[B, T] old - rollout, 0 off the mask.
+
+    NaN passes both bounds of a band, and every clamp, so it is refused here by name.
+    """
+    log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
+    check_same_shape("rollout correction", **log_probs, response_mask=mask)
     check_mask("rollout correction", mask)
+    check_finite("rollout correction", mask, **log_probs)
     difference = at_least_float32(old_log_probs) - at_least_float32(rollout_log_probs)
     return difference.masked_fill(~mask, 0.0)
 

@@ -7,6 +7,7 @@ import torch
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.rollout_correction import (
+    LOG_RATIOS,
     WEIGHTS,
     importance_ratios,
     masked,
@@ -141,3 +142,20 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="high=0"):
         truncated(x, mask, 0.0, 0.0)
     assert set(WEIGHTS) == set(CorrectionMethod) - {CorrectionMethod.none}
+    assert set(LOG_RATIOS) == set(CorrectionLevel)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs"])
+def test_log_probs_that_are_not_finite_are_refused_by_name_and_place(name, value):
+    """NaN is neither below nor above a band, and the clamp makes an infinity a usual ratio."""
+    tensors = {"old_log_probs": DIFFERENCES - 1.0, "rollout_log_probs": DIFFERENCES - 1.0}
+    bad = tensors[name].clone()
+    bad[0, 2] = bad[0, 3] = value  # the second stands off the mask
+    tensors[name] = bad
+    message = rf"finite {name}; 1 of 4 .*, {value}, at \[0, 2\]"
+    for level in CorrectionLevel:
+        with pytest.raises(ValueError, match=message):
+            importance_ratios(**tensors, response_mask=MASK, level=level)
+    with pytest.raises(ValueError, match=message):
+        mismatch_metrics(**tensors, response_mask=MASK)
