@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridrl.algorithms.clipped_losses import ppo_clip
 from hybridrl.algorithms.masked import (
     at_least_float32,
+    check_finite,
     check_mask,
     check_same_shape,
     masked_mean,
@@ -38,11 +39,15 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
         The same shape, float32 (float64 for float64 input), 0 off the mask.
 
     Raises:
-        ValueError: shapes differ, or the mask is not bool or true nowhere.
+        ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob or advantage
+            on the mask is not finite.
 
     Source: Cui et al. 2025, equation 10, https://arxiv.org/abs/2505.22617
     """
-    check_same_shape("covariances", log_probs=log_probs, advantages=advantages)
+    tensors = {"log_probs": log_probs, "advantages": advantages}
+    check_same_shape("covariances", **tensors, response_mask=response_mask)
+    check_mask("covariances", response_mask)
+    check_finite("covariances", response_mask, **tensors)
     product = _centred(log_probs, response_mask) * _centred(advantages, response_mask)
     return product.masked_fill(~response_mask, 0.0)
 
@@ -58,7 +63,8 @@ def some_in_band(
 ) -> Tensor:
     """Tokens drawn at random from those with a covariance in a band: for `clip_cov`.
 
-    floor(fraction * tokens) of them, or all there are if these are fewer.
+    max(1, floor(fraction * tokens)) of them, as in the authors' code, so that a small batch is not
+    left without any; or all there are if these are fewer.
 
     Args:
         covariance: [N] as from `covariances`.
@@ -87,7 +93,10 @@ def some_in_band(
 def largest(
     covariance: Tensor, response_mask: Tensor, generator: torch.Generator, *, fraction: float
 ) -> Tensor:
-    """The tokens with the largest covariances: for `kl_cov`; floor(fraction * tokens) of them.
+    """The tokens with the largest covariances: for `kl_cov`.
+
+    max(1, floor(fraction * tokens)) of them, as in the authors' code, so that a small batch is not
+    left without any; none where no token counts.
 
     Args:
         covariance: [N] as from `covariances`.
@@ -189,12 +198,13 @@ def _centred(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _count(function: str, covariance: Tensor, response_mask: Tensor, fraction: float) -> int:
-    """floor(fraction * tokens)."""
+    """floor(fraction * tokens), but at least one where any token counts."""
     check_same_shape(function, covariance=covariance, response_mask=response_mask)
     check_mask(function, response_mask)
     if not 0 < fraction <= 1:
         raise ValueError(f"{function} needs 0 < fraction <= 1; got {fraction=}")
-    return math.floor(fraction * int(response_mask.sum()))
+    tokens = int(response_mask.sum())
+    return min(tokens, max(1, math.floor(fraction * tokens)))
 
 
 def _check_selected(function: str, log_probs: Tensor, selected: Tensor) -> None:
