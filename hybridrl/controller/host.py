@@ -129,7 +129,8 @@ class WorkerHost:
     ) -> Rendezvous:
         """On rank 0: listen on a port, or on a free one of a band, and say where."""
         ports = port_band(*band) if port is None else [port]
-        self._store, where = open_store(address, ports, world_size)
+        timeout_s = self._config.start_timeout_s
+        self._store, where = open_store(address, ports, world_size, timeout_s)
         return where
 
     @errors_as_text()

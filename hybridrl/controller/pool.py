@@ -17,7 +17,6 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
 )
 
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
@@ -26,7 +25,7 @@ from hybridrl.controller.placement import (
     Slot,
     check_engines,
 )
-from hybridrl.controller.rendezvous import disagreement
+from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
 from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
@@ -50,12 +49,14 @@ class Pool:
     To be made inside `ray_runtime` and closed before it ends; a context manager closes itself.
 
     Raises:
-        ConfigError: the cluster lacks the slots, or an engine would straddle nodes.
+        ConfigError: the cluster lacks the slots, an engine would straddle nodes, or there is no
+            port for the rendezvous.
         WorkerError: a process failed to start or to join.
     """
 
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
+        self._port = given_port()
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._reservation: PlacementGroup | None = None
         self._busy: dict[ObjectRef, Host] = {}
@@ -175,8 +176,16 @@ class Pool:
         first = self.hosts[0]
         address = os.environ.get("MASTER_ADDR", first.slot.node_ip)
         low, high = self._config.cluster.rendezvous_ports
-        request = (address, _given_port(), (low, high), self.size)
+        request = (address, self._port, (low, high), self.size)
         (where,) = self._starting([first], "open_rendezvous", [request])
+        if self._port is None and not low <= where.port <= high:
+            logger.warning(
+                "the rendezvous is on port %d, not in cluster.rendezvous_ports: on rank 0's node "
+                "the kernel gives ports of %d to %d to connections (ip_local_port_range)",
+                where.port,
+                low,
+                high,
+            )
         reports = self._starting(
             self.hosts,
             "join_rendezvous",
@@ -260,17 +269,3 @@ class Pool:
         with suppress(RayError):
             return ray.get(task.remote(*arguments), timeout=CLOSE_TIMEOUT_S + 2 * END_GRACE_S)
         return None
-
-
-def _given_port() -> int | None:
-    """MASTER_PORT, if it is set.
-
-    Raises:
-        ConfigError: it is no port.
-    """
-    text = os.environ.get("MASTER_PORT")
-    if text is None:
-        return None
-    if not (text.isdecimal() and 0 < int(text) < 65536):
-        raise ConfigError(f"MASTER_PORT={text}, expected a port. Unset it to have one chosen.")
-    return int(text)

@@ -6,6 +6,8 @@ imported inside functions: the number of threads must be set before (host.py).
 """
 
 import errno
+import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Below, ports are the system's.
 FIRST_USER_PORT = 1024
-# Ranks that may wait to be let in; they come all at once.
-BACKLOG = 4096
 
 
 class Rendezvous(NamedTuple):
@@ -33,14 +33,16 @@ class Rendezvous(NamedTuple):
 
 
 def open_store(
-    address: str, ports: Sequence[int], world_size: int
+    address: str, ports: Sequence[int], world_size: int, timeout_s: float
 ) -> tuple["TCPStore", Rendezvous]:
     """Listen on this node, on the first of these ports that is free.
 
-    Listens on `address` alone where that is one of the node's own, else on all of them.
+    Where `address` is an IP address of this node, or localhost, only connections to it are taken.
+    A name listens on all addresses: nodes often know themselves by another address than others
+    know them by, 127.0.1.1 for one.
 
     Raises:
-        ConfigError: none is free.
+        ConfigError: no port is free.
     """
     from torch.distributed import TCPStore
 
@@ -51,6 +53,7 @@ def open_store(
         port,
         world_size,
         is_master=True,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -74,6 +77,20 @@ def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range
     return range(low - size, low)
 
 
+def given_port() -> int | None:
+    """MASTER_PORT, if it is set.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    text = os.environ.get("MASTER_PORT")
+    if text is None:
+        return None
+    if not (text.isdecimal() and 0 < int(text) < 65536):
+        raise ConfigError(f"MASTER_PORT={text}, expected a port. Unset it to have one chosen.")
+    return int(text)
+
+
 def listen(address: str, ports: Sequence[int]) -> socket.socket:
     """A socket that listens on the first of these ports that is free.
 
@@ -90,20 +107,33 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
             taken.append(port)
     which = f"port {taken[0]} is" if len(taken) == 1 else f"ports {taken[0]} to {taken[-1]} are"
     raise ConfigError(
-        f"no port for the rendezvous: {which} in use on rank 0's node. End what holds them "
-        "(`ss -ltnp`), set cluster.rendezvous_ports to others, or MASTER_PORT to a free one."
+        f"no port for the rendezvous: {which} in use on rank 0's node (`ss -ltnp` says by whom).\n"
+        "Set cluster.rendezvous_ports to others, or MASTER_PORT, which comes first, to a free one."
     )
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    try:
+    if _is_own(address):
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=BACKLOG)
-    except OSError as error:  # a name or an address that others know this node by
-        own = error.errno != errno.EADDRNOTAVAIL and not isinstance(error, socket.gaierror)
-        if own:
-            raise
-    return socket.create_server(("", port), backlog=BACKLOG)
+        try:
+            return socket.create_server(place, family=family)  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # else others know this node by the address
+                raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _is_own(address: str) -> bool:
+    """Whether it may name an interface of this node, and this one alone."""
+    if address == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore":

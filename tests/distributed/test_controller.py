@@ -16,6 +16,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.rendezvous import port_band
 from hybridrl.controller.worker_group import Call, begin_together, build_roles, call_together
 from hybridrl.data.shardable import Piece
 
@@ -165,7 +166,8 @@ def test_broadcast_lists_ranks_and_rank_zero_answers_alone(groups):
 def test_process_environment(groups):
     first, second = groups["single"].call("about")
     assert first["pid"] != second["pid"]
-    assert first["MASTER_PORT"] == second["MASTER_PORT"] != "0"
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert int(first["MASTER_PORT"]) in port_band(29500, 29599)
     for entry in (first, second):
         assert entry["WORLD_SIZE"] == "2"
         assert entry["HYBRIDRL_FROM_USER"] == "42"

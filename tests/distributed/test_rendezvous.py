@@ -6,7 +6,14 @@ from contextlib import ExitStack
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.rendezvous import Rendezvous, join_store, listen, open_store, port_band
+from hybridrl.controller.rendezvous import (
+    Rendezvous,
+    given_port,
+    join_store,
+    listen,
+    open_store,
+    port_band,
+)
 
 LOOPBACK = "127.0.0.1"
 
@@ -53,7 +60,7 @@ def test_the_band_lies_outside_the_ephemeral_ports(low, high, expected, ephemera
 def test_ports_in_use_are_passed_over_and_ranks_meet_on_the_next():
     first, second, third = free_ports(3)
     with socket.create_server((LOOPBACK, first)), socket.create_server((LOOPBACK, second)):
-        store, where = open_store(LOOPBACK, [first, second, third], 1)
+        store, where = open_store(LOOPBACK, [first, second, third], 1, 20.0)
         assert where == Rendezvous(LOOPBACK, third, 1)
         join_store(where, 10.0).set("key", "value")
         assert store.get("key") == b"value"
@@ -61,11 +68,13 @@ def test_ports_in_use_are_passed_over_and_ranks_meet_on_the_next():
 
 def test_the_port_is_held_and_given_back():
     (port,) = free_ports(1)
-    store, where = open_store(LOOPBACK, [port], 1)
-    with pytest.raises(ConfigError, match=f"port {port} is in use on rank 0's node.*MASTER_PORT"):
-        open_store(LOOPBACK, [port], 1)
+    store, where = open_store(LOOPBACK, [port], 1, 20.0)
+    with pytest.raises(
+        ConfigError, match=f"port {port} is in use on rank 0's node(?s:.*)MASTER_PORT"
+    ):
+        open_store(LOOPBACK, [port], 1, 20.0)
     del store
-    assert open_store(LOOPBACK, [port], 1)[1] == where
+    assert open_store(LOOPBACK, [port], 1, 20.0)[1] == where
 
 
 def test_without_a_free_port_the_band_is_named():
@@ -73,23 +82,47 @@ def test_without_a_free_port_the_band_is_named():
     with (
         socket.create_server((LOOPBACK, first)),
         socket.create_server((LOOPBACK, second)),
-        pytest.raises(ConfigError, match=f"ports {first} to {second} are.*rendezvous_ports"),
+        pytest.raises(ConfigError, match=f"ports {first} to {second} are(?s:.*)rendezvous_ports"),
     ):
-        open_store(LOOPBACK, [first, second], 1)
+        open_store(LOOPBACK, [first, second], 1, 20.0)
 
 
 def test_on_loopback_nobody_else_can_connect():
     (port,) = free_ports(1)
-    store, _ = open_store(LOOPBACK, [port], 1)
+    store, _ = open_store(LOOPBACK, [port], 1, 20.0)
     assert is_listening(LOOPBACK, port)
     # All of 127.0.0.0/8 is this machine.
     assert not is_listening("127.0.0.2", port)
     del store
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
 def test_an_address_that_only_others_know_is_no_error(address):
     """MASTER_ADDR may name this node as others see it: then all of its own addresses listen."""
     (port,) = free_ports(1)
     with listen(address, [port]):
+        assert is_listening(LOOPBACK, port)
         assert is_listening("127.0.0.2", port)
+
+
+def test_a_name_listens_on_all_addresses():
+    """Debian's /etc/hosts gives a node's own name the address 127.0.1.1; others know another."""
+    (port,) = free_ports(1)
+    with listen(socket.gethostname(), [port]):
+        assert is_listening(LOOPBACK, port)
+        assert is_listening("127.0.0.2", port)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+def test_ipv6_addresses_listen_on_themselves_alone():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        port = probe.getsockname()[1]
+    with listen("::1", [port]):
+        assert not is_listening(LOOPBACK, port)
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "65536", "-1", ""])
+def test_a_master_port_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", text)
+    with pytest.raises(ConfigError, match="MASTER_PORT="):
+        given_port()
