@@ -34,6 +34,15 @@ class KLControl(Protocol):
         """Metrics of the step's KL; moves an adaptive coefficient."""
         ...
 
+    @property
+    def coef(self) -> float | None:
+        """Weight of the penalty in the next step, which is all that is remembered; None: none."""
+        ...
+
+    def restore(self, coef: float | None) -> None:
+        """Go on with the weight that another run had reached."""
+        ...
+
 
 class NoReference:
     """kl.coef = 0: no reference is loaded, rewards are the scores."""
@@ -55,6 +64,20 @@ class NoReference:
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
         """No KL is known."""
         return {"actor/kl": None, "actor/kl_coef": None}
+
+    @property
+    def coef(self) -> float | None:
+        """No penalty, no weight."""
+        return None
+
+    def restore(self, coef: float | None) -> None:
+        """Nothing to restore.
+
+        Raises:
+            ValueError: the other run had a penalty.
+        """
+        if coef is not None:
+            raise ValueError(f"algorithm.kl.coef = 0, but the state has a KL penalty of {coef:g}")
 
 
 class KLPenalty:
@@ -109,3 +132,19 @@ class KLPenalty:
                 num_responses=len(batch),
             )
         return {"actor/kl": float(masked_mean(per_token, mask)), "actor/kl_coef": used}
+
+    @property
+    def coef(self) -> float | None:
+        """Weight of the penalty in the next step."""
+        return self._coef
+
+    def restore(self, coef: float | None) -> None:
+        """Go on with the weight that another run had reached; a fixed one stays the config's.
+
+        Raises:
+            ValueError: the other run had no penalty.
+        """
+        if coef is None:
+            raise ValueError("algorithm.kl.coef > 0, but the state has no KL penalty")
+        if self._config.schedule is KLSchedule.adaptive:
+            self._coef = coef

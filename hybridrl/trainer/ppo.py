@@ -42,6 +42,7 @@ from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
+from hybridrl.trainer.state import LoopState, write_state
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -79,6 +80,7 @@ class PPOTrainer:
         self.loss_fields = LossFields(config.algorithm, config.seed)
         self.rewarding = judge
         self.answer = judge.in_turns(self._sample)
+        self.prompts = prompts
         self.sampling = sampling_for(config, prompts.take, self._generate, judge)
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
@@ -122,6 +124,7 @@ class PPOTrainer:
                     self.reshard()
                     self.evaluate(step)
             self.log(step)
+            write_state(self.reporter.run_dir, self.state(step))
         self.save()
         self.reporter.finish()
         return self.evaluator.last_accuracy
@@ -244,6 +247,10 @@ class PPOTrainer:
         """Hand the step's metrics over and begin anew."""
         self.reporter.log(step, self.metrics | self.phases.metrics())
         self.metrics = {}
+
+    def state(self, step: int) -> LoopState:
+        """What later steps take from those up to `step`, beside the workers' own state."""
+        return LoopState(step, self.prompts.position, self.kl.coef)
 
     def save(self) -> None:
         """Write the trained model as an ordinary HF folder."""
