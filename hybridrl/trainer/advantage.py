@@ -42,8 +42,10 @@ class AdvantageEstimator:
         estimate: Estimate = self._function(**tensors, **self._settings)
         advantages, returns = estimate
         check_finite(f"the policy loss after {self._name}", mask, advantages=advantages)
-        if self._whiten:
-            advantages = whiten(advantages, mask)
+        if self._whiten:  # what does not count in the loss has no part in mean and deviation
+            counted = mask if batch.loss_mask is None else batch.loss_mask.pad(False)
+            if bool(counted.any()):
+                advantages = whiten(advantages, counted)
         found = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
         lengths = batch.responses.lengths
         return {name: Ragged.from_padded(tensor, lengths) for name, tensor in found.items()}

@@ -5,6 +5,7 @@ selected: the tokens that a loss treats in a way of its own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class LossFields:
         metrics: dict[str, float] = {}
         for part in self._parts:
             new_fields, new_metrics = part(batch, step)
+            batch = replace(batch, **new_fields)
             fields |= new_fields
             metrics |= new_metrics
         return fields, metrics
@@ -125,9 +127,12 @@ class Selection:
     def __call__(
         self, batch: RolloutBatch, step: int
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
-        """The step's selected tokens, a function of the run's seed and the step."""
+        """The step's selected tokens, of those that count; a function of run seed and step."""
         assert batch.old_log_probs is not None and batch.advantages is not None
-        mask = batch.response_mask.values
+        counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
+        mask = counted.values
+        if not bool(mask.any()):
+            return {"selected": counted}, {"actor/covariance_max": 0.0}
         covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "selected_tokens", step))
         chosen = self._select(covariance, mask, generator=generator, **self._settings)

@@ -98,3 +98,8 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad()
         return norm
+
+    def drop_gradients(self) -> None:
+        """Clear the gradients without a step: weights and moments stay as they are."""
+        self.moments.wait()
+        self.adamw.zero_grad()

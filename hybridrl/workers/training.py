@@ -66,9 +66,16 @@ class Training:
         self.grad_norms: list[Tensor] = []
 
     def take_step(self, mini: MiniBatch) -> None:
-        """One optimizer step on a mini-batch; a collective over all ranks."""
+        """One optimizer step on a mini-batch; a collective over all ranks.
+
+        None where no token counts: momentum and weight decay would move the weights all the same.
+        """
         self.accumulate_gradients(mini)
-        self.grad_norms.append(self.optimizer.apply_gradients())
+        if mini.totals.tokens:
+            self.grad_norms.append(self.optimizer.apply_gradients())
+        else:
+            self.optimizer.drop_gradients()
+            self.grad_norms.append(torch.zeros((), device=self.device))
 
     def accumulate_gradients(self, mini: MiniBatch) -> None:
         """The gradient of a mini-batch, the same however it is spread over ranks and micros.
@@ -90,8 +97,8 @@ class Training:
 
         Returns:
             loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
-            grad_norm: mean before clipping, of the steps taken; NaN if none was. skipped_steps:
-            those not taken, because their gradient was not finite.
+            grad_norm: mean before clipping, 0 of mini-batches without a token that counts; NaN if
+            none was finite. skipped_steps: those not taken, because their gradient was not finite.
         """
         total = torch.stack(self.losses).sum()
         # Ranks that share sequences all report the same tokens.

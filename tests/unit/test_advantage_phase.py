@@ -79,6 +79,27 @@ def test_whitening_covers_the_response_tokens_of_the_batch():
     assert found["advantages"].values.tolist() == pytest.approx(expected, abs=1e-6)
 
 
+def test_whitening_leaves_out_what_does_not_count_in_the_loss():
+    batch = scored()
+    counts = batch.responses.like(torch.tensor([True, True, True, False]))
+    found = AdvantageEstimator(config("gae", whiten=True)).estimate(
+        replace(batch, loss_mask=counts), batch.scores
+    )
+    # -0.5, 0, 1: mean 1/6, variance (1/4 + 1) / 3 - 1/36 = 14/36.
+    std = (14 / 36) ** 0.5
+    expected = [(a - 1 / 6) / std for a in (-0.5, 0.0, 1.0)]
+    assert found["advantages"].values[:3].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_where_nothing_counts_advantages_stay_as_they_are():
+    batch = scored()
+    nothing = batch.responses.like(torch.zeros(4, dtype=torch.bool))
+    found = AdvantageEstimator(config("gae", whiten=True)).estimate(
+        replace(batch, loss_mask=nothing), batch.scores
+    )
+    assert found["advantages"].values.tolist() == pytest.approx([-0.5, 0.0, 1.0, -1.0])
+
+
 def test_an_estimator_by_dotted_path():
     path = f"{__name__}.doubled"
     found = AdvantageEstimator(config(path)).estimate(scored(), scored().scores)

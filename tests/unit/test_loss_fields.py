@@ -95,6 +95,27 @@ def test_selected_tokens_are_those_with_the_largest_covariance():
     assert metrics["actor/covariance_max"] == pytest.approx(float(covariance.max()))
 
 
+def test_tokens_are_selected_of_those_that_count():
+    """Without the last response, whose advantages are far above, covariances are others."""
+    overrides = ["algorithm/loss=kl_cov", "algorithm.loss.args.fraction=0.5"]
+    fields, metrics = fields_of(*overrides, "algorithm.overlong.train_on_truncated=false")
+    counted = fields["loss_mask"].values
+    whole = batch()
+    log_probs, advantages = whole.old_log_probs.values[counted], whole.advantages.values[counted]
+    covariance = (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+    chosen = fields["selected"].values
+    assert not chosen[~counted].any()
+    assert chosen.sum() == 2
+    assert covariance[chosen[counted]].min() >= covariance[~chosen[counted]].max()
+    assert metrics["actor/covariance_max"] == pytest.approx(float(covariance.max()))
+
+
+def test_where_nothing_counts_nothing_is_selected():
+    nothing = batch_of(LENGTHS).responses.like(torch.zeros(8, dtype=torch.bool))
+    fields, _ = fields_of("algorithm/loss=kl_cov", loss_mask=nothing)
+    assert not fields["selected"].values.any()
+
+
 def test_the_draw_of_clip_cov_depends_on_seed_and_step_alone():
     def drawn(step: int, seed: int) -> list[bool]:
         overrides = ["algorithm/loss=clip_cov", f"seed={seed}", "algorithm.loss.args.fraction=0.25"]
