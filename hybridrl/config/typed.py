@@ -182,8 +182,8 @@ def type_name(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     if typing.get_origin(hint) is list:
-        of_text = typing.get_args(hint) == (str,)
-        return "a list such as [a, b]" if of_text else "a list such as [0.9, 0.999]"
+        examples = {str: "[a, b]", int: "[3, 4]"}
+        return f"a list such as {examples.get(typing.get_args(hint)[0], '[0.9, 0.999]')}"
     if typing.get_origin(hint) is dict:
         return "a mapping of keys to values"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

@@ -223,6 +223,12 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
     functions = {"reward": config.reward} | {
         f"eval.rules.{name}": rule for name, rule in config.eval.rules.items()
     }
+    for name in config.eval.rules:
+        if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
+            yield (
+                f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
+                f"with greedy or sampled, for eval/accuracy_<name>. Rename it."
+            )
     for key, rule in functions.items():
         try:
             check_reward_function(key, rule.function, rule.args)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 PLOT_FILE = "metrics.png"
 
 _COLORS = ("#1f6fb2", "#d1622b", "#2e8b57", "#8a5fb0", "#7a7a7a", "#b0a12c")
+# Those beyond the colours take them once more.
+_STYLES = ("-", "--", ":")
 
 
 class Panel(NamedTuple):
@@ -70,7 +72,8 @@ def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
     own = sorted(
         suffix
         for name in measured
-        if name.startswith(INTERVAL) and "flexible" not in (suffix := name.removeprefix(INTERVAL))
+        if name.startswith(INTERVAL)
+        and (suffix := name.removeprefix(INTERVAL)) not in ("_flexible", "_greedy_flexible")
     )
     labels = {
         suffix: suffix.replace("_", " ").strip() or "sampled"
@@ -97,11 +100,13 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     drawn = 0
-    for color, (label, name) in zip(_COLORS, panel.metrics.items(), strict=False):
+    looks = [(style, color) for style in _STYLES for color in _COLORS]
+    for (style, color), (label, name) in zip(looks, panel.metrics.items(), strict=False):
         points = [(row["step"], row[name]) for row in rows if name in row and row[name] is not None]
         if points:
             marker = "o" if len(points) < 30 else None
-            axes.plot(*zip(*points, strict=True), color=color, marker=marker, ms=3, label=label)
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, style, color=color, marker=marker, ms=3, label=label)
             if label in panel.bands:
                 _draw_band(axes, color, rows, name, panel.bands[label])
             drawn += 1

@@ -59,6 +59,11 @@ ONE_PROBLEM = [
     (["actor.optim.lr=fast"], ["actor.optim.lr = fast", "a number"]),
     (["actor.optim.lr=nan"], ["actor.optim.lr = nan", "above 0"]),
     (["reward.failed_score=inf"], ["reward.failed_score = inf", "infinite"]),
+    (["cluster.rendezvous_ports=[a,b]"], ["cluster.rendezvous_ports", "a list such as [3, 4]"]),
+    (
+        ["+eval.rules.greedy_right={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"],
+        ["eval.rules.greedy_right", "does not begin with greedy"],
+    ),
     (["cluster.rendezvous_ports=[29500]"], ["rendezvous_ports = [29500]", "first and the last"]),
     (["cluster.rendezvous_ports=[30000,29500]"], ["rendezvous_ports", "first and the last"]),
     (["cluster.rendezvous_ports=[80,90]"], ["cluster.rendezvous_ports = [80, 90]", "1024"]),
