@@ -1,9 +1,9 @@
 """One call of vLLM's engine core: token ids in, sampled token ids and their log-probs out.
 
 `LLM.generate` spends a good part of each decoding step on turning every new token into the text,
-the counters and the log-prob tables of a `RequestOutput`. None of it is wanted here: tokens and
-log-probs are taken as the engine core hands them out. Imports vllm: load it after
-`compat.set_environment`.
+the counters and the log-prob tables of a `RequestOutput`. None of it is wanted here: tokens are
+taken as the engine core hands them out, log-probs one step earlier, as its model runner does.
+Imports vllm: load it after `compat.set_environment`.
 """
 
 import time
@@ -40,7 +40,8 @@ class _StepLogProbs:
     """Takes each step's log-probs before vLLM's scheduler cuts them into one object per request.
 
     With hundreds of sequences the cutting takes a tenth of a decoding step, for which a GPU waits.
-    Acts between `with` and its end, on one engine core's scheduler.
+    Acts between `with` and its end, on one engine core's scheduler: both versions of vLLM take a
+    step's log-probs only from there, and look at them once.
     """
 
     def __init__(self, core: Any) -> None:

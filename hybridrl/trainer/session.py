@@ -61,7 +61,7 @@ def train(
         Held-out accuracy after the last step, sampled at the training temperature.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):  # else torch has taken the user's number
         on_gpu = config.hardware.accelerator is Accelerator.gpu
         torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:

@@ -231,7 +231,8 @@ def test_random_weights_need_config_and_tokenizer_alone(tmp_path, file, found):
     snapshot = cached_model(tmp_path, {"config.json": "{}", file: "{}"})
     code = (
         "from hybridrl.config.errors import ConfigError\n"
-        "from hybridrl.config.schema import Init, ModelConfig\n"
+        "from hybridrl.config.choices import Init\n"
+        "from hybridrl.config.schema import ModelConfig\n"
         "from hybridrl.models.resolve import model_folder\n"
         "model = ModelConfig(path='somebody/some-model', init=Init.random, seed=1)\n"
         "try: print(model_folder(model))\n"
