@@ -1,0 +1,98 @@
+"""Rollout correction on random ragged batches: every level and method against plain Python."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridrl.algorithms.kl import MAX_LOG_RATIO
+from hybridrl.algorithms.rollout_correction import WEIGHTS, importance_ratios
+from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
+
+# Row of a response's log-ratios -> log-ratio of each token.
+LEVELS = {
+    CorrectionLevel.token: lambda row: row,
+    CorrectionLevel.sequence: lambda row: [math.fsum(row)] * len(row),
+    CorrectionLevel.sequence_mean: lambda row: [statistics.fmean(row)] * len(row),
+}
+METHODS = {
+    CorrectionMethod.truncate: lambda rho, low, high: min(rho, high),
+    CorrectionMethod.mask: lambda rho, low, high: rho if low <= rho <= high else 0.0,
+}
+EVERY_LEVEL = pytest.mark.parametrize("level", LEVELS)
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def ragged(seed: int, responses: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of trainer and sampler (float64, NaN off the mask) and a mask with gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(responses, 6, generator=generator, dtype=torch.float64)
+    noise = torch.randn(responses, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(responses, 6, generator=generator) < 0.6
+    off = ~mask
+    return (rollout + scale * noise).masked_fill(off, torch.nan), rollout.masked_fill(off, 0), mask
+
+
+@EVERY_LEVEL
+@EVERY_METHOD
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    responses=st.integers(1, 6),
+    scale=st.sampled_from([0.01, 0.5, 20.0]),
+    low=st.floats(0.0, 0.95),
+    high=st.floats(1.0, 4.0),
+)
+def test_ratios_and_weights_are_those_of_plain_python(
+    level, method, seed, responses, scale, low, high
+):
+    old, rollout, mask = ragged(seed, responses, scale)
+    ratios = importance_ratios(old, rollout, mask, level)
+    weights = WEIGHTS[method](ratios, mask, low, high)
+    assert ratios.dtype == weights.dtype == torch.float64
+    assert (ratios[~mask] == 1).all() and (weights[~mask] == 0).all()
+    for b in range(responses):
+        keep = mask[b]
+        pairs = zip(old[b, keep].tolist(), rollout[b, keep].tolist(), strict=True)
+        row = [mine - theirs for mine, theirs in pairs]
+        bounded = [
+            min(max(d, -MAX_LOG_RATIO), MAX_LOG_RATIO) for d in (LEVELS[level](row) if row else [])
+        ]
+        expected = [math.exp(d) for d in bounded]
+        assert ratios[b, keep].tolist() == pytest.approx(expected, rel=1e-9)
+        assert weights[b, keep].tolist() == pytest.approx(
+            [METHODS[method](rho, low, high) for rho in expected], rel=1e-9
+        )
+
+
+@EVERY_LEVEL
+def test_the_examples_reach_both_sides_of_the_band(level):
+    """Else the comparison would not see a bound that is missing."""
+    old, rollout, mask = ragged(0, 6, 1.0)
+    ratios = importance_ratios(old, rollout, mask, level)[mask]
+    assert (ratios < 0.7).any() and (ratios > 1.2).any()
+    assert ((ratios >= 0.7) & (ratios <= 1.2)).any()
+
+
+@EVERY_LEVEL
+def test_the_order_of_responses_does_not_matter(level):
+    old, rollout, mask = ragged(1, 6, 0.5)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    before = importance_ratios(old, rollout, mask, level)
+    after = importance_ratios(old[order], rollout[order], mask[order], level)
+    assert torch.equal(after, before[order])
+
+
+@EVERY_LEVEL
+def test_one_response_does_not_touch_another(level):
+    old, rollout, mask = ragged(2, 6, 0.5)
+    before = importance_ratios(old, rollout, mask, level)
+    old[3] += 1.0
+    after = importance_ratios(old, rollout, mask, level)
+    others = torch.arange(6) != 3
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(after[3], before[3])
