@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridrl.algorithms.aggregation import AGGREGATIONS, sequence_sums
 from hybridrl.config.choices import Aggregation
@@ -73,6 +75,50 @@ def test_parts_add_up_however_responses_are_spread(kind, parts):
         total += loss.item()
     assert total == pytest.approx(whole.item(), rel=1e-12)
     torch.testing.assert_close(split_input.grad, whole_input.grad)
+
+
+def in_plain_python(kind: Aggregation, rows: list[list[float]], max_tokens: int) -> float:
+    """The docstring's formula over the losses that count of each response that has any."""
+    if kind is Aggregation.token_mean:
+        return math.fsum(v for row in rows for v in row) / sum(map(len, rows))
+    if kind is Aggregation.sequence_mean:
+        return math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
+    return math.fsum(v for row in rows for v in row) / (len(rows) * max_tokens)
+
+
+@EVERY
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
+    seed=st.integers(0, 10_000),
+    density=st.sampled_from([0.3, 0.8, 1.0]),
+    ranks=st.integers(1, 4),
+)
+def test_ragged_batches_dealt_to_ranks_are_those_of_plain_python(
+    kind, lengths, seed, density, ranks
+):
+    """The whole, and the sum over ranks, each of which names its responses from 0 on."""
+    generator = torch.Generator().manual_seed(seed)
+    size = sum(lengths)
+    mask = torch.rand(size, generator=generator) < density
+    mask[int(torch.randint(size, (1,), generator=generator))] = True
+    values = torch.randn(size, generator=generator, dtype=torch.float64)
+    values = values.masked_fill(~mask, math.nan)
+    places = torch.arange(size).split(lengths)
+    rows = [values[p][mask[p]].tolist() for p in places if mask[p].any()]
+    totals = Totals(tokens=int(mask.sum()), responses=len(rows))
+    expected = in_plain_python(kind, rows, 6)
+
+    def loss_of(responses: list[int]) -> float:
+        chosen = torch.cat([places[0][:0], *(places[i] for i in responses)])
+        sizes = torch.tensor([lengths[i] for i in responses], dtype=torch.int64)
+        ids = torch.arange(len(responses)).repeat_interleave(sizes)
+        return float(AGGREGATIONS[kind](values[chosen], mask[chosen], ids, totals, 6))
+
+    assert loss_of(list(range(len(lengths)))) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    rank_of = torch.randint(ranks, (len(lengths),), generator=generator).tolist()
+    dealt = [[i for i, rank in enumerate(rank_of) if rank == r] for r in range(ranks)]
+    assert math.fsum(map(loss_of, dealt)) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @EVERY
