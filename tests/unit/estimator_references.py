@@ -22,6 +22,7 @@ class Case(NamedTuple):
     group: Sequence[int]
     greedy: Sequence[float]
     gamma: float
+    lam: float
     pass_k: int
 
     @property
@@ -32,6 +33,14 @@ class Case(NamedTuple):
         """The members of b's group, b among them."""
         return [j for j, name in enumerate(self.group) if name == self.group[b]]
 
+    @property
+    def values(self) -> Rows:
+        """A critic's estimates: no two alike, and larger where the greedy outcome is."""
+        return [
+            [b * number for number in range(1, len(row) + 1)]
+            for b, row in zip(self.greedy, self.rows, strict=True)
+        ]
+
     def spread(self, advantages: Sequence[float]) -> Rows:
         return [[a] * len(row) for a, row in zip(advantages, self.rows, strict=True)]
 
@@ -40,6 +49,23 @@ def whitened(rows: Rows) -> Rows:
     tokens = [a for row in rows for a in row]
     mean, variance = statistics.fmean(tokens), statistics.pvariance(tokens)
     return [[(a - mean) / math.sqrt(variance + WHITEN_EPS) for a in row] for row in rows]
+
+
+def gae(case: Case) -> Rows:
+    """As a sum over the later deltas, not by recursion."""
+
+    def one(rewards: list[float], values: list[float]) -> list[float]:
+        following = [*values[1:], 0.0]
+        delta = [
+            r + case.gamma * after - v
+            for r, v, after in zip(rewards, values, following, strict=True)
+        ]
+        return [
+            math.fsum((case.gamma * case.lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+            for t in range(len(delta))
+        ]
+
+    return [one(r, v) for r, v in zip(case.rows, case.values, strict=True)]
 
 
 def grpo(case: Case) -> Rows:
@@ -119,6 +145,7 @@ def pass_at_k(case: Case) -> Rows:
 REFERENCES: dict[str, Callable[[Case], Rows]] = {
     function.__name__: function
     for function in (
+        gae,
         grpo,
         dr_grpo,
         rloo,

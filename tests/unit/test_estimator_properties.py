@@ -13,12 +13,12 @@ from hybridrl.algorithms import advantages, group_advantages
 from hybridrl.algorithms.pass_at_k import pass_at_k
 from tests.unit.estimator_references import REFERENCES, Case
 
-GAMMA, PASS_K = 0.9, 2
+GAMMA, LAM, PASS_K = 0.9, 0.8, 2
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Each as a function of rewards [B, T], mask, group [B] and greedy outcome [B].
 FUNCTIONS: dict[str, Function] = {
     "gae": lambda r, m, g, b: (
-        advantages.gae(r, b[:, None].expand_as(r), m, gamma=GAMMA, lam=0.8).advantages
+        advantages.gae(r, b[:, None] * m.cumsum(1), m, gamma=GAMMA, lam=LAM).advantages
     ),
     "reinforce_plus_plus": lambda r, m, g, b: (
         advantages.reinforce_plus_plus(r, m, gamma=GAMMA).advantages
@@ -63,7 +63,7 @@ def ragged(
 def test_against_the_float64_reference(name, binary, seed, sizes):
     rewards, mask, group, greedy = ragged(seed, sizes, binary=binary)
     rows = [row[keep].tolist() for row, keep in zip(rewards, mask, strict=True)]
-    case = Case(rows, group.tolist(), greedy.tolist(), GAMMA, PASS_K)
+    case = Case(rows, group.tolist(), greedy.tolist(), GAMMA, LAM, PASS_K)
     found = FUNCTIONS[name](rewards, mask, group, greedy)
     assert found.dtype == torch.float64
     assert (found[~mask] == 0).all()
@@ -112,6 +112,16 @@ def test_a_constant_added_to_a_groups_outcomes_changes_nothing(name):
     torch.testing.assert_close(
         FUNCTIONS[name](shifted, mask, group, greedy), before, atol=1e-9, rtol=1e-9
     )
+
+
+def test_remax_does_not_see_what_is_added_to_a_response_and_to_its_baseline():
+    rewards, mask, group, greedy = ragged(4)
+    constants = torch.linspace(-5.0, 5.0, len(mask), dtype=torch.float64)
+    first = mask & (mask.cumsum(1) == 1)
+    before = FUNCTIONS["remax"](rewards, mask, group, greedy)
+    shifted = rewards + first * constants[:, None], mask, group, greedy + constants
+    torch.testing.assert_close(FUNCTIONS["remax"](*shifted), before, atol=1e-12, rtol=1e-12)
+    assert (before[mask] != 0).all()
 
 
 @pytest.mark.parametrize("name", STANDARDISING)
