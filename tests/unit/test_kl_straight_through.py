@@ -15,6 +15,7 @@ from hybridrl.algorithms.kl import (
     k3_straight_through,
     kl_penalty_rewards,
 )
+from hybridrl.algorithms.losses import kl_penalty
 from hybridrl.config.choices import KLEstimator
 
 FORMS = [(k1_straight_through, k1), (k3_straight_through, k3)]
@@ -60,6 +61,20 @@ def test_the_expected_gradient_is_that_of_the_kl(form):
     found = torch.autograd.grad(estimate, logits)[0]
     assert exact.abs().max() > 0.05
     torch.testing.assert_close(found, exact, atol=1e-14, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["k1_straight_through", "k3_straight_through"])
+def test_the_penalty_has_the_gradient_of_k2_on_the_mask_and_none_off_it(form):
+    log_p, log_q = samples(torch.float64)
+    mask = torch.arange(len(log_p)) % 3 != 1
+    log_p, log_q = (x.masked_fill(~mask, math.nan) for x in (log_p, log_q))
+    gradients = []
+    for estimator in (KLEstimator(form), KLEstimator.k2):
+        inputs = log_p.clone().requires_grad_()
+        values, _ = kl_penalty(inputs, log_q, mask, coef=0.3, estimator=estimator)
+        gradients.append(torch.autograd.grad(values.sum(), inputs)[0])
+    assert torch.equal(*gradients)
+    assert (gradients[0][~mask] == 0).all() and gradients[0][mask].any()
 
 
 def test_hand_worked():
