@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.prompts import Prompt
-from hybridrl.data.ragged import Ragged
 from hybridrl.rewards.scorer import Failure, FailureKind
 from hybridrl.trainer.baseline import GreedyBaseline
 from hybridrl.trainer.rewarding import Rewarded, Rewarder, overlong_shaping
 from hybridrl.trainer.sampling import DynamicSampling, PlainSampling, sampling_for
 from tests.run_configs import run_config
+from tests.unit.sampling_fakes import decode, generate, prompt
 
 EACH = 2
 
@@ -27,10 +27,6 @@ def config(rounds: int = 3, prompts: int = 4):
         f"actor.mini_batch_size={prompts * EACH}",
         f"algorithm.max_sampling_rounds={rounds}",
     )
-
-
-def prompt(number: int) -> Prompt:
-    return Prompt(number, [number, 0], f"p{number}", f"q{number}", {"answer": ""}, {})
 
 
 class Source:
@@ -46,26 +42,6 @@ class Source:
         return [prompt(number) for number in range(self.next - count, self.next)]
 
 
-def generate(request: PromptBatch) -> Rollout:
-    """Each response is [prompt, sample] and as many more tokens as the sample's index."""
-    each = request.responses_per_prompt
-    first = int(request.first_sample[0])
-    samples = range(first, first + each)
-    ids = request.prompt_id.tolist()
-    rows = [[number, sample, *[9] * (sample % 3)] for number in ids for sample in samples]
-    responses = Ragged.from_rows(rows, torch.int64)
-    batch = RolloutBatch(
-        prompts=request.prompts.select([i for i in range(len(request)) for _ in samples]),
-        responses=responses,
-        response_mask=responses.like(torch.ones_like(responses.values).bool()),
-        rollout_log_probs=responses.like(-torch.ones(len(responses.values))),
-        group_id=request.prompt_id.repeat_interleave(each),
-        weight_version=torch.zeros(len(rows), dtype=torch.int64),
-        truncated=torch.zeros(len(rows), dtype=torch.bool),
-    )
-    return Rollout(batch, (EngineStats(10 * len(rows), 2.0, 0.5), EngineStats(0, 0.0, 0.0)))
-
-
 class Scorer:
     """Rewards by prompt and sample; which prompts teach something is said beforehand."""
 
@@ -79,10 +55,6 @@ class Scorer:
         pairs = [tuple(map(int, text.split()[:2])) for text in texts]
         scores = [float(sample % 2) if n in self.mixed else 1.0 for n, sample in pairs]
         return SimpleNamespace(scores=scores, failures=[], parts={})
-
-
-def decode(rows: list[list[int]]) -> list[str]:
-    return [" ".join(map(str, row)) for row in rows]
 
 
 def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):

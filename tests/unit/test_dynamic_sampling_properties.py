@@ -1,0 +1,151 @@
+"""Dynamic sampling of random outcomes: which groups are in the batch, which count, how many rounds.
+
+A group is the responses to one prompt in one round; a mixed one has two different rewards.
+"""
+
+import random
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.data.batch import PromptBatch, Rollout
+from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.sampling import DynamicSampling
+from tests.run_configs import run_config
+from tests.unit.sampling_fakes import decode, generate, prompt
+
+Group = tuple[int, int]  # prompt, first sample
+
+
+@cache
+def plain_config():
+    return run_config("algorithm.max_sampling_rounds=2")
+
+
+def config(wanted: int, each: int, rounds: int):
+    plain = plain_config()
+    return replace(
+        plain,
+        data=replace(plain.data, prompts_per_step=wanted),
+        rollout=replace(plain.rollout, responses_per_prompt=each),
+        algorithm=replace(plain.algorithm, max_sampling_rounds=rounds),
+    )
+
+
+class Chance:
+    """Outcomes by seed, prompt and sample alone, and a record of what was asked for.
+
+    Prompts come in turn and, once all were taken, again.
+    """
+
+    def __init__(self, seed: int, solved: float, pool: int, each: int) -> None:
+        self.seed, self.solved, self.pool, self.each = seed, solved, pool, each
+        self.taken = 0
+        self.rounds: list[list[Group]] = []
+
+    def reward(self, number: int, sample: int) -> float:
+        return float(random.Random(f"{self.seed}/{number}/{sample}").random() < self.solved)
+
+    def rewards(self, group: Group) -> list[float]:
+        number, first = group
+        return [self.reward(number, first + i) for i in range(self.each)]
+
+    def is_mixed(self, group: Group) -> bool:
+        return len(set(self.rewards(group))) > 1
+
+    def take(self, count: int):
+        self.taken += count
+        return [prompt(number % self.pool) for number in range(self.taken - count, self.taken)]
+
+    def generate(self, request: PromptBatch) -> Rollout:
+        firsts = request.first_sample.tolist()
+        self.rounds.append(list(zip(request.prompt_id.tolist(), firsts, strict=True)))
+        return generate(request)
+
+    def score(self, items):
+        pairs = [tuple(map(int, text.split()[:2])) for _, text, _ in items]
+        scores = [self.reward(number, sample) for number, sample in pairs]
+        return SimpleNamespace(scores=scores, failures=[], parts={})
+
+
+def groups_of(batch, each: int) -> list[Group]:
+    """By the responses' own tokens, which say prompt and sample."""
+    rows = [tuple(row.tolist()[:2]) for row in batch.responses.rows()]
+    groups = [rows[start : start + each] for start in range(0, len(rows), each)]
+    for group in groups:
+        assert group == [(group[0][0], group[0][1] + i) for i in range(each)]
+    return [group[0] for group in groups]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    solved=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    wanted=st.integers(1, 6),
+    each=st.integers(2, 4),
+    bound=st.integers(2, 5),
+    spare=st.integers(0, 10),
+)
+def test_every_mixed_group_is_in_the_batch_once_and_counts(
+    seed, solved, wanted, each, bound, spare
+):
+    chance = Chance(seed, solved, wanted + spare, each)
+    sampling = DynamicSampling(
+        config(wanted, each, bound), chance.take, chance.generate, Rewarder(decode, chance)
+    )
+    result = sampling.sample(step=1)
+    batch = result.rollout.batch
+    found = groups_of(batch, each)
+    asked = [group for of_round in chance.rounds for group in of_round]
+    mixed = [group for group in asked if chance.is_mixed(group)]
+
+    assert len(found) == len(set(found)) == wanted
+    assert [group for group in found if chance.is_mixed(group)] == mixed
+    rest = [group for group in found if not chance.is_mixed(group)]
+    assert set(rest) <= set(chance.rounds[-1])
+    assert len(batch.group_id.unique()) == wanted
+
+    counts = [chance.is_mixed(group) for group in found for _ in range(each)]
+    if batch.loss_mask is None:
+        assert not rest
+    else:
+        assert [bool(row.any()) for row in batch.loss_mask.rows()] == counts
+        assert [bool(row.all()) for row in batch.loss_mask.rows()] == counts
+
+    assert result.rewarded.scores == [r for group in found for r in chance.rewards(group)]
+    assert [p.prompt_id for p in result.prompts[::each]] == [number for number, _ in found]
+    assert result.metrics == pytest.approx(
+        {
+            "sampling/rounds": len(chance.rounds),
+            "sampling/prompts": len(asked),
+            "sampling/mixed_fraction": len(mixed) / len(asked),
+            "sampling/unmixed_prompts": len(rest),
+            "sampling/reward_mean": sum(r for g in asked for r in chance.rewards(g))
+            / (len(asked) * each),
+        }
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    solved=st.sampled_from([0.0, 0.2, 0.5]),
+    wanted=st.integers(1, 6),
+    bound=st.integers(2, 5),
+)
+def test_each_round_asks_for_what_is_missing_and_the_bound_is_kept(seed, solved, wanted, bound):
+    chance = Chance(seed, solved, 100, each=2)
+    DynamicSampling(
+        config(wanted, 2, bound), chance.take, chance.generate, Rewarder(decode, chance)
+    ).sample(step=1)
+    missing = wanted
+    for index, of_round in enumerate(chance.rounds):
+        assert len(of_round) == missing
+        assert {first for _, first in of_round} == {2 * index}
+        missing -= sum(map(chance.is_mixed, of_round))
+    assert len(chance.rounds) <= bound
+    assert missing == 0 or len(chance.rounds) == bound
