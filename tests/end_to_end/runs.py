@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,7 @@ class Run:
         left = {
             "processes": self.processes(),
             "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
-            "shared memory": sorted(shared_memory() - self.shared_memory),
+            "shared memory": sorted(shared_memory() - self.shared_memory - mapped_by_somebody()),
         }
         assert not any(left.values()), left
 
@@ -83,6 +84,18 @@ class Run:
 def shared_memory() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
+
+
+def mapped_by_somebody() -> set[str]:
+    """Names in /dev/shm that a living process has mapped: of other programs on this machine.
+
+    What a run has left behind is mapped by nobody, as its processes are gone.
+    """
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return mapped
 
 
 @contextlib.contextmanager
