@@ -199,6 +199,11 @@ class RolloutBatch:
         """[B] int64: tokens of prompt and response together."""
         return self.prompts.lengths + self.responses.lengths
 
+    @property
+    def counted(self) -> Ragged:
+        """Ragged bool, true on tokens that count in the policy loss."""
+        return self.response_mask if self.loss_mask is None else self.loss_mask
+
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """The responses `indices`, in that order, with every field they have."""
         return self.pick(self.picker(indices))

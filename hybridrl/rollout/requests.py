@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.engine import Generated
+from hybridrl.rollout.start import replaced
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,17 @@ class _StepLogProbs:
     """Takes each step's log-probs before vLLM's scheduler cuts them into one object per request.
 
     With hundreds of sequences the cutting takes a tenth of a decoding step, for which a GPU waits.
-    Acts between `with` and its end, on one engine core's scheduler: both versions of vLLM take a
-    step's log-probs only from there, and look at them once.
+    `update` stands in for the scheduler's `update_from_output`: both versions of vLLM take a step's
+    log-probs only there, and look at them once.
     """
 
-    def __init__(self, core: Any) -> None:
-        self._scheduler = core.engine_core.scheduler
-        self._update = self._scheduler.update_from_output
+    def __init__(self, scheduler: Any) -> None:
+        self._update = scheduler.update_from_output
         self._rows: dict[str, int] = {}
         self._log_probs: NDArray[np.float32] | None = None
 
-    def __enter__(self) -> Self:
-        self._scheduler.update_from_output = self._update_without_log_probs
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        del self._scheduler.update_from_output
-
-    def _update_without_log_probs(self, scheduled: Any, output: Any) -> Any:
+    def update(self, scheduled: Any, output: Any) -> Any:
+        """Keep the step's log-probs and update the scheduler without them."""
         self._rows = output.req_id_to_index
         self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
         output.logprobs = None
@@ -129,7 +123,9 @@ def generate(
     for request in requests:
         core.add_request(request)
     first = start
-    with _StepLogProbs(core) as log_probs_of_step:
+    scheduler = core.engine_core.scheduler
+    log_probs_of_step = _StepLogProbs(scheduler)
+    with replaced(scheduler, {"update_from_output": log_probs_of_step.update}):
         while responses.unfinished:
             outputs = core.get_output().outputs
             if not outputs:

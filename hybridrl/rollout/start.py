@@ -68,13 +68,13 @@ def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_
 
     def with_graphs_apart(self: Any) -> Any:
         capture = times.counted(self.model_runner.capture_model, GRAPHS)
-        with _replaced(self.model_runner, {"capture_model": capture}):
+        with replaced(self.model_runner, {"capture_model": capture}):
             return warm_up(self)
 
     methods = {name: getattr(worker, name) for name in WORKER_PARTS}
     methods["compile_or_warm_up_model"] = with_graphs_apart
     counted = {name: times.counted(methods[name], part) for name, part in WORKER_PARTS.items()}
-    with times.part("rest"), _replaced(worker, counted):
+    with times.part("rest"), replaced(worker, counted):
         return LLM(model=str(folder), **options)
 
 
@@ -96,7 +96,7 @@ def _worker_class(device_type: str) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
     """Other attributes of a class or an object for a while; inherited ones come back as such."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     for name, value in attributes.items():

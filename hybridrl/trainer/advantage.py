@@ -43,7 +43,7 @@ class AdvantageEstimator:
         advantages, returns = estimate
         check_finite(f"the policy loss after {self._name}", mask, advantages=advantages)
         if self._whiten:  # what does not count in the loss has no part in mean and deviation
-            counted = mask if batch.loss_mask is None else batch.loss_mask.pad(False)
+            counted = batch.counted.pad(False)
             if bool(counted.any()):
                 advantages = whiten(advantages, counted)
         found = {"advantages": advantages} | ({} if returns is None else {"returns": returns})

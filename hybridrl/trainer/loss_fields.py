@@ -79,8 +79,7 @@ def without_truncated(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged]
     Source: Yu et al. 2025, section 3.4, https://arxiv.org/abs/2503.14476
     """
     kept = ~batch.truncated[batch.responses.row_ids()]
-    counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
-    return {"loss_mask": batch.responses.like(counted.values & kept)}, {}
+    return {"loss_mask": batch.responses.like(batch.counted.values & kept)}, {}
 
 
 class Correction:
@@ -129,10 +128,9 @@ class Selection:
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
         """The step's selected tokens, of those that count; a function of run seed and step."""
         assert batch.old_log_probs is not None and batch.advantages is not None
-        counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
-        mask = counted.values
+        mask = batch.counted.values
         if not bool(mask.any()):
-            return {"selected": counted}, {"actor/covariance_max": 0.0}
+            return {"selected": batch.counted}, {"actor/covariance_max": 0.0}
         covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "selected_tokens", step))
         chosen = self._select(covariance, mask, generator=generator, **self._settings)

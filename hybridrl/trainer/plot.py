@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hybridrl.trainer.summary import ACCURACY, accuracy_label
 from hybridrl.trainer.tracking import read_metrics
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ PANELS = (
 # Which rules and groups the last panel shows, where they were measured; rules of the user's own
 # come first.
 ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
-ACCURACY, INTERVAL = "eval/accuracy", "eval/ci95"
+INTERVAL = "eval/ci95"
 
 
 def plot_run(run_dir: Path, title: str) -> Path:
@@ -76,7 +77,7 @@ def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
         and (suffix := name.removeprefix(INTERVAL)) not in ("_flexible", "_greedy_flexible")
     )
     labels = {
-        suffix: suffix.replace("_", " ").strip() or "sampled"
+        suffix: accuracy_label(suffix)
         for suffix in dict.fromkeys([*own, *ACCURACIES])
         if ACCURACY + suffix in measured
     }

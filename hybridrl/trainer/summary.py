@@ -104,10 +104,15 @@ def _changes(rows: Sequence[Metrics]) -> list[Change]:
         before, after = first[name], last[name]
         if before is not None and after is not None:
             suffix = name.removeprefix(ACCURACY)
-            label = suffix.strip("_").replace("_", " ") or "sampled"
+            label = accuracy_label(suffix)
             widths = [row.get(f"eval/ci95{suffix}") for row in (first, last)]
             changes.append(Change(label, before, after, *widths))
     return changes
+
+
+def accuracy_label(suffix: str) -> str:
+    """What readers call eval/accuracy<suffix>."""
+    return suffix.strip("_").replace("_", " ") or "sampled"
 
 
 def _mean_mfu(rows: Sequence[Metrics]) -> dict[str, float]:

@@ -118,8 +118,7 @@ class ActorWorker(ModelWorker):
         )
         assert result.entropy is not None
         log_probs = result.log_probs
-        counted = micro.response_mask if micro.loss_mask is None else micro.loss_mask
-        mask = self.on_device(counted)
+        mask = self.on_device(micro.counted)
         sequence_id = to_device(micro.responses.row_ids(), self.device)
         loss = self.loss.of_tokens(
             {

@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config.choices import DType, Init, SleepMode
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.rollout.options import engine_options, graph_sizes
-from hybridrl.rollout.start import StartTimes, _replaced
+from hybridrl.rollout.start import StartTimes, replaced
 
 
 def config(**changes):
@@ -96,7 +96,7 @@ def test_counted_methods_are_put_back():
 
     times, before = StartTimes(), dict(vars(Worker))
     counted = {name: times.counted(getattr(Worker, name), name) for name in ("load", "run")}
-    with _replaced(Worker, counted):
+    with replaced(Worker, counted):
         assert (Worker().load(), Worker().run()) == ("base", "own")
     assert vars(Worker) == before
     assert list(times.seconds) == ["load", "run"]
