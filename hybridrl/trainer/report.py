@@ -93,10 +93,15 @@ class Reporter:
 
     def finish(self) -> None:
         """Draw the curves and sum the run up."""
-        plot_run(self.run_dir, f"{self._config.run.name}, seed {self._config.seed}")
+        draw(self._config, self.run_dir)
         for failure in self._tracker.failures():
             self._console.warn(failure)
         self._console.summary(summarize(self._tracker.rows), self.run_dir)
+
+
+def draw(config: RunConfig, run_dir: Path) -> None:
+    """Draw the curves of the steps so far."""
+    plot_run(run_dir, f"{config.run.name}, seed {config.seed}")
 
 
 def is_due(every: int, step: int) -> bool:

@@ -34,7 +34,7 @@ from hybridrl.trainer.header import RunFacts, header_lines
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
-from hybridrl.trainer.report import Reporter
+from hybridrl.trainer.report import Reporter, draw
 from hybridrl.trainer.rewarding import Judge, Rewarder
 from hybridrl.trainer.setup_times import SetupTimes
 from hybridrl.trainer.throughput import Throughput
@@ -77,6 +77,7 @@ def train(
         stack.push(
             lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
         )
+        stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
         setup.mark("workers", workers.pool.start_times.seconds)
@@ -192,6 +193,18 @@ def _show_header(
         reward_parameters=reward_parameters,
     )
     console.header(config.run.name, header_lines(config, facts))
+
+
+def _draw_unfinished(
+    kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
+) -> None:
+    """Draw the curves of a run that an exception ends early; never hides that exception."""
+    if kind is None or not tracker.rows:
+        return
+    try:
+        draw(config, run_dir)
+    except OSError as error:
+        logging.getLogger(__name__).warning("the curves could not be drawn: %s", error)
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:

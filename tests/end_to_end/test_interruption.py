@@ -29,6 +29,7 @@ def test_interrupted_run_ends_within_15_seconds(tmp_path, number, code):
         assert run.process.returncode == code, output
         assert "Traceback" not in output
         assert len(run.metrics()) >= 3
+        assert (tmp_path / "run" / "metrics.png").is_file()
         run.assert_nothing_left()
 
 
