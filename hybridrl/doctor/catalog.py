@@ -1,0 +1,71 @@
+"""Every check there is: its id, which begins with its stage, and what it looks at.
+
+docs/troubleshooting.md leads from symptoms to these ids.
+"""
+
+from enum import Enum
+
+
+class Stage(Enum):
+    """The stages in their order; each comes only after the one before found no failure."""
+
+    host = "host"
+    network = "network"
+    ray = "ray"
+    placement = "placement"
+    inputs = "inputs"
+    memory = "memory"
+    training = "training"
+
+
+CHECKS: dict[str, str] = {
+    # host: each node by itself, and what must be equal on all
+    "host.shm": "free shared memory, for Ray's object store, NCCL and vLLM",
+    "host.limits": "open files, locked memory, processes (ulimit)",
+    "host.cgroup": "memory and CPU limits of the cgroup, against what the run needs",
+    "host.gpus": "GPUs that the trainer and a rollout process see, by UUID; driver",
+    "host.visible_devices": "CUDA_, HIP_ and ROCR_VISIBLE_DEVICES agree",
+    "host.variables": "environment variables that contradict each other or break the run",
+    "host.allocator": "PYTORCH_CUDA_ALLOC_CONF against vLLM's sleep mode",
+    "host.versions": "python, torch, vllm, ray, transformers and the driver, equal on all nodes",
+    "host.communication_variables": "NCCL_*, RCCL_* and GLOO_*, equal on all nodes",
+    "host.clock": "clocks of the nodes against each other",
+    "host.temporary": "the temporary folder: room, writable, length of its path",
+    "host.terminal": "output of ranks reaches a file: buffering, no terminal needed",
+    # network: between nodes
+    "network.address": "each node knows itself by an address that the others can reach",
+    "network.interfaces": "interfaces and subnets, and the one NCCL and gloo would take",
+    "network.ports": "every port of the run is free and reachable, in both directions",
+    "network.rendezvous": "the rendezvous port: held, and outside ip_local_port_range",
+    "network.bandwidth": "latency and bandwidth of each pair of nodes, against the median",
+    "network.collective": "an all-reduce over all nodes with gloo, and with NCCL on GPUs",
+    "network.infiniband": "InfiniBand and RoCE ports: state, link layer, GID index",
+    # ray
+    "ray.version": "Ray's version, and its debug variables",
+    "ray.reachable": "the head's services answer at RAY_ADDRESS",
+    "ray.loopback": "the head listens on an address that other nodes reach",
+    "ray.port": "the head's port belongs to Ray",
+    "ray.token": "token authentication: the same mode and token everywhere",
+    "ray.nodes": "as many nodes alive as the run asks for",
+    # placement
+    "placement.slots": "GPUs or CPU slots that Ray can grant, node by node",
+    "placement.engines": "every rollout engine on one node",
+    # inputs: model, data, caches
+    "inputs.cache": "the Hugging Face cache: the path workers see, writable, owner",
+    "inputs.cache_contents": "the cache holds the same files on all nodes",
+    "inputs.model": "the model's files are there, whole, and equal on all nodes",
+    "inputs.tokenizer": "tokenizer and chat template load, and agree with the model",
+    "inputs.data": "data files are there on the node that reads them",
+    "inputs.reward": "8 rows through prompt and reward",
+    "inputs.run_directory": "the run directory is writable, and shared where that is needed",
+    # memory
+    "memory.gpu": "the planner's prediction against free GPU memory",
+    "memory.host": "the planner's prediction, pinned copies included, against the host's limit",
+    # training
+    "training.steps": "two real steps of the recipe, shrunk",
+}
+
+
+def stage_of(check: str) -> Stage:
+    """The stage a check belongs to."""
+    return Stage(check.partition(".")[0])

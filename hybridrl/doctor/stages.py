@@ -1,0 +1,84 @@
+"""The stages in their order, and what each of them is given."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hybridrl.config.machine import Machine
+from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.agents import Agents
+from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
+from hybridrl.doctor.findings import Finding, Verdict, skipped
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is examined.
+
+    Attributes:
+        config: the run's, checked and resolved.
+        machine: what the run may use.
+        shape: the model's sizes.
+        reward_shape: the reward model's; None without one.
+        overrides: the command line's, for the last stage.
+        agents: the nodes.
+        quick: only what takes a moment; a stage leaves the rest out, without a word.
+    """
+
+    config: RunConfig
+    machine: Machine
+    shape: ModelShape
+    reward_shape: ModelShape | None
+    overrides: Sequence[str]
+    agents: Agents
+    quick: bool
+
+
+Check = Callable[[Case], list[Finding]]
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage found, and how long it took in seconds."""
+
+    stage: Stage
+    findings: list[Finding]
+    seconds: float
+
+
+def run_stages(
+    case: Case,
+    stages: Sequence[tuple[Stage, Check]],
+    show: Callable[[Stage], None] = lambda stage: None,
+) -> list[StageReport]:
+    """Run stages until one finds a failure; the checks of those after it are skipped.
+
+    Args:
+        case: what is examined.
+        stages: in their order.
+        show: told of each stage before it begins.
+    """
+    reports: list[StageReport] = []
+    broken: Stage | None = None
+    for stage, check in stages:
+        start = time.perf_counter()
+        if broken is None:
+            show(stage)
+            findings = check(case)
+        else:
+            why = f"stage {broken.value} failed"
+            findings = [skipped(i, "all", why) for i in CHECKS if stage_of(i) is stage]
+        assert all(stage_of(f.check) is stage for f in findings), f"{stage}: another stage's check"
+        reports.append(StageReport(stage, findings, time.perf_counter() - start))
+        if broken is None and any(f.verdict is Verdict.fail for f in findings):
+            broken = stage
+    return reports
+
+
+def exit_code(reports: Sequence[StageReport], *, strict: bool) -> int:
+    """0 all well, 1 warnings and `strict`, 2 failures."""
+    verdicts = {finding.verdict for report in reports for finding in report.findings}
+    if Verdict.fail in verdicts:
+        return 2
+    return 1 if strict and Verdict.warn in verdicts else 0
