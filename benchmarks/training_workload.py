@@ -20,7 +20,7 @@ from hybridrl.config.choices import (
     LRSchedule,
     Offload,
 )
-from hybridrl.config.schema import ActorConfig, FSDPConfig, LoRAConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema import ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 
@@ -120,7 +120,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, size: Size, ranks: int) -> Acto
             target=1.0,
             horizon=1000,
         ),
-        lora=LoRAConfig(rank=0, alpha=1.0, target_modules=[], seed=0),
+        lora=None,
         total_steps=100,
         temperature=1.0,
         mini_batch_size=ranks * size.sequences,

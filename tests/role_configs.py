@@ -68,7 +68,9 @@ def optim_config(lr: float = 1e-3) -> OptimConfig:
     )
 
 
-def lora_config(rank: int = 0, **changes: Any) -> LoRAConfig:
+def lora_config(rank: int = 0, **changes: Any) -> LoRAConfig | None:
+    if rank == 0:
+        return None
     values: dict[str, Any] = {
         "alpha": 8.0,
         "target_modules": list(LINEAR_LAYERS),

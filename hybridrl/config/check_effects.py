@@ -154,15 +154,8 @@ def _idle_loss(config: RunConfig) -> Iterator[Idle]:
 
 
 def _idle_lora(config: RunConfig) -> Iterator[Idle]:
-    """What describes adapters that there are not, and a reference that is not loaded."""
-    if config.lora.rank == 0:
-        yield Idle(
-            ("lora.alpha", "lora.target_modules", "lora.seed"),
-            "lora.rank",
-            "lora.rank = 0, which leaves adapters out",
-            "set lora=default",
-        )
-    else:
+    """What a reference of its own would read, which a run with adapters does not load."""
+    if config.lora is not None:
         yield Idle(
             ("ref.log_prob_chunk_tokens",),
             "lora.rank",

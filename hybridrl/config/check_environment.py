@@ -17,8 +17,6 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
     environment = config.environment
     if environment is None:
         return
-    if environment.max_turns < 1:
-        yield f"{KEY}.max_turns = {environment.max_turns}, expected at least 1: a turn is sampled."
     if not environment.role:
         yield f"{KEY}.role is empty, expected a role of the chat template, such as user."
     yield from _call_problems(environment)

@@ -10,7 +10,7 @@ from hybridrl.config.schema import RunConfig
 def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Names of layers that the model does not have, and ranks that would save nothing."""
     lora, layers = config.lora, shape.linear_layers
-    if lora.rank == 0:
+    if lora is None:
         return
     if not lora.target_modules:
         yield (

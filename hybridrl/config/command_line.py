@@ -249,9 +249,9 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
         except ConfigError:
             classes[role] = built_in  # reported with the checks of the composed config
     known = known_keys(base, classes.values())
-    role = key.partition(".")[0]
-    if role in OPTIONAL and role not in base:
-        return f"{text}: there is no {role}, so nothing reads it. Set {role}=default"
+    section = key.partition(".")[0]
+    if section in ("lora", *OPTIONAL) and section not in base:
+        return f"{text}: there is no {section}, so nothing reads it. Set {section}=default"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it. Write +{text}"
     return f"{text}: unknown key, nothing reads it. {did_you_mean(key, known)}"

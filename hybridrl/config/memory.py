@@ -74,8 +74,9 @@ def roles_of(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> list[Role]:
     """The roles of a run that hold sharded weights."""
-    rank, targets = config.lora.rank, config.lora.target_modules
-    adapters = shape.layers * shape.adapter_parameters(rank, targets)
+    lora, adapters = config.lora, 0
+    if lora is not None:
+        adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
     roles = [Role("actor", shape.parameters, is_trained=True, adapters=adapters)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
@@ -193,7 +194,7 @@ def _resident(
 def _merged(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     """A rank's shards of the weights that have adapters, merged, in the rollout's dtype."""
     assert config.fsdp.dp_shard is not None
-    if config.lora.rank == 0:
+    if config.lora is None:
         return {}
     adapted = shape.layers * shape.adapted_parameters(config.lora.target_modules)
     return {"merged weights": BYTES[config.rollout.dtype] * adapted // config.fsdp.dp_shard}

@@ -127,7 +127,7 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
     for name in ("role", "worker", "holds"):
         table.add_column(name)
     table.add_row("rollout", config.rollout.worker, f"1/{tp} of the {config.rollout.dtype} weights")
-    trained = "their" if config.lora.rank == 0 else f"adapters of rank {config.lora.rank}, their"
+    trained = "their" if config.lora is None else f"adapters of rank {config.lora.rank}, their"
     holds = f"{share}, {trained} gradients and AdamW's moments"
     table.add_row("actor", config.actor.worker, holds)
     if uses_critic(config):
@@ -137,7 +137,7 @@ def _roles(config: RunConfig, shape: ModelShape) -> Table:
         advantage = config.algorithm.advantage
         table.add_row("critic", "-", f"nothing: algorithm.advantage = {advantage} needs none")
     if config.algorithm.kl.coef > 0:
-        shared = config.lora.rank > 0
+        shared = config.lora is not None
         holds = "nothing more: the actor's weights without adapters" if shared else share
         table.add_row("ref", config.ref.worker, holds)
     else:

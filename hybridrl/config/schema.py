@@ -81,7 +81,7 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """conf/lora: low-rank adapters of the actor; rank 0 means none."""
+    """conf/lora: low-rank adapters of the actor."""
 
     rank: int
     alpha: float
@@ -116,7 +116,7 @@ class ActorConfig(RoleConfig):
 
     model: ModelConfig
     fsdp: FSDPConfig
-    lora: LoRAConfig
+    lora: LoRAConfig | None
     kl: KLConfig
     loss: LossConfig
     aggregation: Aggregation
@@ -149,7 +149,7 @@ class ReferenceConfig(RoleConfig):
 
     model: ModelConfig
     fsdp: FSDPConfig
-    lora: LoRAConfig
+    lora: LoRAConfig | None
     temperature: float
     log_prob_chunk_tokens: int
 
@@ -272,7 +272,7 @@ class RunConfig:
     fsdp: FSDPConfig
     cluster: ClusterConfig
     algorithm: AlgorithmConfig
-    lora: LoRAConfig
+    lora: LoRAConfig | None
     actor: Any
     critic: Any
     ref: Any

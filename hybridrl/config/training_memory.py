@@ -48,9 +48,8 @@ class TrainingMemory:
         shape: the model's.
         work: what is computed at a time.
         has_head: whether log-probs are computed (actor, ref) or values (critic).
-        lora: adapters, which alone are then trained; None or rank 0: there are none. Activations
-            are counted as without them, and what B takes; some that only the gradients of frozen
-            weights need are not kept in fact.
+        lora: adapters, which alone are then trained. Activations are counted as without them, and
+            what B takes; some that only the gradients of frozen weights need are not kept in fact.
     """
 
     def __init__(

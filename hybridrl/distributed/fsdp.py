@@ -59,7 +59,7 @@ def load_sharded_policy(
         fsdp: the sharding spec; columns null means that every weight is cut by rows.
         mesh: the training mesh.
         chunk_tokens: tokens whose logits are computed at one time.
-        lora: adapters, which alone are then trained; None or rank 0: there are none.
+        lora: adapters, which alone are then trained.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or
@@ -67,7 +67,7 @@ def load_sharded_policy(
     """
     lm = empty_model(AutoModelForCausalLM, model_folder(model))
     _check_columns(lm, fsdp, mesh)
-    if lora is not None and lora.rank:
+    if lora is not None:
         add_adapters(lm, lora)
     keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
     root = TokenLogProbs(lm, chunk_tokens, keep)

@@ -169,7 +169,7 @@ def _throughput(config: RunConfig, machine: Machine) -> Throughput:
         shape=model_shape(read_model_config(config.model.path)),
         epochs=config.actor.epochs,
         peak=None if peak is None else peak * world_size(config),
-        trains_all=config.lora.rank == 0,
+        trains_all=config.lora is None,
     )
 
 

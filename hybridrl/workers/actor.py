@@ -172,5 +172,5 @@ class ActorWorker(ModelWorker):
         model, lora = self.config.model, self.config.lora
         weights, adapters = full_state_dict(self.model), adapter_state_dict(self.model)
         if dist.get_rank() == 0:
-            files = AdapterFiles(adapters, lora, name_or_folder(model)) if adapters else None
+            files = None if lora is None else AdapterFiles(adapters, lora, name_or_folder(model))
             write_hf_folder(weights, model_folder(model), Path(folder), files)

@@ -27,7 +27,7 @@ class ReferenceWorker(ModelWorker):
 
     def __init__(self, config: ReferenceConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.is_under_adapters = config.lora.rank > 0
+        self.is_under_adapters = config.lora is not None
         if not self.is_under_adapters:
             self.model = load_sharded_policy(
                 config.model, config.fsdp, mesh, config.log_prob_chunk_tokens

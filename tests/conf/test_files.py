@@ -103,23 +103,31 @@ def test_every_leaf_has_a_comment(path):
 
 
 def _schema_keys(cls: type, prefix: str = "") -> set[str]:
-    """Dotted keys of what every run has; mappings and lists are leaves."""
+    """Dotted keys, those of optional sections included; mappings and lists are leaves."""
     keys = set()
     for name, hint in typing.get_type_hints(cls).items():
-        if optional_class(hint):
-            continue
-        role = BUILT_IN[name][1] if cls is schema.RunConfig and name in BUILT_IN else hint
+        section = optional_class(hint) or hint
+        role = BUILT_IN[name][1] if cls is schema.RunConfig and name in BUILT_IN else section
         nested = dataclasses.is_dataclass(role)
         keys |= _schema_keys(role, f"{prefix}{name}.") if nested else {f"{prefix}{name}"}
     return keys
 
 
 def test_dataclasses_and_yaml_have_the_same_keys():
-    cfg = composed(["hardware=cpu", *WITH_REWARD_MODEL])
+    """With every optional section; roles get their adapters from the shared one, without a link."""
+    sections = ["lora=default", "environment=calculator", *WITH_REWARD_MODEL]
+    cfg = composed(["hardware=cpu", *sections])
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    mappings = {"reward.args", "eval.rules", "algorithm.loss.args", "actor.loss.args"}
+    mappings = {
+        "environment.args",
+        "reward.args",
+        "eval.rules",
+        "algorithm.loss.args",
+        "actor.loss.args",
+    }
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
-    assert found == _schema_keys(schema.RunConfig)
+    adapters = re.compile(r"^(actor|ref)\.lora\.")
+    assert found == {key for key in _schema_keys(schema.RunConfig) if not adapters.match(key)}
 
 
 def test_dataclasses_have_no_defaults():
@@ -145,7 +153,8 @@ def test_every_number_has_a_range():
         cls: typing.Any = schema.RunConfig
         for name in key.split("."):
             is_role = cls is schema.RunConfig and name in BUILT_IN
-            cls = BUILT_IN[name][1] if is_role else typing.get_type_hints(cls)[name]
+            hint = typing.get_type_hints(cls)[name]
+            cls = BUILT_IN[name][1] if is_role else optional_class(hint) or hint
         return cls
 
     keys = {key for key in _schema_keys(schema.RunConfig) if not shared.match(key)}

@@ -9,11 +9,13 @@ from composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from hybridrl.config.command_line import parse_argv, precompose
 from hybridrl.config.flops import training_flops
 from hybridrl.config.machine import GIB
 from hybridrl.config.memory import pinned_bytes, rank_phases
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.plan_text import plan
+from hybridrl.main import conf_dir
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -71,7 +73,9 @@ def test_the_plan_names_what_is_trained_and_shared():
 
 
 def test_without_the_group_there_are_no_adapters():
-    assert examined(["hardware=cpu"]).config.actor.lora.rank == 0
+    result = examined(["hardware=cpu"])
+    assert result.report.problems == []
+    assert result.config.lora is result.config.actor.lora is result.config.ref.lora is None
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
@@ -103,7 +107,7 @@ def test_layers_and_their_sizes_are_those_of_the_real_model(config_class):
         ("lora.target_modules=[lm_head]", "names lm_head, which is no linear layer"),
         ("lora.target_modules=[]", "lora.target_modules = [], expected names of linear layers"),
         ("lora.rank=33", "lora.rank = 33, expected at most 32, the smaller side of k_proj"),
-        ("lora.rank=-1", "lora.rank = -1, expected at least 0"),
+        ("lora.rank=0", "lora.rank = 0, expected at least 1"),
         ("lora.alpha=0", "lora.alpha = 0.0, expected above 0"),
         ("+lora.dropout=0.1", "lora.dropout = 0.1: unknown key"),
         ("lora.rank=four", "lora.rank = four, expected an integer"),
@@ -123,10 +127,10 @@ def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
 
 
 def test_settings_of_adapters_that_there_are_not_are_refused():
-    (problem,) = problems("hardware=cpu", "lora.alpha=8")
-    assert problem.startswith("lora.alpha is set but has no effect with lora.rank = 0")
-    assert "set lora=default" in problem
-    assert not problems("hardware=cpu", "lora.alpha=8", "lora.rank=4")
+    line = parse_argv(["hardware=cpu", "lora.alpha=8"])
+    (problem,) = precompose(line, conf_dir()).problems
+    assert problem == "lora.alpha=8: there is no lora, so nothing reads it. Set lora=default"
+    assert not problems("hardware=cpu", "lora.alpha=8", "lora=default")
 
 
 def test_the_reference_has_no_chunks_of_its_own_where_it_is_the_actors_model():
