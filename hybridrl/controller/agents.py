@@ -10,11 +10,15 @@ two calls: the agent of a node is one process for as long as the doctor runs.
     JoinedAgents     nodes that called in by themselves, before there is a Ray
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, Protocol
+from threading import Thread
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class Agents(Protocol):
     @property
     def nodes(self) -> list[str]:
         """Names of the nodes, unlike each other; the first is the driver's."""
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The IP address by which the others know a node, by node."""
 
     def call_each(
         self,
@@ -62,6 +70,77 @@ def call_all(
     return agents.call_each(function, dict.fromkeys(agents.nodes, arguments), timeout_s)
 
 
+class NodeIdentity(NamedTuple):
+    """What a node may be called: host name, IP address, and what no other node shares."""
+
+    host: str
+    address: str
+    unique: str
+
+
+def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
+    """Names unlike each other: the host's, with the address where hosts share it, and so on."""
+    names = [identity.host for identity in identities]
+    for more in (lambda node: node.address, lambda node: node.unique):
+        often = Counter(names)
+        names = [
+            f"{name} ({more(identity)})" if often[name] > 1 else name
+            for name, identity in zip(names, identities, strict=True)
+        ]
+    assert len(set(names)) == len(names), f"nodes that cannot be told apart: {names}"
+    return names
+
+
+def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """A call as it travels to a node: the function by reference."""
+    return pickle.dumps((function, arguments))
+
+
+def run_packed(call: bytes) -> bytes:
+    """Run a call that came as bytes; the `Answer` as bytes. Raises nothing."""
+    try:
+        function, arguments = pickle.loads(call)
+        return pickle.dumps(Answer(function(*arguments)))
+    except Exception as error:  # a probe's failure is a finding, not the node's end
+        return pickle.dumps(failed(error))
+
+
+def failed(error: BaseException) -> Answer:
+    """The answer of a node on which a function raised."""
+    return Answer(error=f"{type(error).__name__}: {error}")
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Answer]":
+    """The answer of a function that runs in a thread, which no end of a program waits for."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(Answer(function(*arguments)))
+        except Exception as error:  # as in run_packed
+            future.set_result(failed(error))
+
+    Thread(target=run, name="doctor", daemon=True).start()
+    return future
+
+
+def collect(futures: "Mapping[str, Future[Answer]]", timeout_s: float) -> dict[str, Answer]:
+    """The answers that come within `timeout_s` seconds; errors in place of the others."""
+    deadline = monotonic() + timeout_s
+    answers = {}
+    for node, future in futures.items():
+        try:
+            answers[node] = future.result(max(0.0, deadline - monotonic()))
+        except FutureTimeoutError:
+            answers[node] = late(timeout_s)
+    return answers
+
+
+def late(timeout_s: float) -> Answer:
+    """The answer of a node that gives none in time."""
+    return Answer(error=f"no answer within {timeout_s:g} s")
+
+
 class LocalAgents:
     """This machine alone; functions run in threads of this process.
 
@@ -71,12 +150,16 @@ class LocalAgents:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="doctor")
 
     @property
     def nodes(self) -> list[str]:
         """The one node."""
         return [self._node]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The loopback address: nobody else is to reach it."""
+        return {self._node: "127.0.0.1"}
 
     def call_each(
         self,
@@ -85,15 +168,6 @@ class LocalAgents:
         timeout_s: float,
     ) -> dict[str, Answer]:
         """As `Agents.call_each`; a function that is late goes on in its thread."""
-        futures = {
-            node: self._threads.submit(function, *values) for node, values in arguments.items()
-        }
-        answers = {}
-        for node, future in futures.items():
-            try:
-                answers[node] = Answer(future.result(timeout_s))
-            except FutureTimeoutError:
-                answers[node] = Answer(error=f"no answer within {timeout_s:g} s")
-            except Exception as error:  # a probe's failure is a finding, not the doctor's end
-                answers[node] = Answer(error=f"{type(error).__name__}: {error}")
-        return answers
+        return collect(
+            {node: in_thread(function, *values) for node, values in arguments.items()}, timeout_s
+        )

@@ -107,15 +107,26 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return passed | ALL_GPUS_VISIBLE
 
 
-def cluster_machine() -> Machine:
-    """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
+@contextmanager
+def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
+    """The cluster at RAY_ADDRESS joined for the time of the block, by `environment` in workers.
 
     Raises:
         ConfigError: the cluster cannot be joined.
     """
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
-        _join(ALL_GPUS_VISIBLE)
+        _join(environment)
+        yield
+
+
+def cluster_machine() -> Machine:
+    """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
+
+    Raises:
+        ConfigError: the cluster cannot be joined.
+    """
+    with joined_cluster(ALL_GPUS_VISIBLE):
         look = ray.remote(local_machine)
         alive = [node for node in ray.nodes() if node["Alive"]]
         found = [
@@ -259,6 +270,6 @@ def _on_loopback() -> AbstractContextManager[None]:
 
 def _object_store_bytes(accelerator: Accelerator) -> int:
     """A store for a few steps' batches, at most half of what /dev/shm has free."""
-    wanted = 2048 * MIB if accelerator is Accelerator.gpu else 256 * MIB
+    wanted = processes.STORE_BYTES[accelerator]
     free = shutil.disk_usage(processes.SHARED_MEMORY).free
     return max(80 * MIB, min(wanted, free // 2))

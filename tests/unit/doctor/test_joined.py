@@ -1,0 +1,173 @@
+"""Nodes that call in: the doctor's processes on this machine, each a node."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.agents import call_all
+from hybridrl.doctor.joined import JoinedAgents, listens_here, parse_place, serve
+
+SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def serving(address, count, **environment):
+    """`count` nodes beside the head; killed at the end."""
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVE, address],
+            env=os.environ | environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with serving(address, 2) as nodes:
+        with JoinedAgents(address, 3, timeout_s=20) as agents:
+            yield agents
+        assert [node.wait(10) for node in nodes] == [0, 0]
+
+
+def test_each_node_is_a_process_of_its_own_and_keeps_it(cluster):
+    first = call_all(cluster, os.getpid)
+    assert first == call_all(cluster, os.getpid)
+    assert first[cluster.nodes[0]].value == os.getpid()
+    assert len({answer.value for answer in first.values()}) == 3
+
+
+def test_nodes_that_share_host_and_address_are_told_apart(cluster):
+    assert len(set(cluster.nodes)) == 3
+    assert all(name.startswith(socket.gethostname()) for name in cluster.nodes)
+    assert set(cluster.addresses.values()) == {"127.0.0.1"}
+
+
+def test_nodes_work_at_the_same_time(cluster):
+    start = time.monotonic()
+    call_all(cluster, time.sleep, 0.5)
+    assert time.monotonic() - start < 1.0
+
+
+def test_a_function_runs_where_it_has_arguments_alone(cluster):
+    node = cluster.nodes[1]
+    answers = cluster.call_each(divmod, {node: (7, 2)}, 5.0)
+    assert answers[node].value == (3, 1) and list(answers) == [node]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "says"),
+    [(int, ("x",), "ValueError"), (time.sleep, (2.0,), "within 0.3 s"), (open, ("/",), "IsADirec")],
+)
+def test_a_failure_is_an_answer(cluster, function, arguments, says):
+    answers = call_all(cluster, function, *arguments, timeout_s=0.3)
+    assert all(says in answer.error for answer in answers.values()), answers
+
+
+def test_what_cannot_travel_is_an_answer(cluster):
+    answers = call_all(cluster, open, os.devnull)
+    here, *others = answers.values()
+    here.value.close()
+    assert all("pickle" in answer.error for answer in others), others
+
+
+def test_a_node_that_dies_is_an_answer(address):
+    with serving(address, 1) as (node,), JoinedAgents(address, 2, timeout_s=20) as agents:
+        other = agents.nodes[1]
+        assert agents.call_each(os.getpid, {other: ()}, 5.0)[other].value == node.pid
+        node.kill()
+        for _ in range(2):
+            assert "hung up" in agents.call_each(os.getpid, {other: ()}, 5.0)[other].error
+
+
+def test_who_called_in_is_named_when_one_is_missing(address):
+    with serving(address, 1), pytest.raises(ConfigError) as raised:
+        JoinedAgents(address, 3, timeout_s=1).__enter__()
+    (text,) = raised.value.problems
+    assert text.startswith("2 of 3 nodes called in within 1 s: 127.0.0.1")
+    assert f"--join {address} --nodes 3" in text
+
+
+def test_another_key_is_refused_on_both_sides(address):
+    with serving(address, 1, HYBRIDRL_DOCTOR_KEY="other") as (node,):
+        with pytest.raises(ConfigError, match=r"127.0.0.1 has another key \(set HYBRIDRL_DOCTOR_K"):
+            JoinedAgents(address, 2, timeout_s=1).__enter__()
+        assert node.wait(10) != 0
+        assert "Set HYBRIDRL_DOCTOR_KEY to the same word on all nodes" in node.stderr.read()
+
+
+def test_rays_token_is_the_key_where_there_is_one(address, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    with serving(address, 1), JoinedAgents(address, 2, timeout_s=20) as agents:
+        assert len(call_all(agents, os.getpid)) == 2
+
+
+def test_a_silent_caller_holds_up_nobody(address):
+    agents = JoinedAgents(address, 2, timeout_s=20)
+    with ThreadPoolExecutor(1) as thread:
+        entering = thread.submit(agents.__enter__)
+        silent = connected(address)
+        with silent, serving(address, 1):
+            start = time.monotonic()
+            with entering.result():
+                assert time.monotonic() - start < 2.0 and len(agents.nodes) == 2
+
+
+def connected(address):
+    """A connection to the head, which may take a moment to listen."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(parse_place(address))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_head_that_is_not_there_is_named(address):
+    with pytest.raises(ConfigError, match="cannot reach the head .* Connection refused"):
+        serve(address, 0.5)
+
+
+def test_somebody_else_at_the_heads_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="not a doctor that waits for nodes"):
+            serve(address, 0.5)
+        with pytest.raises(ConfigError, match="cannot listen there: Address already in use"):
+            JoinedAgents(address, 2, 1.0).__enter__()
+
+
+def test_only_the_node_with_the_heads_address_listens():
+    assert listens_here("127.0.0.1:29400")
+    assert not listens_here("192.0.2.77:29400")
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "10.0.0.1:", ":1", "a:b", "a:70000"])
+def test_a_place_is_host_and_port(text):
+    with pytest.raises(ConfigError, match="expected HEAD:PORT"):
+        parse_place(text)
+    assert parse_place("[fd00::1]:29400") == ("fd00::1", 29400)
