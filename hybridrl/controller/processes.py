@@ -13,9 +13,13 @@ from typing import NamedTuple
 
 import psutil
 
+from hybridrl.config.choices import Accelerator
+
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+# What Ray's object store is to have there: room for a few steps' batches.
+STORE_BYTES = {Accelerator.gpu: 2048 * 2**20, Accelerator.cpu: 256 * 2**20}
 STACK_SIGNAL = signal.SIGUSR1
 # Seconds after which a killed process that is still there will stay (it hangs in the kernel).
 KILL_TIMEOUT_S = 2.0
