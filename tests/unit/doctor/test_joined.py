@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -127,13 +127,14 @@ def test_rays_token_is_the_key_where_there_is_one(address, monkeypatch):
 
 def test_a_silent_caller_holds_up_nobody(address):
     agents = JoinedAgents(address, 2, timeout_s=20)
-    with ThreadPoolExecutor(1) as thread:
-        entering = thread.submit(agents.__enter__)
-        silent = connected(address)
-        with silent, serving(address, 1):
-            start = time.monotonic()
-            with entering.result():
-                assert time.monotonic() - start < 2.0 and len(agents.nodes) == 2
+    with ExitStack() as stack:
+        entering = stack.enter_context(ThreadPoolExecutor(1)).submit(agents.__enter__)
+        stack.enter_context(connected(address))
+        stack.enter_context(serving(address, 1))
+        start = time.monotonic()
+        assert len(entering.result().nodes) == 2
+        assert time.monotonic() - start < 2.0
+        agents.__exit__(None, None, None)
 
 
 def connected(address):
@@ -148,7 +149,7 @@ def connected(address):
 
 
 def test_a_head_that_is_not_there_is_named(address):
-    with pytest.raises(ConfigError, match="cannot reach the head .* Connection refused"):
+    with pytest.raises(ConfigError, match=r"cannot reach the head .* Connection refused"):
         serve(address, 0.5)
 
 
