@@ -1,0 +1,192 @@
+"""host.gpus: the GPUs by nvidia-smi, against those that CUDA shows to a process of the run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.schema import RunConfig
+from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
+
+QUERY_S, LOOK_S = 30.0, 60.0
+FIELDS = ("uuid", "name", "driver_version", "memory.total", "memory.free")
+# Asked for by itself, as drivers name it in two ways.
+THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
+# What a fresh process sees through the driver, without torch: UUIDs as nvidia-smi writes them.
+LOOK = """
+import ctypes, json, uuid
+cuda = ctypes.CDLL("libcuda.so.1")
+def call(name, *arguments):
+    code = getattr(cuda, name)(*arguments)
+    if code:
+        raise SystemExit(f"{name} returned {code}")
+call("cuInit", 0)
+count = ctypes.c_int()
+call("cuDeviceGetCount", ctypes.byref(count))
+found = []
+for index in range(count.value):
+    raw = (ctypes.c_ubyte * 16)()
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDeviceGetUuid", raw, device)
+    found.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+print(json.dumps(found))
+"""
+
+
+class Smi(NamedTuple):
+    """A GPU by nvidia-smi: memory in MiB, and whether it slows down because of heat or power."""
+
+    uuid: str
+    name: str
+    driver: str
+    total_mib: int
+    free_mib: int
+    slowed: bool
+
+
+class GPUFacts(NamedTuple):
+    """The GPUs of a node.
+
+    Attributes:
+        smi: all of them; None without nvidia-smi.
+        error: why nvidia-smi gives no answer.
+        seen: UUIDs that CUDA shows to a process started from here.
+        look_error: why it shows none.
+        visible: CUDA_VISIBLE_DEVICES; None: unset.
+    """
+
+    smi: list[Smi] | None
+    error: str = ""
+    seen: tuple[str, ...] = ()
+    look_error: str = ""
+    visible: str | None = None
+
+
+def gpu_facts() -> GPUFacts:
+    """The GPUs of this node."""
+    if shutil.which("nvidia-smi") is None:
+        return GPUFacts(None, "there is no nvidia-smi")
+    text, error = ask(",".join(FIELDS))
+    if error:
+        return GPUFacts(None, error)
+    slowed = _slowed()
+    smi = parse(text, slowed)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", LOOK],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
+    if child.returncode != 0:
+        last = child.stderr.strip().splitlines()[-1:]
+        return GPUFacts(smi, look_error="".join(last), visible=visible)
+    return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
+
+
+def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
+    """nvidia-smi's answer as lines of values, and why there is none.
+
+    Args:
+        fields: separated by commas.
+        what: gpu or compute-apps.
+    """
+    query = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=False)
+    except FileNotFoundError:
+        return "", "there is no nvidia-smi"
+    except subprocess.TimeoutExpired:
+        return "", f"nvidia-smi gave no answer within {QUERY_S:g} s"
+    if answer.returncode != 0:
+        return "", f"nvidia-smi: {(answer.stdout + answer.stderr).strip()}"
+    return answer.stdout, ""
+
+
+def parse(text: str, slowed: list[bool]) -> list[Smi]:
+    """GPUs from lines of `FIELDS`; those without numbers, as under MIG, are left out."""
+    found = []
+    for index, line in enumerate(text.splitlines()):
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == len(FIELDS) and parts[3].isdigit() and parts[4].isdigit():
+            uuid, name, driver, total, free = parts
+            is_slowed = index < len(slowed) and slowed[index]
+            found.append(Smi(uuid, name, driver, int(total), int(free), is_slowed))
+    return found
+
+
+def _slowed() -> list[bool]:
+    """Whether each GPU is slowed down by hardware: heat or a power brake."""
+    for name in THROTTLE:
+        text, error = ask(f"{name}.hw_slowdown")
+        if not error:
+            return [line.strip() == "Active" for line in text.splitlines()]
+    return []
+
+
+def judge_gpus(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
+    """host.gpus."""
+    check = "host.gpus"
+    if config.hardware.accelerator is not Accelerator.gpu:
+        return [skipped(check, node, "hardware = cpu")]
+    if facts.smi is None:
+        if facts.error == "there is no nvidia-smi":
+            return [skipped(check, node, facts.error)]
+        advice = "Look at dmesg | grep -i nvrm; a reboot or a new driver may be needed"
+        return [fail(check, node, facts.error, advice)]
+    found = [
+        warn(
+            check,
+            node,
+            f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)",
+            "Look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
+        )
+        for gpu in facts.smi
+        if gpu.slowed
+    ]
+    found += _seen(node, facts, config)
+    return found or [
+        ok(
+            check,
+            node,
+            f"{len(facts.smi)} x {facts.smi[0].name if facts.smi else 'GPU'}, driver "
+            f"{facts.smi[0].driver if facts.smi else '?'}; a process sees "
+            f"{', '.join(facts.seen)}",
+        )
+    ]
+
+
+def _seen(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
+    """What a process of the run sees, against what there is and what it needs."""
+    check = "host.gpus"
+    assert facts.smi is not None
+    remedy = (
+        "Docker: --gpus all; Slurm: --gpus-per-node=...; look at CUDA_VISIBLE_DEVICES and "
+        "ls -l /dev/nvidia*"
+    )
+    if facts.look_error:
+        evidence = f"nvidia-smi lists {len(facts.smi)} GPUs, CUDA none: {facts.look_error}"
+        return [fail(check, node, evidence, remedy)]
+    listed = [gpu.uuid for gpu in facts.smi]
+    missing = [uuid for uuid in listed if uuid not in facts.seen]
+    if missing and facts.visible is None:
+        evidence = f"nvidia-smi lists {len(listed)} GPUs, a process sees not {', '.join(missing)}"
+        return [fail(check, node, evidence, remedy)]
+    slots = config.cluster.gpus_per_node
+    assert slots is not None
+    if len(facts.seen) < slots:
+        evidence = (
+            f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES="
+            f"{facts.visible if facts.visible is not None else '(unset)'}), "
+            f"cluster.gpus_per_node = {slots}"
+        )
+        return [fail(check, node, evidence, f"{remedy}; or lower cluster.gpus_per_node")]
+    return []

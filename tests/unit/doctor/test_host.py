@@ -1,0 +1,342 @@
+"""The first stage: variables of this process, invented nodes against each other, GPUs as told."""
+
+import time
+
+import pytest
+from host_cases import assert_finds, case, facts, of, the
+
+from hybridrl.config.choices import Accelerator, SleepMode
+from hybridrl.controller.agents import Answer
+from hybridrl.doctor import host
+from hybridrl.doctor.catalog import CHECKS
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host_cgroup import cgroup_facts
+from hybridrl.doctor.host_devices import judge_allocator, judge_visible
+from hybridrl.doctor.host_facts import Limits
+from hybridrl.doctor.host_gpus import GPUFacts, Smi, judge_gpus, parse
+from hybridrl.doctor.host_judgements import judge_clocks, judge_limits
+from hybridrl.doctor.host_nodes import judge_communication, judge_versions
+from hybridrl.doctor.host_variables import bypasses, judge_variables
+from tests.run_configs import run_config
+
+GPUS = ("GPU-aaaa", "GPU-bbbb")
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return run_config()
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """The same, as if it were for GPUs."""
+    config = run_config()
+    config.hardware.accelerator = Accelerator.gpu
+    config.rollout.sleep = SleepMode.all
+    return config
+
+
+def test_this_machine_passes_whole(cpu):
+    findings = host.check(case(config=cpu))
+    ids = {check for check in CHECKS if check.startswith("host.")}
+    assert {finding.check for finding in findings} == ids
+    assert not [f for f in findings if f.verdict is Verdict.fail]
+
+
+def test_quick_leaves_out_what_takes_long(cpu):
+    start = time.perf_counter()
+    checks = {finding.check for finding in host.check(case(config=cpu, quick=True))}
+    assert time.perf_counter() - start < 2.0
+    assert "host.shm" in checks and not {"host.gpus", "host.clock"} & checks
+
+
+class Silent:
+    """Two nodes, of which one answers."""
+
+    nodes = ("a", "b")
+
+    def call_each(self, function, arguments, timeout_s):
+        del arguments, timeout_s
+        return {"a": Answer(function()), "b": Answer(error="no answer within 30 s")}
+
+
+def test_a_node_that_does_not_answer_is_named(cpu):
+    findings = host.check(case(config=cpu, agents=Silent(), quick=True))
+    (silent,) = [f for f in findings if f.node == "b"]
+    assert_finds(silent, Verdict.fail, "no answer within 30 s", "ssh b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("RAY_DEBUG_POST_MORTEM", "1", "waits for a debugger"),
+        ("RAY_PDB", "1", "does not read it"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow"),
+        ("OMP_NUM_THREADS", "1", "torch uses one core"),
+        ("TORCHELASTIC_RUN_ID", "x", "torchrun's"),
+    ],
+)
+def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
+    monkeypatch.setenv(name, value)
+    finding = the(host.check(case(config=cpu, quick=True)), "host.variables")
+    assert_finds(finding, Verdict.warn, why, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_P2P_LEVEL", "LOC"),
+        ("NCCL_SHM_DISABLE", "1"),
+        ("NCCL_IB_DISABLE", "1"),
+        ("NCCL_NET", "Socket"),
+        ("NCCL_DEBUG", "TRACE"),
+        ("CUDA_LAUNCH_BLOCKING", "1"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+    ],
+)
+def test_variables_of_gpus_matter_there_alone(cpu, gpu, name, value):
+    node = {"a": facts(environment={name: value})}
+    assert_finds(the(judge_variables(node, {}, gpu), "host.variables"), Verdict.warn, name, name)
+    assert the(judge_variables(node, {}, cpu), "host.variables").verdict is Verdict.ok
+
+
+def test_values_that_do_no_harm_pass(gpu):
+    harmless = {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN", "RAY_DEBUG": "1"}
+    finding = the(judge_variables({"a": facts(environment=harmless)}, {}, gpu), "host.variables")
+    assert finding.verdict is Verdict.ok
+
+
+@pytest.mark.parametrize(
+    ("environment", "evidence"),
+    [
+        (
+            {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+            "it contradicts TORCH_NCCL_ASYNC_ERROR_HANDLING=3",
+        ),
+        (
+            {"RAY_DEBUG": "legacy", "RAY_DEBUG_POST_MORTEM": "1"},
+            "it contradicts RAY_DEBUG_POST_MORTEM=1",
+        ),
+    ],
+)
+def test_contradictions_are_named(gpu, environment, evidence):
+    findings = judge_variables({"a": facts(environment=environment)}, {}, gpu)
+    assert any(evidence in f.evidence and f.verdict is Verdict.warn for f in findings)
+
+
+def test_a_proxy_between_nodes_warns_unless_no_proxy_covers_them(cpu):
+    def judged(**environment):
+        nodes = {
+            "a": facts(environment=environment),
+            "b": facts(address="10.0.0.2"),
+            "c": facts(address="10.0.1.3"),
+        }
+        return of(judge_variables(nodes, {}, cpu), "host.variables")[0]
+
+    finding = judged(https_proxy="set", no_proxy="localhost,10.0.0.0/24")
+    assert_finds(finding, Verdict.warn, "leaves out 10.0.1.3:", "export no_proxy=")
+    assert judged(https_proxy="set", no_proxy="localhost,10.0.0.0/16").verdict is Verdict.ok
+    assert judged(no_proxy="").verdict is Verdict.ok
+
+
+def test_the_address_of_a_proxy_stays_on_its_node(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://name:password@proxy:3128")
+    assert host.environment()["https_proxy"] == "set"
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "covered"),
+    [("*", True), ("10.1.2.3", True), ("10.0.0.0/8", True), ("10.1.2.4,host", False), ("", False)],
+)
+def test_what_no_proxy_covers(no_proxy, covered):
+    assert bypasses("10.1.2.3", no_proxy) is covered
+
+
+@pytest.mark.parametrize(
+    ("environment", "evidence"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}, "go by different ones"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, "Ray refuses"),
+        ({"CUDA_VISIBLE_DEVICES": "0,7"}, "7 is none of the node's 2 GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-cccc"}, "GPU-cccc is none of"),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "named twice"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
+    ],
+)
+def test_visible_devices_that_hide_gpus_fail(gpu, environment, evidence):
+    finding = judge_visible("a", environment, GPUS, gpu)
+    assert_finds(finding, Verdict.fail, evidence, "_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"CUDA_VISIBLE_DEVICES": "1,0"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-bb"},
+        {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"},
+    ],
+)
+def test_visible_devices_that_agree_pass(gpu, environment):
+    assert judge_visible("a", environment, GPUS, gpu).verdict is Verdict.ok
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_expandable_segments_that_vllm_does_not_see_fail(gpu, name):
+    finding = judge_allocator("a", {name: "expandable_segments:True"}, gpu)
+    assert_finds(finding, Verdict.fail, "rollout.sleep = all", f"unset {name}, or rollout.sleep")
+
+
+def test_expandable_segments_that_vllm_switches_off_warn(gpu):
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    finding = judge_allocator("a", environment, gpu)
+    assert_finds(finding, Verdict.warn, "switch it off for its memory pool", "unset PYTORCH_CUDA")
+
+
+def test_expandable_segments_without_sleep_pass(gpu, monkeypatch):
+    monkeypatch.setattr(gpu.rollout, "sleep", SleepMode.none)
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert judge_allocator("a", environment, gpu).verdict is Verdict.ok
+
+
+def with_torch(version, **more):
+    return facts(versions={"python": "3.11.7", "torch": version, **more})
+
+
+def test_the_odd_version_is_named_with_its_node():
+    nodes = {"a": with_torch("2.11.0"), "b": with_torch("2.11.0"), "c": with_torch("2.10.0")}
+    finding = the(judge_versions(nodes), "host.versions")
+    assert finding.node == "c"
+    evidence = "torch 2.10.0 here, torch 2.11.0 on a and 1 more"
+    assert_finds(finding, Verdict.fail, evidence, "pip install torch==2.11.0")
+
+
+def test_of_two_nodes_the_drivers_version_counts():
+    nodes = {"a": with_torch("2.11.0"), "b": with_torch("2.11.0", vllm="0.25.1")}
+    finding = the(judge_versions(nodes), "host.versions")
+    assert (finding.node, finding.verdict) == ("b", Verdict.fail)
+    assert "vllm 0.25.1 here, vllm none on a" in finding.evidence
+
+
+def test_another_driver_warns():
+    nodes = {"a": with_torch("2.11.0", driver="570"), "b": with_torch("2.11.0", driver="550")}
+    assert the(judge_versions(nodes), "host.versions").verdict is Verdict.warn
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "verdict"),
+    [
+        ("NCCL_ALGO", ("Ring", "Tree", "Ring"), Verdict.fail),
+        ("NCCL_IB_DISABLE", ("0", "1", "0"), Verdict.fail),
+        ("GLOO_DEVICE_TRANSPORT", ("tcp", None, "tcp"), Verdict.fail),
+        ("NCCL_SOCKET_IFNAME", ("eth0", "ens3", "eth0"), Verdict.warn),
+        ("NCCL_DEBUG", ("INFO", None, "INFO"), Verdict.warn),
+    ],
+)
+def test_communication_variables_that_differ_are_named(name, values, verdict):
+    nodes = {
+        node: facts(environment={} if value is None else {name: value})
+        for node, value in zip("abc", values, strict=True)
+    }
+    finding = the(judge_communication(nodes), "host.communication_variables")
+    assert finding.node == "b"
+    evidence = f"{name}={values[1] or '(unset)'} here, {name}={values[0]} on a and 1 more"
+    assert_finds(finding, verdict, evidence, f"Set {name} the same on all nodes")
+
+
+def test_equal_communication_variables_are_listed():
+    nodes = dict.fromkeys("ab", facts(environment={"NCCL_ALGO": "Ring"}))
+    finding = the(judge_communication(nodes), "host.communication_variables")
+    assert (finding.verdict, finding.evidence) == (Verdict.ok, "NCCL_ALGO=Ring")
+
+
+@pytest.mark.parametrize(("skew", "verdict"), [(2.5, Verdict.warn), (-90.0, Verdict.fail)])
+def test_a_clock_that_is_wrong_is_named(skew, verdict):
+    (finding,) = judge_clocks({"a": 0.0, "b": skew})
+    assert finding.node == "b"
+    side = "ahead of" if skew > 0 else "behind"
+    assert_finds(finding, verdict, f"{abs(skew):.1f} s {side} the driver's", "chronyc makestep")
+
+
+class Clocks:
+    """Nodes that answer late, with clocks that are off by so many seconds."""
+
+    def __init__(self, **offsets):
+        self.offsets = offsets
+        self.nodes = list(offsets)
+
+    def call_each(self, function, arguments, timeout_s):
+        del timeout_s
+        answers = {}
+        for node in arguments:
+            time.sleep(0.03)
+            answers[node] = Answer(function() + self.offsets[node])
+        return answers
+
+
+def test_slow_answers_are_no_skew():
+    skews = host.clock_skews(Clocks(a=0.0, b=0.0, c=5.0, d=-5.0))
+    assert skews["a"] == skews["b"] == 0.0
+    assert 4.8 < skews["c"] <= 5.0
+    assert -5.0 <= skews["d"] < -4.8
+
+
+@pytest.mark.parametrize(("devices", "verdict"), [(("mlx5_0",), Verdict.fail), ((), Verdict.ok)])
+def test_little_locked_memory_fails_beside_infiniband(devices, verdict):
+    (finding,) = judge_limits("a", Limits(65536, 65536, 64 * 2**10, None), 8, devices)
+    assert finding.verdict is verdict
+    assert "--ulimit memlock=-1" in finding.advice or verdict is Verdict.ok
+
+
+def test_cgroup_v2_is_read_up_to_its_root(tmp_path):
+    """Files as Linux writes them: the narrowest limit is not the process's own group's."""
+    group = tmp_path / "sys/fs/cgroup/system.slice/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/job\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    around = group.parent
+    (around / "memory.max").write_text("8000\n")
+    (around / "memory.current").write_text("7000\n")
+    (around / "memory.stat").write_text("anon 5000\ninactive_file 1500\nactive_file 500\n")
+    (around / "cpu.max").write_text("250000 100000\n")
+    (around / "pids.max").write_text("400\n")
+    (around / "pids.current").write_text("30\n")
+    found = cgroup_facts(tmp_path)
+    assert (found.memory.limit, found.memory.used, found.memory.left) == (8000, 5000, 3000)
+    assert found.cores == 2.5
+    assert found.threads.left == 370
+
+
+H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, False)
+
+
+def test_nvidia_smi_lines_are_read():
+    text = "GPU-aaaa, NVIDIA H200, 570.1, 143771, 143000\nGPU-bbbb, NVIDIA H200, 570.1, [N/A], 1\n"
+    assert parse(text, [False, False]) == [H200]
+
+
+@pytest.mark.parametrize(
+    ("found", "evidence"),
+    [
+        (GPUFacts([H200], seen=(), visible=None), "a process sees not GPU-aaaa"),
+        (GPUFacts([H200], look_error="cuInit returned 100"), "CUDA none: cuInit returned 100"),
+        (GPUFacts([H200], seen=(), visible="-1"), "a process sees 0 GPUs"),
+        (GPUFacts(None, "nvidia-smi: Driver/library version mismatch"), "version mismatch"),
+    ],
+)
+def test_gpus_that_a_process_does_not_see_fail(gpu, found, evidence):
+    (finding,) = judge_gpus("a", found, gpu)
+    assert finding.verdict is Verdict.fail
+    assert evidence in finding.evidence
+
+
+def test_gpus_that_are_seen_pass_and_hot_ones_warn(gpu):
+    (finding,) = judge_gpus("a", GPUFacts([H200], seen=("GPU-aaaa",)), gpu)
+    assert finding.verdict is Verdict.ok
+    hot = GPUFacts([H200._replace(slowed=True)], seen=("GPU-aaaa",))
+    (finding,) = judge_gpus("a", hot, gpu)
+    assert_finds(finding, Verdict.warn, "slowed down", "TEMPERATURE")
