@@ -31,6 +31,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from timing import hardware, min_median_max
 
+from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.given import Given
 from hybridrl.config.load import examine
 from hybridrl.config.machine import local_machine
@@ -144,6 +145,8 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
     config = examined.config
     return PoolConfig(
         cluster=config.cluster,
+        slots_on_nodes=slots_on_nodes(config),
+        allow_straddle=False,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
         ranks_per_engine=1,

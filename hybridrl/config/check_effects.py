@@ -230,6 +230,13 @@ def _idle_rollout(config: RunConfig) -> Iterator[Idle]:
             "hardware = cpu, where vLLM cannot give memory back",
             "set hardware=gpu",
         )
+    if config.placement.slots_on_nodes is not None:
+        yield Idle(
+            ("cluster.gpus_per_node",),
+            "placement.slots_on_nodes",
+            f"placement.slots_on_nodes = {config.placement.slots_on_nodes}",
+            "set placement.slots_on_nodes=null",
+        )
     if world_size(config) == config.rollout.tensor_parallel_size:
         yield Idle(
             ("rollout.straggler_ratio",),

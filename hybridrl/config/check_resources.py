@@ -30,6 +30,9 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     wanted = config.cluster.gpus_per_node
     assert wanted is not None
     if config.hardware.accelerator is Accelerator.gpu:
+        if config.placement.slots_on_nodes is not None:
+            yield from _uneven_problems(config.placement.slots_on_nodes, machine)
+            return
         there = gpus_on_each(machine, config.cluster.nodes)
         if machine.gpus and wanted > there:
             yield (
@@ -48,10 +51,27 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
+def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
+    """Whether nodes have the GPUs that placement.slots_on_nodes wants, largest for largest."""
+    there = gpu_counts(machine, len(slots))
+    if machine.gpus and any(
+        wanted > found for wanted, found in zip(sorted(slots, reverse=True), there, strict=False)
+    ):
+        yield (
+            f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
+            f"({machine.describe()}).\n"
+            f"Set placement.slots_on_nodes={there} or less."
+        )
+
+
+def gpu_counts(machine: Machine, nodes: int) -> list[int]:
+    """GPUs of each of the `nodes` best equipped nodes, most first."""
+    return sorted((len(node.gpus) for node in machine.nodes), reverse=True)[:nodes]
+
+
 def gpus_on_each(machine: Machine, nodes: int) -> int:
     """GPUs that each of the `nodes` best equipped nodes has."""
-    counts = sorted((len(node.gpus) for node in machine.nodes), reverse=True)
-    return min(counts[:nodes])
+    return min(gpu_counts(machine, nodes))
 
 
 def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -9,16 +9,25 @@ from hybridrl.config.schema import RunConfig
 VOCAB_PADDING = 64
 
 
-def world_size(config: RunConfig) -> int:
-    """Ranks of the run: one process per GPU or CPU slot."""
+def slots_on_nodes(config: RunConfig) -> list[int]:
+    """Ranks on each node, one process per GPU or CPU slot."""
+    if config.placement.slots_on_nodes is not None:
+        return config.placement.slots_on_nodes
     assert config.cluster.gpus_per_node is not None
-    return config.cluster.nodes * config.cluster.gpus_per_node
+    return [config.cluster.gpus_per_node] * config.cluster.nodes
+
+
+def world_size(config: RunConfig) -> int:
+    """Ranks of the run."""
+    return sum(slots_on_nodes(config))
 
 
 def world_text(config: RunConfig) -> str:
     """'8 ranks (cluster.nodes = 1 x cluster.gpus_per_node = 8)'."""
     cluster = config.cluster
     world = world_size(config)
+    if config.placement.slots_on_nodes is not None:
+        return f"{world} ranks (placement.slots_on_nodes = {config.placement.slots_on_nodes})"
     return (
         f"{world} rank{'s' if world != 1 else ''} (cluster.nodes = {cluster.nodes} x "
         f"cluster.gpus_per_node = {cluster.gpus_per_node})"
@@ -49,9 +58,37 @@ def mesh_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def uneven_problems(config: RunConfig) -> Iterator[str]:
+    """Whether placement.slots_on_nodes has an entry for each node."""
+    slots, nodes = config.placement.slots_on_nodes, config.cluster.nodes
+    if slots is not None and len(slots) != nodes:
+        yield (
+            f"placement.slots_on_nodes = {slots} names {len(slots)} node(s), but cluster.nodes = "
+            f"{nodes}.\nSet cluster.nodes={max(1, len(slots))}."
+        )
+
+
 def engine_problems(config: RunConfig) -> Iterator[str]:
-    """Whether vLLM engines fit onto the nodes."""
+    """Whether vLLM engines fit onto the nodes, or, where they may straddle, onto all of them."""
     tp, per_node = config.rollout.tensor_parallel_size, config.cluster.gpus_per_node
+    if config.placement.allow_straddle:
+        if world_size(config) % tp:
+            yield (
+                f"rollout.tensor_parallel_size = {tp} does not divide {world_text(config)}.\n"
+                f"Set it to one of {listed(divisors(world_size(config)))}."
+            )
+        return
+    if config.placement.slots_on_nodes is not None:
+        uneven = [slots for slots in config.placement.slots_on_nodes if slots % tp]
+        if uneven:
+            yield (
+                f"rollout.tensor_parallel_size = {tp} does not divide {uneven[0]} of "
+                f"placement.slots_on_nodes = {config.placement.slots_on_nodes}: the ranks of one "
+                f"engine must lie on one node.\n"
+                f"Use multiples of {tp} and leave the rest of a node's GPUs idle, or set "
+                f"placement.allow_straddle=true, which is slow."
+            )
+        return
     assert per_node is not None
     if per_node % tp:
         yield (

@@ -96,6 +96,14 @@ class Offload(StrEnum):
     idle_all = "idle_all"
 
 
+class DoctorChecks(StrEnum):
+    """What a run checks of its machines by itself."""
+
+    quick = "quick"
+    full = "full"
+    none = "none"
+
+
 class Init(StrEnum):
     """Where a model's first weights come from."""
 

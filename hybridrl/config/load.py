@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
-from hybridrl.config.check_resources import gpu_count_problems, gpus_on_each
+from hybridrl.config.check_resources import gpu_count_problems, gpu_counts, gpus_on_each
 from hybridrl.config.check_reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.check_sizes import mesh_problems, world_size
 from hybridrl.config.choices import Accelerator
@@ -227,6 +227,7 @@ def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
 def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
     """Put numbers in place of the nulls that mean "derive it"."""
     cluster, fsdp = config.cluster, config.fsdp
+    _resolve_nodes(config, machine, report)
     if cluster.gpus_per_node is None and report.usable(["cluster.gpus_per_node"]):
         cluster.gpus_per_node = _slots(config, machine, report)
         if cluster.gpus_per_node is None:
@@ -244,6 +245,22 @@ def _resolve(config: RunConfig, machine: Machine, report: Report) -> None:
         config.rollout.max_num_seqs = _num_seqs(config, report)
     if config.reward.num_processes is None:
         config.reward.num_processes = min(MAX_REWARD_PROCESSES, machine.nodes[0].cores)
+
+
+def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:
+    """Unequal nodes: those that were given, or else GPUs as the machine's nodes have them."""
+    cluster, placement = config.cluster, config.placement
+    keys = ["cluster.nodes", "cluster.gpus_per_node", "placement", "rollout.tensor_parallel_size"]
+    if not report.usable([*keys, "hardware.accelerator"]):
+        return
+    if placement.slots_on_nodes is None and cluster.gpus_per_node is None:
+        counts = gpu_counts(machine, cluster.nodes)
+        tp = 1 if placement.allow_straddle else config.rollout.tensor_parallel_size
+        unequal = len(set(counts)) > 1 and min(counts) >= tp
+        if config.hardware.accelerator is Accelerator.gpu and unequal:
+            placement.slots_on_nodes = [count // tp * tp for count in counts]
+    if placement.slots_on_nodes:
+        cluster.gpus_per_node = max(placement.slots_on_nodes)
 
 
 def _num_seqs(config: RunConfig, report: Report) -> int:

@@ -1,10 +1,13 @@
 """The resolved plan of a run for readers: who runs where, holds what and computes how much."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from hybridrl.config.check_sizes import data_shards, world_size, world_text
+from hybridrl.config.check_sizes import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.choices import Accelerator, Init, Layout
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
@@ -85,8 +88,7 @@ def _data(data: DataConfig) -> str:
 def _placement(config: RunConfig, machine: Machine) -> RenderableType:
     """Ranks in order of (node, slot), and which copy and shard of the weights each holds."""
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
-    per_node = config.cluster.gpus_per_node
-    assert per_node is not None and fsdp.dp_shard is not None
+    assert fsdp.dp_shard is not None
     slot = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
     title = (
         f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
@@ -98,19 +100,36 @@ def _placement(config: RunConfig, machine: Machine) -> RenderableType:
     names = node_names(config, machine)
     world = world_size(config)
     order = ranks_by_shard(fsdp)
-    step = 1 if world <= MAX_RANKS_LISTED else per_node
-    for first in range(0, world, step):
-        last = first + step - 1
+    single = world <= MAX_RANKS_LISTED
+    for node, slots in _rows(slots_on_nodes(config), single):
+        first, last = slots[0].rank, slots[-1].rank
         table.add_row(
             _span(first, last),
-            names[first // per_node],
-            _span(first % per_node, last % per_node),
+            names[node],
+            _span(slots[0].number, slots[-1].number),
             _span(first // fsdp.dp_shard, last // fsdp.dp_shard),
-            str(order.index(first % fsdp.dp_shard)) if step == 1 else f"0..{fsdp.dp_shard - 1}",
+            str(order.index(first % fsdp.dp_shard)) if single else f"0..{fsdp.dp_shard - 1}",
             _span(first // tp, last // tp),
-            str(first % tp) if step == 1 else f"0..{tp - 1}",
+            str(first % tp) if single else f"0..{tp - 1}",
         )
     return Group(title, table)
+
+
+class _Slot(NamedTuple):
+    """A rank and its number on its node."""
+
+    rank: int
+    number: int
+
+
+def _rows(slots_on_nodes: list[int], single: bool) -> Iterator[tuple[int, list[_Slot]]]:
+    """What stands in one line: a node's ranks one by one, or all of them; with the node."""
+    rank = 0
+    for node, count in enumerate(slots_on_nodes):
+        slots = [_Slot(rank + number, number) for number in range(count)]
+        rank += count
+        for line in [[slot] for slot in slots] if single else [slots]:
+            yield node, line
 
 
 def node_names(config: RunConfig, machine: Machine) -> list[str]:
@@ -232,13 +251,11 @@ def _remarks(config: RunConfig, machine: Machine) -> list[str]:
             f"longest sequence ({longest}{f' / {fsdp.ulysses_size}' if share < longest else ''}); "
             f"such a one is a micro-batch of its own."
         )
-    per_node = config.cluster.gpus_per_node
-    assert per_node is not None
-    if per_node % fsdp.ulysses_size:
+    if any(slots % fsdp.ulysses_size for slots in slots_on_nodes(config)):
         remarks.append(
-            f"Note: fsdp.ulysses_size = {fsdp.ulysses_size} does not divide cluster.gpus_per_node "
-            f"= {per_node}: ranks that share sequences lie on several nodes and exchange every "
-            f"layer's activations between these."
+            f"Note: fsdp.ulysses_size = {fsdp.ulysses_size} does not divide the ranks of each node "
+            f"({world_text(config)}): ranks that share sequences lie on several nodes and exchange "
+            f"every layer's activations between these."
         )
     if fsdp.layout is Layout.aligned and tp > 1 and not is_nested(fsdp):
         remarks.append(

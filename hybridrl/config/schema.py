@@ -11,6 +11,7 @@ from hybridrl.config.choices import (
     Accelerator,
     Accumulation,
     Aggregation,
+    DoctorChecks,
     DType,
     Init,
     Layout,
@@ -77,6 +78,23 @@ class ClusterConfig:
     rendezvous_ports: list[int]
     start_timeout_s: float
     call_timeout_s: float
+    stall_timeout_s: float
+
+
+@dataclass(kw_only=True)
+class PlacementConfig:
+    """conf/placement. slots_on_nodes is null where all nodes are alike."""
+
+    slots_on_nodes: list[int] | None
+    allow_straddle: bool
+
+
+@dataclass(kw_only=True)
+class DoctorConfig:
+    """conf/doctor."""
+
+    checks: DoctorChecks
+    minimal_training: bool
 
 
 @dataclass(kw_only=True)
@@ -271,6 +289,7 @@ class RunConfig:
     data: DataConfig
     fsdp: FSDPConfig
     cluster: ClusterConfig
+    placement: PlacementConfig
     algorithm: AlgorithmConfig
     lora: LoRAConfig | None
     actor: Any
@@ -283,3 +302,4 @@ class RunConfig:
     eval: EvalConfig
     environment: EnvironmentConfig | None
     tracking: TrackingConfig
+    doctor: DoctorConfig

@@ -28,7 +28,7 @@ from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
 
-RANKS = ("cluster.nodes", "cluster.gpus_per_node")
+RANKS = ("cluster.nodes", "cluster.gpus_per_node", "placement")
 RESPONSES = ("data.prompts_per_step", "rollout.responses_per_prompt")
 TP = "rollout.tensor_parallel_size"
 SEQUENCES = ("fsdp.ulysses_size", "fsdp.dp_shard")
@@ -55,6 +55,7 @@ MEMORY = (
 )
 CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]], ...] = (
     (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
+    (sizes.uneven_problems, RANKS),
     (sizes.engine_problems, (*RANKS, TP)),
     (layout_problems, (TP, "fsdp.tensor_parallel_size")),
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),

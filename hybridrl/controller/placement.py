@@ -41,33 +41,59 @@ def _sort_key(slot: Slot) -> tuple[int, bytes, str, int]:
     return address.version, address.packed, slot.node_id, slot.local_rank
 
 
-def check_engines(slots: Sequence[Slot], ranks_per_engine: int) -> None:
+def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int]:
+    """The rollout engines whose ranks lie on several nodes.
+
+    Args:
+        slots: by rank.
+        ranks_per_engine: consecutive ranks that hold one copy of the rollout weights.
+    """
+    engines = range(len(slots) // ranks_per_engine)
+    return [
+        k for k in engines if len({s.node_id for s in _members(slots, k, ranks_per_engine)}) > 1
+    ]
+
+
+def check_engines(
+    slots: Sequence[Slot], ranks_per_engine: int, *, allow_straddle: bool = False
+) -> None:
     """Refuse a placement in which the ranks of a rollout engine lie on several nodes.
 
     Args:
         slots: by rank.
         ranks_per_engine: consecutive ranks that hold one copy of the rollout weights.
+        allow_straddle: warn instead.
 
     Raises:
         ConfigError: naming the ranks and nodes of every engine that straddles.
     """
     problems = []
-    for first in range(0, len(slots), ranks_per_engine):
-        members = slots[first : first + ranks_per_engine]
-        if len({slot.node_id for slot in members}) == 1:
-            continue
+    for engine in straddling_engines(slots, ranks_per_engine):
         places = ", ".join(
-            f"rank {first + k} on node {slot.node_id[:8]} ({slot.node_ip})"
-            for k, slot in enumerate(members)
+            f"rank {engine * ranks_per_engine + k} on node {slot.node_id[:8]} ({slot.node_ip})"
+            for k, slot in enumerate(_members(slots, engine, ranks_per_engine))
         )
+        if allow_straddle:
+            logger.warning(
+                "rollout engine %d straddles nodes, which placement.allow_straddle allows: %s. Its "
+                "ranks exchange data in every layer, so it samples slowly",
+                engine,
+                places,
+            )
+            continue
         problems.append(
-            f"rollout.tensor_parallel_size={ranks_per_engine}: engine "
-            f"{first // ranks_per_engine} would straddle nodes: {places}.\n"
+            f"rollout.tensor_parallel_size={ranks_per_engine}: engine {engine} would straddle "
+            f"nodes: {places}.\n"
             "An engine's ranks exchange data in every layer and must lie on one node.\n"
-            "Choose a tensor_parallel_size that divides cluster.gpus_per_node."
+            "Choose a tensor_parallel_size that divides the ranks of every node, or set "
+            "placement.allow_straddle=true, which is slow."
         )
     if problems:
         raise ConfigError(*problems)
+
+
+def _members(slots: Sequence[Slot], engine: int, ranks_per_engine: int) -> Sequence[Slot]:
+    return slots[engine * ranks_per_engine : (engine + 1) * ranks_per_engine]
 
 
 def number_cpu_slots(slots: Sequence[Slot]) -> list[Slot]:
@@ -88,18 +114,20 @@ def visible_index(gpu: str, visible: str | None) -> int:
     return visible.split(",").index(gpu) if visible else int(gpu)
 
 
-def reserve(nodes: int, slots_per_node: int, on_gpu: bool, timeout_s: float) -> PlacementGroup:
-    """Reserve slots on exactly `nodes` different nodes, all or nothing.
+def reserve(slots_on_nodes: Sequence[int], on_gpu: bool, timeout_s: float) -> PlacementGroup:
+    """Reserve slots on as many different nodes as there are counts, all or nothing.
 
-    One bundle per node holds all its slots: `slots_per_node` processes go into each.
+    One bundle per node, in the order given, holds all its slots.
 
     Raises:
         ConfigError: the cluster does not have them, or not within `timeout_s` seconds.
     """
-    bundle = {"CPU": _cpus_per_node(nodes, slots_per_node)}
+    cpus = _cpus_on_nodes(slots_on_nodes)
+    bundles = [{"CPU": count} for count in cpus]
     if on_gpu:
-        bundle["GPU"] = float(slots_per_node)
-    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+        for bundle, slots in zip(bundles, slots_on_nodes, strict=True):
+            bundle["GPU"] = float(slots)
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
     if group.wait(timeout_s):
         return group
     remove_placement_group(group)
@@ -110,15 +138,16 @@ def reserve(nodes: int, slots_per_node: int, on_gpu: bool, timeout_s: float) -> 
         if node["Alive"]
     )
     raise ConfigError(
-        f"cluster.nodes={nodes} cluster.gpus_per_node={slots_per_node}: the Ray cluster did not "
-        f"grant {nodes} x {bundle} within cluster.start_timeout_s={timeout_s:g} s.\n"
+        f"{len(slots_on_nodes)} node(s) with {', '.join(map(str, slots_on_nodes))} ranks: the Ray "
+        f"cluster did not grant {bundles} within cluster.start_timeout_s={timeout_s:g} s.\n"
         f"It has {has}; another run may be using them.\n"
-        "Set fewer nodes or gpus_per_node, or add nodes to the cluster."
+        "Set fewer cluster.nodes or cluster.gpus_per_node, or add nodes to the cluster."
     )
 
 
-def _cpus_per_node(nodes: int, slots_per_node: int) -> float:
+def _cpus_on_nodes(slots_on_nodes: Sequence[int]) -> list[float]:
     """CPUs to reserve on each node: one a slot, or all where slots share cores."""
     cpus = sorted(node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"])
+    nodes = len(slots_on_nodes)
     smallest = cpus[-nodes] if len(cpus) >= nodes else 0.0
-    return max(min(float(slots_per_node), smallest), 0.01)
+    return [max(min(float(slots), smallest), 0.01) for slots in slots_on_nodes]

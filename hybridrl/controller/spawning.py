@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ class PoolConfig:
     """What a pool needs to know.
 
     Attributes:
-        cluster: nodes, slots on each, and the deadlines.
+        cluster: the deadlines and the rendezvous.
+        slots_on_nodes: processes on each node.
+        allow_straddle: whether engines may lie on several nodes.
         accelerator: GPUs or CPU slots.
         fsdp: the sharding spec, for the mesh.
         ranks_per_engine: consecutive ranks that must share a node.
@@ -34,6 +36,8 @@ class PoolConfig:
     """
 
     cluster: ClusterConfig
+    slots_on_nodes: Sequence[int]
+    allow_straddle: bool
     accelerator: Accelerator
     fsdp: FSDPConfig
     ranks_per_engine: int
@@ -48,19 +52,16 @@ def reserve_slots(config: PoolConfig) -> PlacementGroup:
     Raises:
         ConfigError: the cluster lacks the slots.
     """
-    cluster = config.cluster
-    assert cluster.gpus_per_node is not None
     on_gpu = config.accelerator is Accelerator.gpu
-    return reserve(cluster.nodes, cluster.gpus_per_node, on_gpu, cluster.start_timeout_s)
+    return reserve(config.slots_on_nodes, on_gpu, config.cluster.start_timeout_s)
 
 
 def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
     """The processes, as many on each node as it has slots; they start in the background."""
-    cluster, slots = config.cluster, config.cluster.gpus_per_node
-    assert slots is not None
+    cluster = config.cluster
     host_config = HostConfig(
         accelerator=config.accelerator,
-        slots_per_node=slots,
+        slots_on_node=0,
         log_folder=str(config.log_folder.resolve()),
         import_path=tuple(sys.path),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
@@ -68,14 +69,15 @@ def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
         call_timeout_s=cluster.call_timeout_s,
     )
     actor = ray.remote(WorkerHost)
+    bundles = zip(reservation.bundle_specs, config.slots_on_nodes, strict=True)
     return [
         actor.options(
             num_cpus=bundle["CPU"] / slots,
             num_gpus=1 if "GPU" in bundle else 0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(reservation, index),
-        ).remote(host_config)
-        for index, bundle in enumerate(reservation.bundle_specs)
+        ).remote(replace(host_config, slots_on_node=slots))
+        for index, (bundle, slots) in enumerate(bundles)
         for _ in range(slots)
     ]
 

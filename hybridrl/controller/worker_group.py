@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.controller.calls import Outcome, RoleCall
@@ -242,6 +243,8 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
+        slots_on_nodes=slots_on_nodes(config),
+        allow_straddle=config.placement.allow_straddle,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
         ranks_per_engine=rollout.ranks_per_shard(config.rollout),

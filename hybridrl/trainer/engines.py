@@ -2,19 +2,20 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
+from hybridrl.controller.placement import straddling_engines
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
 
-# Rollouts over which an engine's speed is taken, so that one hiccup raises no alarm.
+# Steps in a row that an engine has to be slow, so that one hiccup raises no alarm.
 WINDOW = 3
 # Rollouts before the same engine is warned of again.
 QUIET = 50
 
 
 def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
-    """Speeds of all engines and of those that had prompts, the slowest, the last first token.
+    """Speeds of all engines and of each that had prompts, the slowest, the last first token.
 
     Args:
         engines: how each fared, over all rounds of the step.
@@ -30,15 +31,16 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
         "rollout/engine_tokens_per_second_max": max(speeds.values()),
         "rollout/slowest_engine": float(min(speeds, key=lambda k: speeds[k])),
         "rollout/first_token_s": max(engine.first_token_s for engine in engines),
+        **{f"rollout/engine_tokens_per_second_{k}": speed for k, speed in speeds.items()},
     }
 
 
 class StragglerAlarm:
-    """Warns of an engine that samples much slower than the fastest one.
+    """Warns of an engine that samples much slower than the others, several steps in a row.
 
     Args:
-        ratio: share of the fastest engine's tokens per second below which to warn; 0: never.
-        where: engine index -> the ranks and node it runs on, for the warning.
+        ratio: share of the other engines' median tokens per second below which to warn; 0: never.
+        where: engine index -> ranks, node and GPUs it runs on, for the warning.
     """
 
     def __init__(self, ratio: float, where: Callable[[int], str]) -> None:
@@ -53,30 +55,47 @@ class StragglerAlarm:
         self._quiet = {k: left - 1 for k, left in self._quiet.items() if left > 1}
         if len(self._last) < WINDOW:
             return []
-        speeds = self._speeds()
-        fastest = max(speeds.values(), default=0.0)
-        slow = [k for k in speeds if speeds[k] < self._ratio * fastest and k not in self._quiet]
+        slow = [k for k in range(len(engines)) if k not in self._quiet and self._is_slow(k)]
         self._quiet |= dict.fromkeys(slow, QUIET)
         return [
-            f"rollout engine {k} ({self._where(k)}) sampled {speeds[k]:,.0f} tokens/s over the "
-            f"last {WINDOW} rollouts, below rollout.straggler_ratio = {self._ratio:g} of the "
-            f"fastest engine's {fastest:,.0f}. The others wait for it; look for another process "
-            f"on its GPU, a hot or throttled GPU, or a busy host."
+            f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
+            f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
+            f"{WINDOW} steps it has been below rollout.straggler_ratio = {self._ratio:g} of that. "
+            f"They wait for it; look for another process on its GPU, a hot or throttled GPU, or a "
+            f"busy host."
             for k in slow
         ]
 
-    def _speeds(self) -> dict[int, float]:
-        """Tokens per second over the window, of the engines that sampled in all its rollouts."""
-        speeds = {}
-        for k, parts in enumerate(zip(*self._last, strict=True)):
-            if all(part.tokens for part in parts):
-                speeds[k] = sum(p.tokens for p in parts) / sum(p.seconds for p in parts)
-        return speeds
+    def _is_slow(self, engine: int) -> bool:
+        """Whether it sampled in each step of the window, and always too slowly."""
+        return all(
+            step[engine].tokens > 0
+            and step[engine].tokens_per_second < self._ratio * _median_of_others(step, engine)
+            for step in self._last
+        )
+
+
+def _median_of_others(engines: Sequence[EngineStats], engine: int) -> float:
+    """Tokens per second of the other engines that sampled, their median; 0 without any."""
+    speeds = [e.tokens_per_second for k, e in enumerate(engines) if k != engine and e.tokens]
+    return median(speeds) if speeds else 0.0
 
 
 def engine_place(rollout: WorkerGroup, engine: int) -> str:
-    """The ranks of an engine and their node, for messages: 'ranks 2-3 on node-a'."""
+    """The ranks of an engine, their nodes and GPUs: 'ranks 2-3 on node-a, GPUs 2-3'."""
     per_engine = rollout.ranks_per_shard
-    first, last = engine * per_engine, (engine + 1) * per_engine - 1
-    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-    return f"{ranks} on {rollout.pool.hosts[first].node_name}"
+    hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
+    nodes = " and ".join(dict.fromkeys(host.node_name for host in hosts))
+    ranks = _span("rank", hosts[0].rank, hosts[-1].rank)
+    gpus = _span("GPU", hosts[0].slot.local_rank, hosts[-1].slot.local_rank)
+    return f"{ranks} on {nodes}, {gpus}"
+
+
+def _span(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+def straddling(rollout: WorkerGroup) -> int:
+    """Engines whose ranks lie on several nodes, which placement.allow_straddle allows."""
+    slots = [host.slot for host in rollout.pool.hosts]
+    return len(straddling_engines(slots, rollout.ranks_per_shard))

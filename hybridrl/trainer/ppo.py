@@ -30,7 +30,7 @@ from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
-from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place
+from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place, straddling
 from hybridrl.trainer.environment import turn_metrics
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
@@ -95,6 +95,7 @@ class PPOTrainer:
         self.stragglers = StragglerAlarm(
             config.rollout.straggler_ratio, lambda engine: engine_place(workers.rollout, engine)
         )
+        self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
         self.profiler = StepProfiler(
             config.trainer.profile_steps,
@@ -150,6 +151,7 @@ class PPOTrainer:
         seconds = self.phases.seconds("rollout")
         self.metrics |= sampled.metrics | rollout_metrics(batch) | engine_metrics(engines, seconds)
         self.metrics |= turn_metrics(sampled.rollout)
+        self.metrics["rollout/straddling_engines"] = self.straddling
         for warning in self.stragglers.warnings(engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled

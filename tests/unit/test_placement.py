@@ -1,6 +1,8 @@
 """Placement: ranks are stable, engines stay on their node, straddling is refused by name."""
 
+import ipaddress
 import random
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from hybridrl.controller.placement import (
     check_engines,
     number_cpu_slots,
     rank_order,
+    straddling_engines,
     visible_index,
 )
 
@@ -58,3 +61,33 @@ def test_cpu_slots_are_numbered_on_each_node():
 )
 def test_local_rank_is_the_index_among_visible_gpus(gpu, visible, expected):
     assert visible_index(gpu, visible) == expected
+
+
+def test_where_engines_may_straddle_they_are_warned_of(caplog):
+    slots = [Slot(node, "10.0.0.1", gpu) for node in ("aaaa", "bbbb") for gpu in range(3)]
+    check_engines(slots, 2, allow_straddle=True)
+    (record,) = caplog.records
+    assert "rollout engine 1 straddles nodes" in record.getMessage()
+    assert "rank 2 on node aaaa" in record.getMessage()
+    assert straddling_engines(slots, 2) == [1]
+
+
+def test_ranks_of_1024_gpus_are_ordered_in_a_moment_and_no_engine_of_8_straddles():
+    slots = [
+        Slot(f"{n:032x}", f"10.0.{n // 200}.{n % 200}", g) for n in range(128) for g in range(8)
+    ]
+    shuffled = random.Random(0).sample(slots, len(slots))
+    start = time.perf_counter()
+    ranks = [shuffled[position] for position in rank_order(shuffled)]
+    check_engines(ranks, 8)
+    assert time.perf_counter() - start < 1
+    assert ranks == sorted(slots, key=lambda s: (ipaddress.ip_address(s.node_ip), s.local_rank))
+
+
+@pytest.mark.parametrize("seed", range(51))
+def test_unequal_nodes_keep_their_engines_too(seed):
+    """Nodes with 8, 2, 6 and 4 slots and engines of 2, as placement.slots_on_nodes grants them."""
+    counts = dict(zip((node for node, _ in NODES), (8, 2, 6, 4), strict=True))
+    slots = [slot for slot in SLOTS if slot.local_rank < counts[slot.node_id]]
+    shuffled = random.Random(seed).sample(slots, len(slots))
+    assert not straddling_engines([shuffled[k] for k in rank_order(shuffled)], 2)
