@@ -1,0 +1,97 @@
+"""The memory stage: real limits of this machine, invented GPUs."""
+
+import pytest
+from host_cases import assert_finds, case, cgroup, probe, the
+
+from hybridrl.config.memory import node_ram
+from hybridrl.doctor import memory
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host_gpus import Smi
+from hybridrl.doctor.memory import (
+    GPUMemory,
+    HostMemory,
+    judge_gpu_memory,
+    judge_host_memory,
+    parse_processes,
+)
+from hybridrl.doctor.stages import Case
+from tests.conf.composing import GPU_NODE, examined
+
+GIB = 2**30
+MIB = 2**20
+OFFLOADED = ("+recipe=gsm8k_ppo", "hardware=gpu", "fsdp.offload=idle_all")
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return case()
+
+
+@pytest.fixture(scope="module")
+def gpu(cpu):
+    """Qwen2.5-0.5B on 8 GPUs, everything idle offloaded."""
+    found = examined(OFFLOADED, machine=GPU_NODE)
+    assert found.shape is not None
+    return Case(found.config, GPU_NODE, found.shape, None, OFFLOADED, cpu.agents, quick=False)
+
+
+def test_this_machine_has_enough_for_the_embedded_model(cpu):
+    findings = memory.check(cpu)
+    assert the(findings, "memory.host").verdict in (Verdict.ok, Verdict.warn)
+    assert the(findings, "memory.gpu").verdict is Verdict.skipped
+
+
+def test_quick_looks_at_the_host_alone():
+    assert [f.check for f in memory.check(case(quick=True))] == ["memory.host"]
+
+
+def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
+    """The limit is a real one, the prediction that of a run with 8 GPUs."""
+    with cgroup("memory", memory__limit_in_bytes=str(4 * GIB)) as join:
+        found = probe("hybridrl.doctor.memory", "host_memory()", before=join)
+    finding = judge_host_memory("b", found, gpu)
+    assert finding.node == "b"
+    needed = node_ram(gpu.config, gpu.shape) / GIB
+    assert_finds(finding, Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none")
+    assert "of the 4.0 GiB that /sys/fs/cgroup/memory/hybridrl-test" in finding.evidence
+    assert "GiB pinned" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.99, Verdict.fail), (1.2, Verdict.warn), (1.3, Verdict.ok)]
+)
+def test_each_node_is_judged_by_what_it_has_left(gpu, share, verdict):
+    left = int(share * node_ram(gpu.config, gpu.shape))
+    assert judge_host_memory("a", HostMemory(left, None), gpu).verdict is verdict
+
+
+H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, False)
+IDLE = GPUMemory([H200._replace(uuid=f"GPU-{index}") for index in range(8)], [])
+
+
+def test_free_gpus_pass(gpu):
+    findings = list(judge_gpu_memory("a", IDLE, gpu))
+    assert [finding.verdict for finding in findings] == [Verdict.ok] * 8
+    assert findings[7].evidence.startswith("GPU 7: rollout needs")
+
+
+def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
+    text = "GPU-1, 4711, python3, 100000\nGPU-9, 1, other, 5\n"
+    gpus = [IDLE.gpus[0], IDLE.gpus[1]._replace(free_mib=43000)]
+    first, second = judge_gpu_memory("a", GPUMemory(gpus, parse_processes(text)), gpu)
+    assert first.verdict is Verdict.ok
+    assert_finds(second, Verdict.fail, "python3 (pid 4711, 100000 MiB)", "kill 4711")
+    assert "42.0 GiB of 140.4 GiB are free" in second.evidence
+    assert "other" not in second.evidence
+
+
+def test_a_small_process_beside_the_run_warns(gpu):
+    (finding,) = judge_gpu_memory(
+        "a", GPUMemory(IDLE.gpus[:1], parse_processes("GPU-0, 7, Xorg, 4\n")), gpu
+    )
+    assert_finds(finding, Verdict.warn, "Xorg (pid 7, 4 MiB)", "kill 7")
+
+
+def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(gpu):
+    (finding,) = judge_gpu_memory("a", GPUMemory([], [], "there is no nvidia-smi"), gpu)
+    assert (finding.verdict, finding.evidence) == (Verdict.skipped, "there is no nvidia-smi")
