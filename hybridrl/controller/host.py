@@ -26,6 +26,7 @@ import ray
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.machine import torch_threads
 from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.controller import recorder
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
@@ -33,6 +34,7 @@ from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
 from hybridrl.controller.spans import Stopwatch
+from hybridrl.distributed import position
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds the process group's own timeouts come later than the controller's, whose error says more.
-GROUP_TIMEOUT_MARGIN_S = 30.0
+# Seconds the timeouts of torch come later than the controller's, whose error says more.
+TIMEOUT_MARGIN_S = 30.0
 
 
 class HostInfo(NamedTuple):
@@ -61,7 +63,7 @@ class HostConfig:
 
     Attributes:
         accelerator: the device its roles use.
-        slots_per_node: processes that share the node.
+        slots_on_node: processes that share the node.
         log_folder: where its log file goes.
         import_path: the driver's sys.path, so that workers find the user's modules.
         omp_threads: OMP_NUM_THREADS as the user set it; None: what `torch_threads` says.
@@ -70,12 +72,21 @@ class HostConfig:
     """
 
     accelerator: Accelerator
-    slots_per_node: int
+    slots_on_node: int
     log_folder: str
     import_path: tuple[str, ...]
     omp_threads: str | None
     start_timeout_s: float
     call_timeout_s: float
+
+
+@contextmanager
+def _step(name: str) -> Iterator[None]:
+    """A step of the start: others see who is in it, and its errors leave as text."""
+    with errors_as_text():
+        position.enter(f"start: {name}")
+        yield
+        position.leave()
 
 
 class WorkerHost:
@@ -89,9 +100,11 @@ class WorkerHost:
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
+        recorder.write_on_signal(Path(config.log_folder))
+        position.publish()
         sys.path.extend(path for path in config.import_path if path not in sys.path)
         threads = torch_threads(
-            on_gpu=config.accelerator is Accelerator.gpu, processes=config.slots_per_node
+            on_gpu=config.accelerator is Accelerator.gpu, processes=config.slots_on_node
         )
         os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
         self._rank = -1
@@ -101,12 +114,12 @@ class WorkerHost:
         self._roles: dict[str, Worker] = {}
         self._profiler: RankProfiler | None = None
 
-    @errors_as_text()
+    @_step("info")
     def info(self) -> HostInfo:
         """Where this process is."""
         return self._info
 
-    @errors_as_text()
+    @_step("preload")
     def preload(self, modules: list[str]) -> None:
         """Import torch and the roles' modules."""
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
@@ -114,7 +127,7 @@ class WorkerHost:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
-    @errors_as_text()
+    @_step("import_ahead")
     def import_ahead(self, configs: list[Any]) -> None:
         """Begin to import what building these roles needs, in a thread; returns at once."""
         device_type = "cuda" if self._config.accelerator is Accelerator.gpu else "cpu"
@@ -123,7 +136,7 @@ class WorkerHost:
             modules += import_class(config.worker).modules_ahead(config, device_type)
         self._importing = import_in_thread(modules)
 
-    @errors_as_text()
+    @_step("open_rendezvous")
     def open_rendezvous(
         self, address: str, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
@@ -133,7 +146,7 @@ class WorkerHost:
         self._store, where = open_store(address, ports, world_size, timeout_s)
         return where
 
-    @errors_as_text()
+    @_step("join_rendezvous")
     def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Rendezvous:
         """Become `rank`, connect to rank 0 and report the rendezvous that was received."""
         self._rank = rank
@@ -144,18 +157,18 @@ class WorkerHost:
             RANK=str(rank),
             WORLD_SIZE=str(where.world_size),
             LOCAL_RANK=str(slot.local_rank),
-            LOCAL_WORLD_SIZE=str(self._config.slots_per_node),
+            LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
             MASTER_ADDR=where.address,
             MASTER_PORT=str(where.port),
         )
         if slot.node_ip.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self._store is None:
-            self._store = join_store(where, self._config.start_timeout_s)
+            self._store = join_store(where, self._config.start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
         return where
 
-    @errors_as_text()
+    @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:
         """Join the process group over all ranks and build the training mesh; a collective."""
         import torch
@@ -172,12 +185,12 @@ class WorkerHost:
             store=self._store,
             rank=self._rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=self._config.call_timeout_s + GROUP_TIMEOUT_MARGIN_S),
+            timeout=timedelta(seconds=self._config.call_timeout_s + TIMEOUT_MARGIN_S),
             device_id=device,
         )
         self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
 
-    @errors_as_text()
+    @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
         """Read the model's checkpoint in the background, while something else is built."""
         from hybridrl.models.read_ahead import read_ahead
@@ -186,16 +199,16 @@ class WorkerHost:
         if model.init is Init.pretrained:
             read_ahead(model_folder(model))
 
-    @errors_as_text()
     def build(self, role: str, worker: str, config: Any) -> None:
         """Construct one role: `worker` is the dotted path of its class; a collective."""
-        if self._importing is not None:
-            self._importing.result()
         start = time.perf_counter()
-        self._roles[role] = import_class(worker)(config, self._mesh)
+        with _step(role):
+            if self._importing is not None:
+                self._importing.result()
+            self._roles[role] = import_class(worker)(config, self._mesh)
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
-    @errors_as_text()
+    @_step("connect")
     def connect(self) -> list[str]:
         """Show the roles to each other; return the shared memory files the process uses now."""
         for role in self._roles.values():
@@ -219,6 +232,7 @@ class WorkerHost:
         part: tuple[Any, ...] = ()
         if assemble is not None:
             with errors_as_text(calls[0].name):
+                position.enter(calls[0].name)
                 part = (assemble(contents),)
         outcomes = []
         for call in calls:
@@ -264,9 +278,12 @@ class WorkerHost:
         import torch
 
         with torch.profiler.record_function(name), Stopwatch(name) as watch:
+            position.enter(name)
             yield watch
             if self._config.accelerator is Accelerator.gpu:
+                position.at("device work")
                 torch.cuda.current_stream().synchronize()
+            position.leave()
 
     def _slot(self) -> Slot:
         context = ray.get_runtime_context()

@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-)
 
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.object_store import ObjectStore
+from hybridrl.controller.overdue import overdue_error
 from hybridrl.controller.placement import (
     Slot,
     check_engines,
@@ -29,11 +28,11 @@ from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
 from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
-from hybridrl.controller.waiting import Host, give_up_after, timeout_error, wait_for_all
+from hybridrl.controller.waiting import Host, by_node, give_up_after, wait_for_all
+from hybridrl.controller.watch import Stalled, Watch
+from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Seconds that idle hosts get to end their roles before they are killed.
 CLOSE_TIMEOUT_S = 5.0
@@ -41,6 +40,21 @@ END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
 START_SETTING = "cluster.start_timeout_s"
 CALL_SETTING = "cluster.call_timeout_s"
+STALL_SETTING = "cluster.stall_timeout_s"
+
+
+class Deadlines(NamedTuple):
+    """How long a call may take.
+
+    Attributes:
+        seconds: until all ranks must have answered.
+        setting: where that comes from.
+        still_s: without any rank getting further; 0: no limit.
+    """
+
+    seconds: float
+    setting: str
+    still_s: float = 0.0
 
 
 class Pool:
@@ -57,7 +71,8 @@ class Pool:
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
         self._port = given_port()
-        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._nodes = Nodes()
+        self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
         self._busy: dict[ObjectRef, Host] = {}
         self._shared_memory: dict[str, list[str]] = {}
@@ -95,7 +110,8 @@ class Pool:
             Results by rank.
 
         Raises:
-            WorkerError: a rank failed, died or is late (cluster.call_timeout_s).
+            WorkerError: a rank failed, died or is late (cluster.call_timeout_s); or, in methods of
+                roles, nobody gets further (cluster.stall_timeout_s).
         """
         return self.begin(method, arguments, phase)()
 
@@ -105,8 +121,10 @@ class Pool:
         Nothing else may be called until then. The deadline counts from the wait.
         """
         refs = self._submit(self.hosts, method, arguments)
-        timeout_s = self._config.cluster.call_timeout_s
-        return partial(self._wait, self.hosts, refs, phase, timeout_s, CALL_SETTING)
+        cluster = self._config.cluster
+        still_s = cluster.stall_timeout_s if method == "call" else 0.0
+        deadlines = Deadlines(cluster.call_timeout_s, CALL_SETTING, still_s)
+        return partial(self._wait, self.hosts, refs, phase, deadlines)
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Let rank 0, which reads checkpoints for all, begin with the model's; returns at once."""
@@ -127,16 +145,18 @@ class Pool:
         with shielded():
             with suppress(RayError):
                 self._close_idle()
-            left = {node_id: self._footprint(node_id) for node_id in self._nodes()}
+            left = {node_id: self._footprint(node_id) for node_id in by_node(self.hosts)}
             released = ray.is_initialized() and give_up_after(CONTROL_TIMEOUT_S, self._release)
             if not released:
                 logger.warning("Ray does not answer; killing the worker processes without it")
             for node_id, footprint in left.items():
                 grace_s = END_GRACE_S if released else 0.0
-                remaining = self._on_node(node_id, processes.end, footprint, grace_s)
+                remaining = self._nodes.run(node_id, processes.end, footprint, grace_s)
                 if remaining:
                     logger.error("processes still there after SIGKILL: %s", remaining)
-            self.hosts = []
+            for reader in self._readers.values():
+                reader.close()
+            self._readers, self.hosts = {}, []
             self._reservation = None
 
     def __enter__(self) -> "Pool":
@@ -169,7 +189,14 @@ class Pool:
         ]
         infos = self._starting(anonymous, "info", [()] * len(handles))
         self.hosts = ranked(self._config, handles, infos)
-        check_engines([host.slot for host in self.hosts], self._config.ranks_per_engine)
+        near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
+        readers = {host.rank: open_position(host.pid) for host in near}
+        self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
+        check_engines(
+            [host.slot for host in self.hosts],
+            self._config.ranks_per_engine,
+            allow_straddle=self._config.allow_straddle,
+        )
 
     def _meet(self) -> None:
         """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win."""
@@ -198,10 +225,9 @@ class Pool:
     def _starting(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        timeout_s = self._config.cluster.start_timeout_s
-        phase = f"start: {method}"
+        deadlines = Deadlines(self._config.cluster.start_timeout_s, START_SETTING)
         refs = self._submit(hosts, method, arguments)
-        return self._wait(hosts, refs, phase, timeout_s, START_SETTING)
+        return self._wait(hosts, refs, f"start: {method}", deadlines)
 
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
@@ -218,18 +244,23 @@ class Pool:
         hosts: Sequence[Host],
         refs: Sequence[ObjectRef],
         phase: str,
-        timeout_s: float,
-        setting: str,
+        deadlines: Deadlines,
     ) -> list[Any]:
+        watch = Watch(self._readers, self._nodes, phase, len(hosts), deadlines.still_s)
         try:
-            results = wait_for_all(hosts, refs, phase, timeout_s)
+            results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch.look)
         except TimeoutError as error:
             (late,) = error.args
-            for host in late:
-                self._on_node(host.slot.node_id, processes.dump_stacks, [host.pid])
-            raise timeout_error(late, phase, timeout_s, setting) from None
-        self._busy = {}
-        return results
+            setting, limit_s = deadlines.setting, deadlines.seconds
+            finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
+        except Stalled as stalled:
+            late, setting, limit_s = stalled.late, STALL_SETTING, deadlines.still_s
+            finding = f"nobody has got further in {phase} for {setting}={limit_s:g} s"
+        else:
+            self._busy = {}
+            return results
+        advice = f"If they were merely slow, raise {setting}."
+        raise overdue_error(self._nodes, late, len(hosts), phase, finding, advice)
 
     def _close_idle(self) -> None:
         """Let roles end in order, unless a call is in flight: then some ranks wait for others."""
@@ -244,28 +275,10 @@ class Pool:
         if late:
             logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
 
-    def _nodes(self) -> list[str]:
-        return list(dict.fromkeys(host.slot.node_id for host in self.hosts))
-
     def _footprint(self, node_id: str) -> processes.Footprint:
         """Processes of a node with their children, and the shared memory they made."""
         pids = [host.pid for host in self.hosts if host.slot.node_id == node_id]
-        now = self._on_node(node_id, processes.footprint, pids) or processes.Footprint([], [])
+        now = self._nodes.run(node_id, processes.footprint, pids) or processes.Footprint([], [])
         # Known since the start, for ranks that have died since.
         early = self._shared_memory.get(node_id, [])
         return now._replace(shared_memory=sorted({*now.shared_memory, *early}))
-
-    def _on_node(self, node_id: str, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a function of `processes` where the processes are; None if the node is gone."""
-        if node_id == self._driver_node:
-            return function(*arguments)
-        if not ray.is_initialized():
-            return None
-        task = ray.remote(function).options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        with suppress(RayError):
-            return ray.get(task.remote(*arguments), timeout=CLOSE_TIMEOUT_S + 2 * END_GRACE_S)
-        return None

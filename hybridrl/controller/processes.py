@@ -1,4 +1,4 @@
-"""Looking after worker processes on their own node: their stacks, their end, their shared memory.
+"""Looking after worker processes on their own node: their end, their shared memory.
 
 Plain functions of one machine; the pool runs them here or, for other nodes, as Ray tasks.
 """
@@ -6,7 +6,6 @@ Plain functions of one machine; the pool runs them here or, for other nodes, as 
 import logging
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -54,14 +53,6 @@ def _is_ours(path: str, since: float) -> bool:
         return False
     # Times of files and processes come from clocks of different resolution.
     return status.st_uid == os.getuid() and status.st_ctime > since - 1.0
-
-
-def dump_stacks(pids: list[int]) -> None:
-    """Ask processes to write the stacks of all their threads to their log files."""
-    for pid in pids:
-        if psutil.pid_exists(pid):
-            os.kill(pid, STACK_SIGNAL)
-    time.sleep(0.5)  # written in the signal handler, also while the process hangs in native code
 
 
 def footprint(pids: list[int]) -> Footprint:

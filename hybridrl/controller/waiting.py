@@ -52,6 +52,14 @@ class Host(NamedTuple):
         return f"rank {self.rank} on {where}"
 
 
+def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
+    """Ranks by the id of their node."""
+    nodes: dict[str, list[Host]] = {}
+    for host in hosts:
+        nodes.setdefault(host.slot.node_id, []).append(host)
+    return nodes
+
+
 class Failure(NamedTuple):
     """How one rank failed.
 
@@ -79,7 +87,11 @@ class Failure(NamedTuple):
 
 
 def wait_for_all(
-    hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, timeout_s: float
+    hosts: Sequence[Host],
+    refs: Sequence[ObjectRef],
+    phase: str,
+    timeout_s: float,
+    look: Callable[[Sequence[Host]], None] = lambda busy: None,
 ) -> list[Any]:
     """Every host's result, in order.
 
@@ -88,6 +100,7 @@ def wait_for_all(
         refs: the call on each.
         phase: for messages, "actor.update".
         timeout_s: seconds until all must have answered.
+        look: called every second or so with the hosts that have not; what it raises leaves this.
 
     Raises:
         ConfigError: a worker found something the user can fix.
@@ -104,6 +117,8 @@ def wait_for_all(
         if left <= 0:
             break
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
+        if not (ready or failures):
+            look(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
@@ -151,19 +166,6 @@ def give_up_after(timeout_s: float, function: Callable[[], None]) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
-
-
-def timeout_error(late: Sequence[Host], phase: str, timeout_s: float, setting: str) -> WorkerError:
-    """What to tell when ranks have not answered; their stacks should be in their logs by now."""
-    first = late[0]
-    names = "\n".join(f"  {host.describe()}: {host.log_file}" for host in late)
-    return WorkerError(
-        [host.rank for host in late],
-        phase,
-        f"{len(late)} rank(s) did not finish {phase} within {setting}={timeout_s:g} s:\n{names}\n"
-        f"The stacks of their threads are at the end of their logs.\n{log_tail(first)}"
-        f"If they were merely slow, raise {setting}.",
-    )
 
 
 def log_tail(host: Host) -> str:

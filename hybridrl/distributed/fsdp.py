@@ -20,6 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
+from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import reshard
 from hybridrl.distributed.compiling import compile_layer
 from hybridrl.distributed.log_probs import KeptLogits
@@ -180,7 +181,8 @@ def _on_first_rank(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies on CPU: a gathered tensor may be a view of a padded, larger storage."""
     is_first = dist.get_rank() == 0
     kept = {}
-    for name, tensor in tensors:
+    for number, (name, tensor) in enumerate(tensors, 1):
+        position.at("gathered weight", number)
         if is_first:
             kept[name] = tensor.to("cpu", copy=True)
     return kept

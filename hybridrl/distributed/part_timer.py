@@ -1,10 +1,12 @@
-"""Wall seconds of the parts of what a rank does, device work included."""
+"""Wall seconds of the parts of what a rank does, device work included, and which it is in."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from hybridrl.distributed import position
 
 
 class PartTimer:
@@ -25,6 +27,7 @@ class PartTimer:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the seconds of what is inside to those of `name`."""
+        position.at(name.removesuffix("_s").replace("_", " "))
         start = self._now()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start

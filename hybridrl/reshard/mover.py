@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.distributed import position
 from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard, ShardKind, gather_factors
 from hybridrl.reshard.copies import Buffers
@@ -106,7 +107,7 @@ class Mover:
         destination, plan = self._destination, self.plan
         if plan.gathered:
             destination.load(
-                (shard.name, gather(shard.local(), source, self._group))
+                (shard.name, self._gathered(shard, source))
                 for shard, source in zip(self._shards, self._sources, strict=True)
                 if shard.name in plan.gathered
             )
@@ -135,6 +136,10 @@ class Mover:
             tensors.append(tensor.to(self._destination.dtype) if is_new else tensor)
         return tensors
 
+    def _gathered(self, shard: NamedShard, source: SourceLayout) -> Tensor:
+        position.at(f"gathering {shard.name}")
+        return gather(shard.local(), source, self._group)
+
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Packing is always one bucket ahead, so that the links never wait for it.
 
@@ -146,8 +151,10 @@ class Mover:
         spread = self.plan.exchanges_much
         if not spread:
             programs.local.run(0, 1, sums, paced=False)
+        position.at("bucket", 1, count)
         on_the_way = self._start_bucket(0, sums, paced=False) if count else []
         for number in range(count):
+            position.at("bucket", number + 1, count)
             arriving, is_last = on_the_way, number + 1 == count
             if not is_last:
                 on_the_way = self._start_bucket(number + 1, sums, paced=spread)

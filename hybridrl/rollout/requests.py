@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.distributed import position
 from hybridrl.rollout.engine import Generated
 from hybridrl.rollout.start import replaced
 
@@ -126,7 +127,10 @@ def generate(
     scheduler = core.engine_core.scheduler
     log_probs_of_step = _StepLogProbs(scheduler)
     with replaced(scheduler, {"update_from_output": log_probs_of_step.update}):
+        step = 0
         while responses.unfinished:
+            step += 1
+            position.at("decoding step", step)
             outputs = core.get_output().outputs
             if not outputs:
                 continue

@@ -1,6 +1,7 @@
 """What actor, critic, reference and reward model share: a sharded model on the rank's device."""
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import gathered_once
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
@@ -76,6 +78,12 @@ class ModelWorker(Worker):
         end, so that it never waits between micro-batches.
         """
         self.begin()
+        numbers, total = count(1), sum(len(mini) for mini in batch.epochs[0])
+
+        def one(micro: RolloutBatch) -> Ragged:
+            position.at("micro-batch", next(numbers), total)
+            return micro.responses.like(compute(micro))
+
         with gathered_once(self.model, self.config.fsdp):
-            result = batch.map_first_epoch(lambda micro: micro.responses.like(compute(micro)))
+            result = batch.map_first_epoch(one)
         return result.like(result.values.cpu())

@@ -11,6 +11,7 @@ from hybridrl.config.schema import FSDPConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.schedule import MiniBatch
 from hybridrl.data.totals import Totals
+from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
 from hybridrl.workers.optimizer import Optimizer
@@ -71,6 +72,7 @@ class Training:
         None where no token counts: momentum and weight decay would move the weights all the same.
         """
         self.accumulate_gradients(mini)
+        position.at("optimizer step", len(self.grad_norms) + 1)
         if mini.totals.tokens:
             self.grad_norms.append(self.optimizer.apply_gradients())
         else:
@@ -86,7 +88,9 @@ class Training:
         self.num_tokens += mini.totals.tokens
         # A mini-batch without a single token has gradient 0, not NaN.
         totals = Totals(*(max(count, 1) for count in mini.totals))
+        part = f"mini-batch {len(self.grad_norms) + 1}, micro-batch"
         for index, micro in enumerate(mini.micros):
+            position.at(part, index + 1, len(mini.micros))
             begin_micro_batch(self.model, self.fsdp, last=index == len(mini.micros) - 1)
             loss, stats = self.loss(micro, totals)
             loss.backward()
@@ -100,6 +104,7 @@ class Training:
             grad_norm: mean before clipping, 0 of mini-batches without a token that counts; NaN if
             none was finite. skipped_steps: those not taken, because their gradient was not finite.
         """
+        position.at("metrics")
         total = torch.stack(self.losses).sum()
         # Ranks that share sequences all report the same tokens.
         shared = self.fsdp.ulysses_size

@@ -19,7 +19,9 @@ from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import build_roles
 
 
-def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine: int = 1):
+def pool_config(
+    folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, stall_s=0.0, engine: int = 1
+):
     """Two slots on each node."""
     return PoolConfig(
         cluster=ClusterConfig(
@@ -28,7 +30,10 @@ def pool_config(folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, engine
             rendezvous_ports=[29500, 29599],
             start_timeout_s=120.0,
             call_timeout_s=timeout_s,
+            stall_timeout_s=stall_s,
         ),
+        slots_on_nodes=[2] * nodes,
+        allow_straddle=False,
         accelerator=Accelerator.cpu,
         fsdp=FSDPConfig(
             dp_shard=2,

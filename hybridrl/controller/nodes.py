@@ -1,0 +1,63 @@
+"""Running plain functions on the nodes of a cluster: here for the driver's, else as Ray tasks."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+T = TypeVar("T")
+
+# Seconds that a node has to answer; starting a process for the task is part of it.
+NODE_TIMEOUT_S = 9.0
+
+
+class Nodes:
+    """The nodes of the cluster that this process has joined.
+
+    Attributes:
+        driver: id of the node of this process.
+    """
+
+    def __init__(self) -> None:
+        self.driver = ray.get_runtime_context().get_node_id()
+
+    def submit(self, node_id: str, function: Callable[..., Any], *arguments: Any) -> ObjectRef:
+        """Begin to run a module's function on a node, this one or another."""
+        task = ray.remote(function).options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        return task.remote(*arguments)
+
+    def run(self, node_id: str, function: Callable[..., T], *arguments: Any) -> T | None:
+        """What a function returns on a node; None if the node does not answer."""
+        return self.run_each(function, {node_id: arguments}).get(node_id)
+
+    def run_each(
+        self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, T]:
+        """What a function returns on several nodes, which run it at the same time.
+
+        Args:
+            function: of a module, since it travels by name.
+            arguments: by node.
+
+        Returns:
+            By node, those that have answered.
+        """
+        others = [node for node in arguments if node != self.driver and ray.is_initialized()]
+        refs = {node: self.submit(node, function, *arguments[node]) for node in others}
+        found = {}
+        if self.driver in arguments:
+            found[self.driver] = function(*arguments[self.driver])
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_TIMEOUT_S)
+        for node, ref in refs.items():
+            with suppress(RayError):  # gone, or without an answer
+                found[node] = ray.get(ref, timeout=0)
+        return found

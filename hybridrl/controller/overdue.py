@@ -1,0 +1,60 @@
+"""Ranks that do not answer: looks at them on their nodes, and makes an error of what is found."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.evidence import glimpses, traces
+from hybridrl.controller.nodes import Nodes
+from hybridrl.controller.stalls import Scene, Sighting, report
+from hybridrl.controller.waiting import Host, by_node, log_tail
+
+
+def look_at(nodes: Nodes, phase: str, late: Sequence[Host], num_ranks: int) -> Scene:
+    """Who is where, without disturbing anybody.
+
+    Args:
+        nodes: of the pool.
+        phase: what was called.
+        late: the ranks that have not answered.
+        num_ranks: all that were called.
+    """
+    members = by_node(late)
+    arguments = {node: ([host.pid for host in hosts],) for node, hosts in members.items()}
+    found = nodes.run_each(glimpses, arguments)
+    seen = {
+        host: glimpse
+        for node, node_glimpses in found.items()
+        for host, glimpse in zip(members[node], node_glimpses, strict=True)
+    }
+    return Scene(phase, [Sighting(host, seen.get(host)) for host in late], num_ranks)
+
+
+def overdue_error(
+    nodes: Nodes, late: Sequence[Host], num_ranks: int, phase: str, finding: str, advice: str
+) -> WorkerError:
+    """The error of a call that does not end, with stacks and flight recorders written.
+
+    Args:
+        nodes, late, num_ranks, phase: as in `look_at`.
+        finding, advice: as in `report`.
+    """
+    scene = _with_traces(nodes, look_at(nodes, phase, late, num_ranks))
+    ordered = [sighting.host for sighting in scene.in_order()]
+    text = f"{report(scene, finding, advice)}\n{log_tail(ordered[0])}".rstrip()
+    return WorkerError([host.rank for host in ordered], phase, text)
+
+
+def _with_traces(nodes: Nodes, scene: Scene) -> Scene:
+    members = by_node([sighting.host for sighting in scene.seen])
+    arguments = {
+        node: ([h.pid for h in hosts], [h.rank for h in hosts], [h.log_file for h in hosts])
+        for node, hosts in members.items()
+    }
+    written = {
+        host: own
+        for node, node_traces in nodes.run_each(traces, arguments).items()
+        for host, own in zip(members[node], node_traces, strict=True)
+    }
+    seen = [s._replace(traces=written.get(s.host, s.traces)) for s in scene.seen]
+    return replace(scene, seen=seen)

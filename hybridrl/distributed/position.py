@@ -1,0 +1,149 @@
+"""Where a process is in its work, in memory that others can read whatever state it is in.
+
+    worker                               reader, another process of the same user on the same node
+    publish()                            open_position(pid)
+    enter("rollout.reshard")
+    at("bucket", 17, 24)                 read: rollout.reshard, bucket 17 of 24
+
+Reading takes nothing of the process that is looked at: it may be stopped, hang in native code, or
+hold its interpreter's lock. The memory has no name in any folder and goes with the process; a
+reader that opened it keeps the last position. Writing costs about a microsecond and does nothing
+where nothing was published. One thread of a process writes.
+"""
+
+import mmap
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+NAME = "hybridrl_position"
+# changes, entered, number, total, phase, part
+_NUMBERS = struct.Struct("<4q")
+_TEXT_BYTES = 96
+_SIZE = _NUMBERS.size + 2 * _TEXT_BYTES
+DONE = "done"
+
+
+class Position(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+        phase: what it was called for, "actor.update"; empty before the first call.
+        part: of the phase, "bucket" or "verify"; "done" once the phase is over.
+        number: of the part, counted from 1; 0 where parts are not counted.
+        total: the last number; 0 where it is not known.
+        steps: changes since the phase began. Ranks that do the same have the same.
+        changes: since the process began.
+    """
+
+    phase: str
+    part: str
+    number: int
+    total: int
+    steps: int
+    changes: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the process waits for a call."""
+        return self.phase == "" or self.part == DONE
+
+    def within(self) -> str:
+        """The place in the phase: "in bucket 17 of 24", or "at its beginning"."""
+        if not self.part:
+            return "at its beginning"
+        number = f" {self.number}" if self.number else ""
+        return f"in {self.part}{number}" + (f" of {self.total}" if self.total else "")
+
+
+class _Writer:
+    """Keeps a process's position in shared memory."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._changes = self._entered = 0
+        self._part = ""
+
+    def enter(self, phase: str) -> None:
+        self._entered = self._changes + 1
+        self._text(0, phase)
+        self.at("", 0, 0)
+
+    def at(self, part: str, number: int, total: int) -> None:
+        if part != self._part:
+            self._part = part
+            self._text(1, part)
+        self._changes += 1
+        _NUMBERS.pack_into(self._memory, 0, self._changes, self._entered, number, total)
+
+    def _text(self, index: int, text: str) -> None:
+        start = _NUMBERS.size + index * _TEXT_BYTES
+        content = text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        self._memory[start : start + _TEXT_BYTES] = content
+
+
+_writer: _Writer | None = None
+
+
+def publish() -> None:
+    """Let others see the position of this process from now on, for as long as it lives."""
+    global _writer
+    descriptor = os.memfd_create(NAME)
+    os.truncate(descriptor, _SIZE)
+    # The descriptor stays open: readers find the memory by it.
+    _writer = _Writer(mmap.mmap(descriptor, _SIZE))
+
+
+def enter(phase: str) -> None:
+    """Begin a phase."""
+    if _writer is not None:
+        _writer.enter(phase)
+
+
+def at(part: str, number: int = 0, total: int = 0) -> None:
+    """Reach a place in the phase; see `Position`."""
+    if _writer is not None:
+        _writer.at(part, number, total)
+
+
+def leave() -> None:
+    """End the phase."""
+    at(DONE)
+
+
+class PositionReader:
+    """Reads the position of one process; the last one stays readable when the process is gone.
+
+    Args:
+        descriptor: of the process's memory; owned by this.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self) -> Position:
+        """Where the process is now."""
+        content = os.pread(self._descriptor, _SIZE, 0)
+        changes, entered, number, total = _NUMBERS.unpack_from(content)
+        texts = content[_NUMBERS.size :]
+        phase, part = (
+            text.rstrip(b"\0").decode(errors="replace")
+            for text in (texts[:_TEXT_BYTES], texts[_TEXT_BYTES:])
+        )
+        return Position(phase, part, number, total, changes - entered, changes)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        os.close(self._descriptor)
+
+
+def open_position(pid: int) -> PositionReader | None:
+    """A reader of a process's position; None if it publishes none, is gone or another user's."""
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(link).startswith(f"/memfd:{NAME}"):
+                    return PositionReader(os.open(link, os.O_RDONLY))
+    return None

@@ -1,0 +1,48 @@
+"""Roles for test_stalls.py: one stops in the middle of a reshard, one takes its time."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from torch import distributed as dist
+
+from hybridrl.distributed import position
+from hybridrl.workers.base import Worker
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from tests.reshard_ranks import Side
+
+
+@dataclass(kw_only=True)
+class StallConfig:
+    worker: str = "stall_roles.Staller"
+
+
+class Staller(Worker):
+    config_class = StallConfig  # type: ignore[assignment]
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def reshard(self, who):
+        """Move random weights into a toy engine; rank `who` stops before it sends bucket 3."""
+        side = Side(1, self.mesh, by_columns=False, device="cpu")
+        side.take_weights(seed=0)
+        resharder = side.resharder(bucket_elements=64)
+        staging = resharder._movers[-1].staging
+        start = staging.start
+
+        def start_or_stop(number):
+            if (dist.get_rank(), number) == (who, 2):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return start(number)
+
+        staging.start = start_or_stop
+        resharder.sync(0, verify=True)
+        return side.wrong(side.take_weights(seed=0))
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def walk(self, steps, seconds):
+        """Get further, slowly."""
+        for step in range(steps):
+            position.at("step", step + 1, steps)
+            time.sleep(seconds)
+        dist.barrier()
