@@ -1,0 +1,127 @@
+"""The stage of the network: what would hang or slow down a run between nodes.
+
+network.address       network_address.py
+network.interfaces    network_interfaces.py
+network.ports         network_ports.py
+network.rendezvous    network_rendezvous.py
+network.bandwidth     network_bandwidth.py
+network.collective    network_collective.py
+network.infiniband    network_infiniband.py
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.agents import Agents, call_all
+from hybridrl.controller.rendezvous import given_port, port_band
+from hybridrl.doctor import (
+    network_address,
+    network_bandwidth,
+    network_collective,
+    network_infiniband,
+    network_interfaces,
+    network_ports,
+    network_rendezvous,
+)
+from hybridrl.doctor.findings import Finding, Verdict, fail, skipped
+from hybridrl.doctor.network_nodes import answered, look, rank_zero_node
+from hybridrl.doctor.network_server import Opened, close_ports, open_ports
+from hybridrl.doctor.stages import Case
+
+LOOK_S = 15.0
+
+
+def check(case: Case) -> list[Finding]:
+    """Findings of the stage network."""
+    on_gpu = case.config.hardware.accelerator is Accelerator.gpu
+    return examine(
+        case.agents, case.config.cluster.rendezvous_ports, on_gpu=on_gpu, quick=case.quick
+    )
+
+
+def examine(
+    agents: Agents, rendezvous_ports: Sequence[int], *, on_gpu: bool, quick: bool
+) -> list[Finding]:
+    """As `check`, from what the stage needs of a config.
+
+    Args:
+        agents: the nodes.
+        rendezvous_ports: cluster.rendezvous_ports.
+        on_gpu: whether the run uses NCCL.
+        quick: leave out what takes seconds or imports torch: bandwidth and collective.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    views, findings = answered(
+        network_address.CHECK, call_all(agents, look, master, timeout_s=LOOK_S)
+    )
+    if not views:
+        return findings
+    addresses = {node: agents.addresses[node] for node in views}
+    findings += network_address.judge(views, addresses, master)
+    findings += network_interfaces.judge(views)
+    findings += network_infiniband.check(agents)
+    findings += _on_sockets(agents, rendezvous_ports, addresses, master, quick=quick)
+    if quick:
+        return findings
+    if any(finding.verdict is Verdict.fail for finding in findings):
+        why = "what is found above would make it hang"
+        return [*findings, skipped(network_collective.CHECK, "all", why)]
+    return findings + network_collective.check(agents, views, addresses, on_gpu=on_gpu)
+
+
+def _on_sockets(
+    agents: Agents,
+    rendezvous_ports: Sequence[int],
+    addresses: Mapping[str, str],
+    master: str,
+    *,
+    quick: bool,
+) -> list[Finding]:
+    """The checks that listen on every node, while all of them listen."""
+    low, high = rendezvous_ports
+    try:
+        given = given_port()
+    except ConfigError as error:
+        advice = "Unset MASTER_PORT, or set it to a free port."
+        return [fail(network_rendezvous.CHECK, "all", error.problems[0], advice)]
+    band = port_band(low, high) if given is None else range(given, given + 1)
+    first = rank_zero_node(addresses)
+    own = {first: master} if master else {}
+    with _opened(agents, {**addresses, **own}, band) as (
+        opened,
+        findings,
+    ):
+        if first in opened:
+            findings.append(
+                network_rendezvous.judge(first, opened[first], (low, high), band, given)
+            )
+        if opened:
+            findings += network_ports.check(agents, opened, addresses)
+        if quick or not opened:
+            return findings
+        if any(finding.check == network_ports.CHECK for finding in _failures(findings)):
+            why = "not all nodes reach each other"
+            return [*findings, skipped(network_bandwidth.CHECK, "all", why)]
+        return findings + network_bandwidth.check(agents, opened, addresses)
+
+
+@contextmanager
+def _opened(
+    agents: Agents, addresses: Mapping[str, str], band: range
+) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
+    """Every node listening for the time of the block."""
+    arguments = {node: (address, band) for node, address in addresses.items()}
+    answers = agents.call_each(open_ports, arguments, LOOK_S)
+    opened, findings = answered(network_ports.CHECK, answers)
+    try:
+        yield opened, findings
+    finally:
+        closing = {node: (ports.token,) for node, ports in opened.items()}
+        agents.call_each(close_ports, closing, LOOK_S)
+
+
+def _failures(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is Verdict.fail]

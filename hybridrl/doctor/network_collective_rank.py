@@ -1,0 +1,139 @@
+"""One rank of the doctor's collectives: python -m hybridrl.doctor.network_collective_rank ORDER.
+
+Joins the process group as a run's workers do, sums over all ranks, and writes one line of JSON on
+stdout for each step that it has reached; the last one holds what it measured.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+SMALL = 1
+# float32 numbers: 16 MiB over gloo, 256 MiB over NCCL.
+LARGE = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+REPEATS = {"cpu": 3, "cuda": 10}
+# Numbers that two nodes send each other over NCCL: 64 MiB.
+SENT = 16 * 2**20
+
+
+def main() -> None:
+    """Carry out one order, a `RankOrder` as JSON."""
+    order = json.loads(sys.argv[1])
+    timeout = timedelta(seconds=order["timeout_s"])
+    _say("connecting to the store")
+    store = dist.TCPStore(
+        order["address"],
+        order["port"],
+        order["world_size"],
+        is_master=order["rank"] == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=order["listen_fd"],
+    )
+    _say("waiting for the other ranks at the store")
+    store.set(f"here/{order['rank']}", "1")
+    store.wait([f"here/{rank}" for rank in range(order["world_size"])], timeout)
+    _say("forming the process group")
+    device = torch.device("cuda", order["device"]) if order["device"] is not None else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=order["rank"],
+        world_size=order["world_size"],
+        timeout=timeout,
+        device_id=device,
+    )
+    measured: dict[str, Any] = {"gloo": _all_reduce("gloo", "cpu", dist.group.WORLD)}
+    if device is not None:
+        measured |= _over_nccl(order)
+    dist.barrier()
+    _say("done", **measured)
+    dist.destroy_process_group()
+
+
+def _over_nccl(order: dict[str, Any]) -> dict[str, Any]:
+    """All-reduce over all GPUs and over the node's, and the nodes' first GPUs two by two."""
+    measured = {"nccl": _all_reduce("NCCL over all GPUs", "cuda", dist.group.WORLD)}
+    for ranks in order["nodes"]:
+        group = dist.new_group(ranks)
+        if order["rank"] in ranks and len(ranks) > 1:
+            measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
+    measured["nccl_from"] = {
+        other: _received(int(other), sends)
+        for pairs in order["rounds"]
+        for pair in pairs
+        for other, sends in _turns(order["rank"], pair)
+    }
+    return measured
+
+
+def _turns(rank: int, pair: list[int]) -> list[tuple[str, bool]]:
+    """What this rank does when a pair has its turn: (the other rank, whether it sends)."""
+    if rank not in pair:
+        return []
+    other = pair[1] if rank == pair[0] else pair[0]
+    return [(str(other), rank == pair[0])]
+
+
+def _received(other: int, sends: bool) -> float:
+    """Bytes per second that went through this pair, one way."""
+    data = torch.ones(SENT, device="cuda")
+    _say(f"NCCL {'to' if sends else 'from'} rank {other}")
+    move: Callable[[], Any] = (
+        (lambda: dist.send(data, other)) if sends else (lambda: dist.recv(data, other))
+    )
+    return data.nbytes / _seconds(move, "cuda")
+
+
+def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:
+    """Seconds of a small sum, and bytes per second over each rank's wire in a large one."""
+    ranks = dist.get_world_size(group)
+    _say(f"all-reduce: {what}")
+    small, large = torch.ones(SMALL, device=device), torch.ones(LARGE[device], device=device)
+    _check(small, ranks, group)
+    latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device)
+    seconds = _seconds(lambda: dist.all_reduce(large, group=group), device)
+    moved = 2 * (ranks - 1) / ranks * large.nbytes  # of a ring: what each rank sends
+    return {"latency_s": latency_s, "bytes_per_s": moved / seconds}
+
+
+def _check(ones: Tensor, ranks: int, group: Any) -> None:
+    dist.all_reduce(ones, group=group)
+    if not bool((ones == ranks).all()):
+        raise RuntimeError(f"the sum of {ranks} ones is {ones.tolist()}")
+
+
+def _seconds(collective: Callable[[], Any], device: str) -> float:
+    """The least time of several, after one that makes connections."""
+    collective()
+    times = []
+    for _ in range(REPEATS[device]):
+        _synchronize(device)
+        start = time.perf_counter()
+        collective()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _say(step: str, **measured: Any) -> None:
+    sys.stdout.write(json.dumps({"step": step} | measured) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Can every node connect to every other, on the ports that a run uses?"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hybridrl.controller.agents import Agents
+from hybridrl.doctor.findings import Finding, fail, ok
+from hybridrl.doctor.network_nodes import answered
+from hybridrl.doctor.network_server import Opened, Target, reach
+
+CHECK = "network.ports"
+# Seconds for all connections of a node.
+WITHIN_S = 4.0
+# More pairs than these are counted, not shown.
+MAX_SHOWN = 20
+
+
+class Attempt(NamedTuple):
+    """A connection from one node to a port of another; `problem` is empty where it came about."""
+
+    source: str
+    target: Target
+    problem: str
+
+
+def check(
+    agents: Agents, opened: Mapping[str, Opened], addresses: Mapping[str, str]
+) -> list[Finding]:
+    """Connect every node to every other, all at the same time."""
+    arguments = {
+        node: (
+            [
+                Target(other, addresses[other], port, ports.token)
+                for other, ports in opened.items()
+                if other != node or len(opened) == 1
+                for port in (ports.rendezvous, ports.chosen)
+                if port is not None
+            ],
+            WITHIN_S,
+        )
+        for node in opened
+    }
+    results, findings = answered(CHECK, agents.call_each(reach, arguments, WITHIN_S + 10.0))
+    attempts = [
+        Attempt(node, target, problem)
+        for node, problems in results.items()
+        for target, problem in zip(arguments[node][0], problems, strict=True)
+    ]
+    return findings + judge(attempts, opened, addresses)
+
+
+def judge(
+    attempts: Sequence[Attempt], opened: Mapping[str, Opened], addresses: Mapping[str, str]
+) -> list[Finding]:
+    """Findings from all connections that were tried."""
+    broken: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.problem:
+            broken[attempt.source, attempt.target.node].append(attempt)
+    findings = [
+        _judge_pair(failures, opened[target], addresses, (target, source) in broken)
+        for (source, target), failures in list(broken.items())[:MAX_SHOWN]
+    ]
+    if len(broken) > MAX_SHOWN:
+        rest = f"and {len(broken) - MAX_SHOWN} more pairs of nodes that do not reach each other"
+        findings.append(fail(CHECK, "all", rest, "Mend the pairs above first; doctor.json."))
+    if findings:
+        return findings
+    ports = sorted({str(attempt.target.port) for attempt in attempts})
+    what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"
+    return [ok(CHECK, "all", f"{what}: {len(attempts)} connections on ports {', '.join(ports)}")]
+
+
+def _judge_pair(
+    failures: Sequence[Attempt], target: Opened, addresses: Mapping[str, str], both_ways: bool
+) -> Finding:
+    source, to = failures[0].source, failures[0].target.node
+    what = "; ".join(
+        f"{addresses[source]} -> {attempt.target.address} port {attempt.target.port}: "
+        f"{attempt.problem}"
+        for attempt in failures
+    )
+    ports = {attempt.target.port for attempt in failures}
+    direction = "in both directions" if both_ways else "in this direction alone"
+    return fail(
+        CHECK, f"{source} -> {to}", f"{what}; {direction}", _advice(failures, target, ports)
+    )
+
+
+def _advice(failures: Sequence[Attempt], target: Opened, ports: set[int]) -> str:
+    address, to = failures[0].target.address, failures[0].target.node
+    low, high = target.ephemeral
+    if ports == {target.rendezvous}:
+        return (
+            f"Other ports of {to} answer: open the ports of cluster.rendezvous_ports for the other "
+            f"nodes in its firewall (`iptables -I INPUT -p tcp --dport {target.rendezvous} -j "
+            "ACCEPT`; clouds: the security group), or set cluster.rendezvous_ports to open ones."
+        )
+    if ports == {target.chosen} and target.rendezvous is not None:
+        return (
+            f"NCCL, gloo and Ray's workers listen on ports of {low} to {high} "
+            f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
+            "firewall and in the security group."
+        )
+    return (
+        f"On {failures[0].source}, `ip route get {address}` says which way packets take and "
+        f"`nc -vz {address} {max(ports)}` tries it. Add the route, open all TCP ports between the "
+        "nodes in firewalls and security groups, or start Ray with --node-ip-address in a network "
+        "that all nodes share."
+    )

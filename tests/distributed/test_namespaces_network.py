@@ -1,0 +1,253 @@
+"""Faults of a network between real hosts, namespaces here: each has its check id and its advice."""
+
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.network import examine
+from tests.namespaces import bench, driver, need_namespaces, set_environments, write_hosts
+
+BAND = [29500, 29503]
+SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 0.7)"
+HOLD = """
+import socket, sys
+held = [socket.create_server(("0.0.0.0", int(port))) for port in sys.argv[1:]]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    need_namespaces()
+    with bench("10.77.1.2/24", "10.77.1.3/24", "10.77.2.2/24") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def head(hosts):
+    """The head of the doctor's processes on all hosts."""
+    with driver(hosts) as made:
+        yield made
+
+
+def stage(head, *, quick=True):
+    """The findings of the stage network."""
+    return head.call(examine, BAND, on_gpu=False, quick=quick)
+
+
+def failures(findings):
+    """(check, node) of what failed."""
+    return [(f.check, f.node) for f in findings if f.verdict is Verdict.fail]
+
+
+def only(findings, check, node=None):
+    """The one finding of a check (on a node)."""
+    (found,) = [f for f in findings if f.check == check and node in (None, f.node)]
+    return found
+
+
+@contextmanager
+def environment(head, **by_host):
+    """Variables of the hosts' processes, taken back at the end."""
+    by_host = {name.replace("_", "-"): values for name, values in by_host.items()}
+    head.call(set_environments, by_host)
+    try:
+        yield
+    finally:
+        unset = {name: dict.fromkeys(values) for name, values in by_host.items()}
+        head.call(set_environments, unset)
+
+
+def setting(head, host, **values):
+    """Variables of one host's process."""
+    return environment(head, **{host.name.replace("-", "_"): values})
+
+
+def test_a_sound_network_has_no_failure(head, hosts):
+    findings = stage(head, quick=False)
+    assert failures(findings) == []
+    assert "3 nodes: 12 connections" in only(findings, "network.ports").evidence
+    assert "6 pairs: median" in only(findings, "network.bandwidth").evidence
+    assert "3 ranks on 3 nodes: gloo" in only(findings, "network.collective").evidence
+    address = only(findings, "network.address", hosts[2].name)
+    assert hosts[2].address in address.evidence
+    routed = only(findings, "network.interfaces")
+    assert routed.verdict is Verdict.warn and "no subnet has all nodes" in routed.evidence
+
+
+def test_a_blocked_rendezvous_port_is_named_with_its_direction(head, hosts):
+    first, _, last = hosts
+    with first.unreachable_from(last, "29500"):
+        findings = stage(head)
+    assert failures(findings) == [("network.ports", f"{last.name} -> {first.name}")]
+    found = only(findings, "network.ports")
+    assert f"{last.address} -> {first.address} port 29500: no answer within 3 s" in found.evidence
+    assert "in this direction alone" in found.evidence
+    assert "cluster.rendezvous_ports" in found.advice and "firewall" in found.advice
+
+
+def test_blocked_kernel_chosen_ports_are_named_in_both_directions(head, hosts):
+    _, second, last = hosts
+    # Drops connections one way, and the other way's answers.
+    with last.firewall_to(second, "32768-60999"):
+        findings = stage(head)
+    pairs = [f"{second.name} -> {last.name}", f"{last.name} -> {second.name}"]
+    assert sorted(failures(findings)) == [("network.ports", pair) for pair in pairs]
+    for pair in pairs:
+        found = only(findings, "network.ports", pair)
+        assert "no answer within 3 s" in found.evidence and "29500" not in found.evidence
+        assert "in both directions" in found.evidence
+        assert "open all TCP ports" in found.advice and "32768 to 60999" in found.advice
+
+
+def test_a_nodes_own_rule_against_connections_is_told_from_others(head, hosts):
+    _, second, last = hosts
+    with last.unreachable_from(second, "32768-60999"):
+        findings = stage(head)
+    found = only(findings, "network.ports", f"{last.name} -> {second.name}")
+    assert found.verdict is Verdict.fail
+    assert "the node's own `ip rule` or `ip route` discards" in found.evidence
+
+
+def test_a_missing_route_is_told_from_a_firewall(head, hosts):
+    _, second, last = hosts
+    with last.unroutable(second):
+        findings = stage(head)
+    found = only(findings, "network.ports", f"{last.name} -> {second.name}")
+    assert found.verdict is Verdict.fail and "no route" in found.evidence
+    assert f"ip route get {second.address}" in found.advice
+
+
+def test_a_slow_link_is_named_against_the_median(head, hosts):
+    first, second, last = hosts
+    with last.slow_link("80mbit"):
+        findings = stage(head, quick=False)
+    slow = [("network.bandwidth", f"{last.name} -> {other.name}") for other in (first, second)]
+    assert sorted(failures(findings)) == slow
+    found = only(findings, *slow[0])
+    rate, median = found.evidence.split("MB/s")[0], found.evidence.split("pairs is ")[1]
+    assert 5 < float(rate) < 15 and float(median.split()[0]) > 100
+    assert "ethtool" in found.advice and "tc qdisc" in found.advice
+    assert only(findings, "network.collective").verdict is Verdict.skipped
+
+
+@contextmanager
+def holding(host, *ports):
+    """A process on a host that listens on these ports."""
+    process = host.start(
+        sys.executable,
+        "-c",
+        HOLD,
+        *map(str, ports),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.communicate(timeout=10)
+
+
+def test_a_taken_port_is_passed_over_and_its_holder_named(head, hosts):
+    with holding(hosts[0], 29500) as process:
+        found = only(stage(head), "network.rendezvous")
+    assert found.verdict is Verdict.ok and found.node == hosts[0].name
+    assert "port 29501 is free" in found.evidence
+    assert f"(pid {process.pid}) holds 29500" in found.evidence
+
+
+def test_a_band_without_a_free_port_fails_with_the_holders(head, hosts):
+    with holding(hosts[0], *range(29500, 29504)) as process:
+        findings = stage(head)
+    assert failures(findings) == [("network.rendezvous", hosts[0].name)]
+    found = only(findings, "network.rendezvous")
+    assert "ports 29500 to 29503 are in use" in found.evidence
+    assert f"(pid {process.pid}) holds 29503" in found.evidence
+    assert "cluster.rendezvous_ports=[first,last]" in found.advice
+
+
+def test_a_given_port_that_is_taken_is_named(head, hosts):
+    with setting(head, hosts[0], MASTER_PORT="29500"), holding(hosts[0], 29500):
+        found = only(stage(head), "network.rendezvous")
+    assert found.verdict is Verdict.fail and "port 29500 is in use" in found.evidence
+    assert "Unset MASTER_PORT" in found.advice
+
+
+def test_a_band_among_the_kernels_ports_moves(head, hosts):
+    hosts[0].run("sh", "-c", "echo 20000 60999 > /proc/sys/net/ipv4/ip_local_port_range")
+    try:
+        found = only(stage(head), "network.rendezvous")
+    finally:
+        hosts[0].run("sh", "-c", "echo 32768 60999 > /proc/sys/net/ipv4/ip_local_port_range")
+    assert found.verdict is Verdict.ok and "port 19996 is free" in found.evidence
+    assert "ip_local_port_range is 20000 to 60999" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("last", "which belongs to"),
+        ("127.0.0.1", "which leads each node to itself"),
+        ("10.77.9.9", "belongs to none of the nodes"),
+        ("no-such-host.invalid", "is unknown on"),
+    ],
+)
+def test_a_wrong_master_address_is_named(head, hosts, value, says):
+    first, _, last = hosts
+    with setting(head, first, MASTER_ADDR=last.name if value == "last" else value):
+        findings = stage(head)
+    found = only(findings, "network.address", "all")
+    assert found.verdict is Verdict.fail and says in found.evidence
+    assert f"export MASTER_ADDR={first.address}" in found.advice
+
+
+def test_the_master_address_of_rank_zero_is_right(head, hosts):
+    with setting(head, hosts[0], MASTER_ADDR=hosts[0].name):
+        found = only(stage(head), "network.address", "all")
+    assert found.verdict is Verdict.ok and hosts[0].address in found.evidence
+
+
+@pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.parametrize("value", ["ib0", "lo"])
+def test_an_interface_that_leads_nowhere_is_named(head, hosts, name, value):
+    with setting(head, hosts[1], **{name: value}):
+        findings = stage(head)
+    assert failures(findings) == [("network.interfaces", hosts[1].name)]
+    found = only(findings, "network.interfaces")
+    assert f"{name}={value}" in found.evidence and "eth0 10.77.1.3/24" in found.evidence
+    assert f"export {name}=eth0" in found.advice
+
+
+def test_a_node_that_cannot_reach_the_head_says_why(hosts):
+    first, _, last = hosts
+    place = f"{first.address}:19401"
+    command = [sys.executable, "-c", SERVE, place]
+    for fault, says in (
+        (first.unreachable_from(last, "19401"), "timed out"),
+        (last.without_route(), "Network is unreachable"),
+        (ExitStack(), "Connection refused"),
+    ):
+        with fault:
+            process = last.start(*command, stderr=subprocess.PIPE, text=True)
+            _, error = process.communicate(timeout=20)
+        assert f"cannot reach the head at {place}" in error and says in error
+
+
+def test_a_head_that_takes_its_name_for_loopback_is_told(hosts):
+    first, second, _ = hosts
+    write_hosts(first, f"127.0.1.1 {first.name}\n")
+    code = "import sys; from hybridrl.doctor.joined import *; JoinedAgents(*sys.argv[1:], 2, 1)"
+    process = first.start(
+        *(sys.executable, "-c", f"{code}.__enter__()", f"{first.name}:19402"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, error = process.communicate(timeout=20)
+    assert "takes the name for 127.0.1.1" in error and "Give an IP address" in error
+    assert second.name not in error

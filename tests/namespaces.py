@@ -1,0 +1,310 @@
+"""Several hosts on one machine: network namespaces with their own addresses, names and links.
+
+    bench("10.7.1.2/24", "10.7.2.2/24")    two hosts in different subnets
+
+Each host has one interface, eth0, and its own host name and /etc/hosts. A router, a namespace too,
+has a bridge for each subnet and the first address in it. Processes are started in a host by
+`Host.start`; whatever of them is left at the end of the block is killed, and all goes away.
+
+Needs root and iproute2. What works in the kernels that these tests meet: `ip rule ... blackhole`,
+`tc ... tbf`, routes; neither iptables nor netem is there everywhere.
+"""
+
+import contextlib
+import ipaddress
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ETC = Path("/etc/netns")
+JOIN_PORT = 19400
+_NUMBERS = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why there can be no namespaces here; None if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (iproute2, util-linux)"
+    name = f"hn{os.getpid():x}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespaces: {made.stderr.strip()}"
+    ip("netns", "del", name)
+    return None
+
+
+def need_namespaces() -> None:
+    """Skip the test where there can be no namespaces, but not under CI=true."""
+    reason = why_not()
+    if reason is not None and os.environ.get("CI") != "true":
+        pytest.skip(reason)
+
+
+def ip(*words: str) -> str:
+    """What `ip` with these words says; it must succeed."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Host:
+    """A machine of the bench.
+
+    Attributes:
+        name: its host name.
+        namespace: that it is.
+        address: of its eth0.
+        gateway: the router's address in its subnet.
+        router: the router's namespace.
+        environment: added to that of processes started there.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    gateway: str
+    router: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *command: str | Path, **options: Any) -> "subprocess.Popen[Any]":
+        """Start a command on this host; `env` is added to the environment of the tests."""
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | self.environment | options.pop("env", {})
+        name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *name, *map(str, command)], env=env, **options
+        )
+
+    def run(self, *command: str | Path, **options: Any) -> str:
+        """Run a command on this host to its end, which must be a success; its output."""
+        with self.start(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        ) as process:
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, f"{command}: {output}"
+        return output
+
+    @contextlib.contextmanager
+    def unreachable_from(self, other: "Host", ports: str) -> Iterator[None]:
+        """Packets from `other` to these TCP ports ("29500", "32768-60999") stay unanswered."""
+        rule = ["to", other.address, "ipproto", "tcp", "sport", ports, "blackhole", "pref", "100"]
+        ip("-n", self.namespace, "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            ip("-n", self.namespace, "rule", "del", *rule)
+
+    @contextlib.contextmanager
+    def firewall_to(self, other: "Host", ports: str) -> Iterator[None]:
+        """The router drops TCP packets to a host in another subnet that go between such ports."""
+        ends = ["from", self.address, "to", other.address, "ipproto", "tcp"]
+        rule = [*ends, "sport", ports, "dport", ports, "blackhole", "pref", "100"]
+        ip("-n", self.router, "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            ip("-n", self.router, "rule", "del", *rule)
+
+    @contextlib.contextmanager
+    def without_route(self) -> Iterator[None]:
+        """The host knows its own subnet alone."""
+        route = ["default", "via", self.gateway]
+        ip("-n", self.namespace, "route", "del", *route)
+        try:
+            yield
+        finally:
+            ip("-n", self.namespace, "route", "add", *route)
+
+    @contextlib.contextmanager
+    def unroutable(self, other: "Host") -> Iterator[None]:
+        """The host has no route to another one."""
+        ip("-n", self.namespace, "route", "add", "unreachable", other.address)
+        try:
+            yield
+        finally:
+            ip("-n", self.namespace, "route", "del", "unreachable", other.address)
+
+    @contextlib.contextmanager
+    def slow_link(self, rate: str) -> Iterator[None]:
+        """What the host sends is limited to a rate such as 80mbit."""
+        shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+        device = ["-n", self.namespace, "qdisc", "add", "dev", "eth0", "root"]
+        subprocess.run(["tc", *device, *shape], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"])
+
+    def kill_all(self) -> None:
+        """Kill every process that runs in the namespace."""
+        for _ in range(20):
+            pids = ip("netns", "pids", self.namespace).split()
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            if not pids:
+                return
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def bench(*addresses: str) -> Iterator[list[Host]]:
+    """Hosts with these addresses, as in 10.7.1.2/24; gone at the end, come what may."""
+    tag = f"h{os.getpid():x}{next(_NUMBERS)}"
+    interfaces = [ipaddress.ip_interface(address) for address in addresses]
+    router = f"{tag}-r"
+    hosts = [
+        Host(f"{tag}-{k}", f"{tag}-{k}", str(one.ip), str(one.network[1]), router)
+        for k, one in enumerate(interfaces)
+    ]
+    try:
+        ip("netns", "add", router)
+        _connect(router, hosts, interfaces)
+        yield hosts
+    finally:
+        for host in hosts:
+            with contextlib.suppress(AssertionError):
+                host.kill_all()
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+            shutil.rmtree(ETC / host.namespace, ignore_errors=True)
+        subprocess.run(["ip", "netns", "del", router], capture_output=True)
+        with contextlib.suppress(OSError):
+            ETC.rmdir()  # where nobody else has a file there
+
+
+def _connect(router: str, hosts: list[Host], interfaces: list[Any]) -> None:
+    subprocess.run(
+        ["ip", "netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"],
+        check=True,
+    )
+    bridges = {str(one.network): f"b{k}" for k, one in enumerate(interfaces)}
+    for subnet, bridge in bridges.items():
+        network = ipaddress.ip_network(subnet)
+        ip("-n", router, "link", "add", "name", bridge, "type", "bridge")
+        ip("-n", router, "addr", "add", f"{network[1]}/{network.prefixlen}", "dev", bridge)
+        ip("-n", router, "link", "set", bridge, "up")
+    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
+    for k, (host, one) in enumerate(zip(hosts, interfaces, strict=True)):
+        write_hosts(host, names)
+        ip("netns", "add", host.namespace)
+        ip("-n", router, *f"link add v{k} type veth peer eth0 netns {host.namespace}".split())
+        ip("-n", router, *f"link set v{k} master {bridges[str(one.network)]} up".split())
+        for words in (
+            f"addr add {one} dev eth0",
+            "link set eth0 up",
+            "link set lo up",
+            f"route add default via {host.gateway}",
+        ):
+            ip("-n", host.namespace, *words.split())
+
+
+def write_hosts(host: Host, text: str) -> None:
+    """Make /etc/hosts of the processes that start on a host from now on."""
+    (ETC / host.namespace).mkdir(parents=True, exist_ok=True)
+    (ETC / host.namespace / "hosts").write_text(text)
+    # No name server: names that are not in the file are unknown at once.
+    (ETC / host.namespace / "resolv.conf").write_text("")
+
+
+class Driver:
+    """The doctor's processes on all hosts, called from the tests; the first host is the head."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        head, *others = hosts
+        place = f"{head.address}:{JOIN_PORT}"
+        code = "import sys; from tests.namespaces import {0}; {0}(*sys.argv[1:])"
+        command = [sys.executable, "-c"]
+        self._head = head.start(
+            *command,
+            code.format("drive"),
+            place,
+            str(len(hosts)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._others = [
+            host.start(*command, code.format("join"), place, stdin=subprocess.DEVNULL)
+            for host in others
+        ]
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """`function(agents, *arguments, **named)` in the head's process."""
+        pickle.dump((function, arguments, named), self._head.stdin)
+        self._head.stdin.flush()
+        value, error = pickle.load(self._head.stdout)
+        assert not error, error
+        return value
+
+    def close(self) -> None:
+        """End the processes."""
+        self._head.stdin.close()
+        for process in (self._head, *self._others):
+            process.wait(timeout=30)
+        self._head.stdout.close()
+
+
+@contextlib.contextmanager
+def driver(hosts: list[Host]) -> Iterator[Driver]:
+    """The doctor's processes on these hosts for the time of the block."""
+    made = Driver(hosts)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drive(place: str, nodes: str) -> None:
+    """The head's process: calls come on stdin and are answered on stdout, pickled."""
+    from hybridrl.doctor.joined import JoinedAgents
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with JoinedAgents(place, int(nodes), timeout_s=30) as agents:
+        while True:
+            try:
+                function, arguments, named = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            try:
+                answer = function(agents, *arguments, **named), ""
+            except Exception as error:  # told to the test that asked
+                answer = None, f"{type(error).__name__}: {error}"
+            pickle.dump(answer, answers)
+            answers.flush()
+
+
+def join(place: str) -> None:
+    """The process of every other host."""
+    from hybridrl.doctor.joined import serve
+
+    serve(place, timeout_s=30)
+
+
+def set_environment(values: dict[str, str | None]) -> None:
+    """Set variables of this process; None removes one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> None:
+    """Set variables of the processes on some nodes, by node."""
+    answers = agents.call_each(set_environment, {n: (v,) for n, v in values.items()}, 5.0)
+    assert not any(answer.error for answer in answers.values()), answers
