@@ -1,9 +1,12 @@
 """What ranks send each other in a reshard: messages, and the buckets in which they move."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridrl.distributed.regions import Region, TracedCopy
 from hybridrl.reshard.layout import SourceLayout, intersect
@@ -101,75 +104,157 @@ def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
     return TracedCopy(copy.source, region, copy.parameter, offset)
 
 
-def windows(
-    source: SourceLayout, takers: Sequence[tuple[int, TracedCopy]], bucket_elements: int
-) -> Iterator[list[Message]]:
-    """The messages of a source, a few rows of each shard at a time.
+class Window(NamedTuple):
+    """What moves of a few rows of every shard of one source.
+
+    Attributes:
+        load: [ranks] int64, elements of staging memory that each rank needs for it.
+        messages: those that the rank which plans sends or receives.
+    """
+
+    load: NDArray[np.int64]
+    messages: list[Message]
+
+
+class _Wanted(NamedTuple):
+    """A copy out of one shard, and the ranks that make it."""
+
+    copy: TracedCopy
+    receivers: NDArray[np.int64]
+
+
+class Windows:
+    """Cuts sources into windows, for one rank's part of the messages.
 
     All shards go through their rows together, so that in a bucket every rank has something to
-    send. A window is halved until no rank needs more than a quarter of a bucket for it, which
-    leaves little of the buckets unused.
+    send. Sources whose shapes and takers are alike, as a model's layers are, are cut once.
+
+    Args:
+        rank: that plans.
+        num_ranks: of the shard group.
+        bucket_elements: a window is halved until no rank needs more than a quarter of this, which
+            leaves little of the buckets unused.
     """
-    if not takers:
-        return
-    shards = [source.region(shard) for shard in range(source.num_shards)]
-    parts = [(0, max(shard.shape[0] for shard in shards))]
-    while parts:
-        start, rows = parts.pop()
-        window = list(_messages(source, shards, takers, start, rows))
-        if rows > 1 and 4 * max(_load(window, source.num_shards)) > bucket_elements:
-            # The first half is popped first.
-            parts += [(start + rows // 2, rows - rows // 2), (start, rows // 2)]
-        elif window:
-            yield window
 
+    def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._bucket_elements = bucket_elements
+        self._known: dict[Any, tuple[list[Window], list[str]]] = {}
 
-def _messages(
-    source: SourceLayout,
-    shards: Sequence[Region],
-    takers: Sequence[tuple[int, TracedCopy]],
-    start: int,
-    rows: int,
-) -> Iterator[Message]:
-    """What moves of rows [start, start + rows) of every shard to other ranks."""
-    for sender, shard in enumerate(shards):
-        height = min(rows, shard.shape[0] - start)
-        if height <= 0:
-            continue
-        window = Region((shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:]))
-        by_region: dict[Region, list[Taker]] = {}
+    def of(self, source: SourceLayout, takers: Sequence[tuple[int, TracedCopy]]) -> list[Window]:
+        """A source's windows, in order.
+
+        Args:
+            source: the checkpoint tensor.
+            takers: who copies what of it, by rank.
+        """
+        parameters = list(dict.fromkeys(copy.parameter for _, copy in takers))
+        number = {name: index for index, name in enumerate(parameters)}
+        geometry = tuple((r, c.region, number[c.parameter], c.offset) for r, c in takers)
+        key = (source.shape, source.num_shards, source.dim, geometry)
+        if key not in self._known:
+            self._known[key] = (list(self._cut(source, takers)), parameters)
+        windows, names = self._known[key]
+        renamed = dict(zip(names, parameters, strict=True))
+        return [
+            Window(window.load, [_renamed(m, source.name, renamed) for m in window.messages])
+            for window in windows
+        ]
+
+    def _cut(
+        self, source: SourceLayout, takers: Sequence[tuple[int, TracedCopy]]
+    ) -> Iterator[Window]:
+        if not takers:
+            return
+        # Ranks with the same slice of an engine make the same copies.
+        receivers: dict[TracedCopy, list[int]] = {}
         for receiver, copy in takers:
-            piece = common_part(copy, window) if receiver != sender else None
-            if piece is not None:
-                taker = Taker(receiver, piece.parameter, piece.offset)
-                by_region.setdefault(piece.region, []).append(taker)
-        for region, takes in by_region.items():
-            yield Message(source.name, region, sender, tuple(takes))
+            receivers.setdefault(copy, []).append(receiver)
+        shards = [source.region(shard) for shard in range(source.num_shards)]
+        wanted = [
+            [
+                _Wanted(part, np.array(who))
+                for copy, who in receivers.items()
+                if (part := common_part(copy, shard)) is not None
+            ]
+            for shard in shards
+        ]
+        parts = [(0, max(shard.shape[0] for shard in shards))]
+        while parts:
+            start, rows = parts.pop()
+            window = self._window(source.name, shards, wanted, start, rows)
+            if rows > 1 and 4 * window.load.max() > self._bucket_elements:
+                # The first half is popped first.
+                parts += [(start + rows // 2, rows - rows // 2), (start, rows // 2)]
+            elif window.load.any():
+                yield window
+
+    def _window(
+        self,
+        source: str,
+        shards: Sequence[Region],
+        wanted: Sequence[list[_Wanted]],
+        start: int,
+        rows: int,
+    ) -> Window:
+        """What moves of rows [start, start + rows) of every shard to other ranks."""
+        load = np.zeros(self._num_ranks, dtype=np.int64)
+        messages = []
+        for sender, shard in enumerate(shards):
+            height = min(rows, shard.shape[0] - start)
+            if height <= 0:
+                continue
+            held = Region((shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:]))
+            by_region: dict[Region, list[_Wanted]] = {}
+            for part in wanted[sender]:
+                piece = common_part(part.copy, held)
+                if piece is not None:
+                    by_region.setdefault(piece.region, []).append(_Wanted(piece, part.receivers))
+            for region, pieces in by_region.items():
+                others = np.unique(np.concatenate([piece.receivers for piece in pieces]))
+                others = others[others != sender]
+                if not len(others):
+                    continue
+                size = _aligned(math.prod(region.shape))
+                load[sender] += size
+                load[others] += size
+                if self._rank == sender or self._rank in others:
+                    messages.append(Message(source, region, sender, _takers(pieces, sender)))
+        return Window(load, messages)
 
 
-def _load(messages: Sequence[Message], num_ranks: int) -> list[int]:
-    """Elements of staging memory that each rank needs for these messages."""
-    load = [0] * num_ranks
-    for message in messages:
-        for rank in (message.sender, *message.receivers):
-            load[rank] += _aligned(message.numel)
-    return load
+def _takers(pieces: Sequence[_Wanted], sender: int) -> tuple[Taker, ...]:
+    """Everybody but the sender who takes one of these, in the order of ranks."""
+    takers = [
+        Taker(int(receiver), piece.copy.parameter, piece.copy.offset)
+        for piece in pieces
+        for receiver in piece.receivers
+        if receiver != sender
+    ]
+    return tuple(sorted(takers, key=lambda taker: taker.receiver))
 
 
-def fill_buckets(windows: Sequence[list[Message]], bucket_elements: int) -> Iterator[list[Message]]:
+def _renamed(message: Message, source: str, parameters: Mapping[str, str]) -> Message:
+    """The same message of another source, for other parameters."""
+    if message.source == source:
+        return message
+    takers = tuple([Taker(t.receiver, parameters[t.parameter], t.offset) for t in message.takers])
+    return Message(source, message.region, message.sender, takers)
+
+
+def fill_buckets(windows: Iterable[Window], bucket_elements: int) -> Iterator[list[Message]]:
     """Join consecutive windows as long as no rank needs more than a bucket."""
-    ranks = 1 + max((max(m.sender, *m.receivers) for w in windows for m in w), default=0)
     current: list[Message] = []
-    load = [0] * ranks
+    load: NDArray[np.int64] | None = None
     for window in windows:
-        added = _load(window, ranks)
-        total = [a + b for a, b in zip(load, added, strict=True)]
-        if current and max(total) > bucket_elements:
+        total = window.load if load is None else load + window.load
+        if load is not None and total.max() > bucket_elements:
             yield current
-            current, total = [], added
-        current.extend(window)
+            current, total = [], window.load
+        current.extend(window.messages)
         load = total
-    if current:
+    if load is not None:
         yield current
 
 

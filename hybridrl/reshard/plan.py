@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.reshard.layout import SourceLayout, intersect
-from hybridrl.reshard.messages import Bucket, bucket_of, common_part, fill_buckets, windows
+from hybridrl.reshard.messages import Bucket, Windows, bucket_of, common_part, fill_buckets
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,9 @@ def _plan(
 ) -> Plan:
     """The plan for these sources; traces copy from no others."""
     takers = _takers(sources, traces)
-    messages = [
-        window
-        for source in sources
-        for window in windows(source, takers[source.name], bucket_elements)
-    ]
-    buckets = [bucket_of(part, rank) for part in fill_buckets(messages, bucket_elements)]
+    windows = Windows(rank, len(traces), bucket_elements)
+    cut = (window for source in sources for window in windows.of(source, takers[source.name]))
+    buckets = [bucket_of(part, rank) for part in fill_buckets(cut, bucket_elements)]
     taken = traces[rank].copies
     local = [
         piece

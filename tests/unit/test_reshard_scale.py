@@ -1,0 +1,77 @@
+"""A rank's plan for a model of 405 B parameters on 1,024 GPUs, in seconds."""
+
+import math
+import time
+
+import pytest
+
+from hybridrl.distributed.regions import Region, Trace, TracedCopy
+from hybridrl.reshard.layout import SourceLayout
+from hybridrl.reshard.plan import build_plan
+
+# Llama 3.1 405B (Dubey et al. 2024, table 3): 16 copies of the weights over 64 ranks, engines of 8.
+HIDDEN, MLP, LAYERS, VOCAB = 16384, 53248, 126, 128256
+Q_ROWS, KV_ROWS = 128 * 128, 8 * 128
+WORLD, SHARDS, TP = 1024, 64, 8
+BUCKET_ELEMENTS = (256 << 20) // 2
+BFLOAT16 = 2
+
+
+def layer(number: int) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """(checkpoint name, shape, parameter of the engine, dim that the engine cuts; -1: none)."""
+    at = f"layers.{number}."
+    return [
+        (f"{at}q", (Q_ROWS, HIDDEN), f"{at}qkv", 0),
+        (f"{at}k", (KV_ROWS, HIDDEN), f"{at}qkv", 0),
+        (f"{at}v", (KV_ROWS, HIDDEN), f"{at}qkv", 0),
+        (f"{at}o", (HIDDEN, Q_ROWS), f"{at}o", 1),
+        (f"{at}gate", (MLP, HIDDEN), f"{at}gate_up", 0),
+        (f"{at}up", (MLP, HIDDEN), f"{at}gate_up", 0),
+        (f"{at}down", (HIDDEN, MLP), f"{at}down", 1),
+        (f"{at}norm_1", (HIDDEN,), f"{at}norm_1", -1),
+        (f"{at}norm_2", (HIDDEN,), f"{at}norm_2", -1),
+    ]
+
+
+TENSORS = [
+    ("embed", (VOCAB, HIDDEN), "embed", 0),
+    *(tensor for number in range(LAYERS) for tensor in layer(number)),
+    ("norm", (HIDDEN,), "norm", -1),
+    ("head", (VOCAB, HIDDEN), "head", 0),
+]
+
+
+def trace(tp_rank: int) -> Trace:
+    """What a loader that fuses q, k, v and gate, up as vLLM's does, copies on one rank."""
+    copies, parameters = [], {}
+    for name, shape, parameter, dim in TENSORS:
+        offset, part = [0] * len(shape), list(shape)
+        if dim >= 0:
+            part[dim] //= TP
+            offset[dim] = tp_rank * part[dim]
+        filled = parameters.get(parameter, (0,) * len(shape))
+        place = (filled[0], *[0] * (len(shape) - 1))
+        copies.append(TracedCopy(name, Region(tuple(offset), tuple(part)), parameter, place))
+        parameters[parameter] = (filled[0] + part[0], *part[1:])
+    return Trace(copies, [], {}, parameters)
+
+
+def test_a_plan_for_405b_parameters_takes_seconds_and_says_its_bytes(capsys):
+    """Layout aligned: the ranks of one slice are consecutive shards, dim 1 is cut where tp cuts."""
+    assert sum(math.prod(shape) for _, shape, _, _ in TENSORS) == 405_853_388_800
+    sources = [SourceLayout(name, shape, SHARDS, max(0, dim)) for name, shape, _, dim in TENSORS]
+    slices = [trace(tp_rank) for tp_rank in range(TP)]
+    traces = [slices[shard // (SHARDS // TP)] for shard in range(SHARDS)]
+    start = time.perf_counter()
+    plan = build_plan(sources, traces, rank=3, bucket_elements=BUCKET_ELEMENTS)
+    seconds = time.perf_counter() - start
+    received, written = BFLOAT16 * plan.received / 1e9, BFLOAT16 * plan.written / 1e9
+    with capsys.disabled():
+        print(
+            f"\n{WORLD} ranks, 405 B: plan in {seconds:.1f} s, {received:.1f} of {written:.1f} GB"
+        )
+    assert seconds < 10
+    # All of a rank's own shard is of use to it.
+    own = BFLOAT16 * 405_853_388_800 / SHARDS / 1e9
+    assert received == pytest.approx(written - own, rel=1e-3)
+    assert max(bucket.send_size + bucket.receive_size for bucket in plan.buckets) <= BUCKET_ELEMENTS
