@@ -1,0 +1,159 @@
+# The order in which a run starts on several nodes, and ends; sourced by slurm/train.sbatch and
+# ssh/train.sh, which set
+#
+#   NODES     names of the nodes, the head first
+#   FOLDER    where logs go
+#   ON_ALL    a command that calls node.sh on every node; each line of output begins with "<label>: "
+#   ON_HEAD   a command that calls node.sh on the head
+#
+# Both commands end what they started, and wait for it, when they get SIGTERM. Settings, from the
+# environment:
+#
+#   HYBRIDRL_START_S       seconds until all nodes must have answered, and must be in Ray (300)
+#   HYBRIDRL_DOCTOR=off    leave the doctor out
+#   RAY_AUTH_TOKEN         a token of your own; else one is drawn for this run
+# shellcheck shell=bash disable=SC2153
+
+say() {
+  echo "[$(date +%T)] $*"
+}
+
+# 256 random bits; every node and the driver get them through the environment, never as arguments.
+make_token() {
+  export RAY_AUTH_MODE=token
+  export RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+}
+
+# Set OVERRIDES to what follows `-m hybridrl.main` in a command; fails for any other command.
+find_overrides() {
+  local place
+  OVERRIDES=()
+  for ((place = 1; place < $#; place++)); do
+    if [ "${*:place:2}" = "-m hybridrl.main" ]; then
+      OVERRIDES=("${@:place + 2}")
+      return 0
+    fi
+  done
+  return 1
+}
+
+# Set COMMAND: the command given, with the size of the job where it does not name one itself.
+add_size() {
+  local gpus=$1 key
+  shift
+  COMMAND=("$@")
+  find_overrides "$@" || return 0
+  for key in "cluster.nodes=${#NODES[@]}" "cluster.gpus_per_node=$gpus"; do
+    case "$key / $* " in
+      cluster.gpus_per_node=0*) ;; # no GPUs: one CPU slot a node, unless the command says more
+      *" ${key%%=*}="*) ;;
+      *) COMMAND+=("$key") ;;
+    esac
+  done
+}
+
+# Run the doctor on all nodes with the command's config; its failure is the job's.
+run_doctor() {
+  if [ "${HYBRIDRL_DOCTOR:-on}" = off ]; then
+    say "doctor: left out (HYBRIDRL_DOCTOR=off)"
+    return 0
+  fi
+  if ! find_overrides "${COMMAND[@]}" || [[ " ${OVERRIDES[*]} " =~ \ (-m|--multirun)\  ]]; then
+    say "doctor: left out, the command is not a single run of hybridrl.main"
+    return 0
+  fi
+  say "doctor: looks at ${#NODES[@]} node(s)"
+  local code=0
+  if [ ${#NODES[@]} = 1 ]; then
+    "${ON_HEAD[@]}" alone python -m hybridrl.doctor "${OVERRIDES[@]}" || code=$?
+  else
+    "${ON_ALL[@]}" doctor "$HEAD" "${#NODES[@]}" "${OVERRIDES[@]}" || code=$?
+  fi
+  # The doctor ends with 0, 1 or 2; more is a launcher's word for a node that was ended.
+  return $((code > 2 ? 2 : code))
+}
+
+# Set HEAD to the head's address, PLACES to NAME=ADDRESS of all nodes, GPUS to the fewest of any.
+look_at_nodes() {
+  local word name address interface gpus hcas code=0 missing=()
+  HEAD=$("${ON_HEAD[@]}" address "${NODES[1]}")
+  timeout "${HYBRIDRL_START_S:-300}" "${ON_ALL[@]}" look "$HEAD" >"$FOLDER/look.log" 2>&1 || code=$?
+  PLACES=() GPUS=
+  while read -r word name address interface gpus hcas; do
+    [ "$word" = node ] || continue
+    say "$name: $address on $interface, $gpus GPUs, HCAs $hcas"
+    PLACES+=("$name=$address")
+    [ "${GPUS:-$gpus}" -lt "$gpus" ] || GPUS=$gpus
+  done < <(sed 's/^[^:]*: //' "$FOLDER/look.log")
+  for name in "${NODES[@]}"; do
+    [[ " ${PLACES[*]} " == *" $name="* ]] || missing+=("$name")
+  done
+  if [ ${#missing[@]} -gt 0 ]; then
+    cat "$FOLDER/look.log"
+    say "no answer from ${missing[*]} (${#missing[@]} of ${#NODES[@]} nodes)"
+    [ "$code" != 0 ] || code=1
+  fi
+  return "$code"
+}
+
+# Start Ray on all nodes, and wait until it has them all.
+start_ray() {
+  say "Ray: starts, its output is in $FOLDER/ray.log"
+  "${ON_ALL[@]}" ray "$HEAD" >"$FOLDER/ray.log" 2>&1 &
+  RAY=$!
+  trap end_ray EXIT
+  "${ON_HEAD[@]}" wait "$HEAD" "${HYBRIDRL_START_S:-300}" "${PLACES[@]}" &
+  local waiting=$! code=0
+  wait -n "$RAY" "$waiting" || code=$?
+  if ! kill -0 "$RAY" 2>/dev/null; then
+    kill -TERM "$waiting" 2>/dev/null || true
+    wait "$waiting" || true
+    code=1
+  fi
+  if [ "$code" != 0 ]; then
+    say "Ray did not start on all nodes; the end of $FOLDER/ray.log:"
+    tail -n 30 "$FOLDER/ray.log"
+  fi
+  return "$code"
+}
+
+end_ray() {
+  trap - EXIT
+  say "Ray: ends"
+  kill -TERM "$RAY" 2>/dev/null || true
+  wait "$RAY" 2>/dev/null || true
+}
+
+# In the background, so that SIGTERM is heard at once and passed on; returns the command's exit code.
+run_to_end() {
+  local code run signalled
+  "$@" &
+  run=$!
+  trap 'signalled=1; kill -TERM $run 2>/dev/null || true' TERM INT HUP
+  while true; do
+    code=0 signalled=0
+    wait "$run" || code=$?
+    if [ "$signalled" = 0 ] || ! kill -0 "$run" 2>/dev/null; then break; fi
+  done
+  trap - TERM INT HUP
+  say "the command ended with exit code $code"
+  return "$code"
+}
+
+# Everything: the doctor, Ray, the command, Ray's end. Ends with the command's exit code.
+launch() {
+  mkdir -p "$FOLDER"
+  make_token
+  if [ ${#NODES[@]} = 1 ]; then
+    COMMAND=("$@")
+    run_doctor
+    run_to_end "${ON_HEAD[@]}" alone "$@"
+  else
+    look_at_nodes
+    add_size "$GPUS" "$@"
+    say "command: ${COMMAND[*]}"
+    run_doctor
+    start_ray
+    run_to_end "${ON_HEAD[@]}" run "$HEAD" "${COMMAND[@]}"
+  fi
+}

@@ -1,0 +1,152 @@
+"""deploy/slurm: the job script runs here on stubs of sbatch, srun, scontrol and ray.
+
+That shows that its parts fit each other, not that they fit a cluster.
+"""
+
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from tests.unit.deploy_stubs import REPO, Cluster, ended_by, make_cluster
+
+SBATCH = ("sbatch", "--nodes=2", "deploy/slurm/train.sbatch")
+TRAIN = ("python", "-m", "hybridrl.main", "+recipe=gsm8k_ppo", "run.name=a b")
+
+
+@pytest.fixture
+def cluster(tmp_path) -> Cluster:
+    return make_cluster(tmp_path)
+
+
+def test_a_command_runs_on_the_head_with_ray_on_all_nodes(cluster):
+    code, output = cluster.run(
+        *SBATCH,
+        "bash",
+        "-c",
+        'echo "$RAY_ADDRESS $RAY_AUTH_TOKEN ${NCCL_SOCKET_IFNAME:-none} $1"',
+        "x",
+        "a b",
+    )
+    assert code == 0, output
+    port = cluster.environment["HYBRIDRL_RAY_PORT"]
+    tokens = {cluster.ray_environment(node)["RAY_AUTH_TOKEN"] for node in ("node1", "node2")}
+    (token,) = tokens
+    assert len(token) == 64
+    assert f"127.0.1.1:{port} {token} none a b" in output
+    assert "--head" in cluster.noted("ray_node1").split()
+    assert "--node-ip-address=127.0.1.1" in cluster.noted("ray_node1").split()
+    assert f"--address=127.0.1.1:{port}" in cluster.noted("ray_node2").split()
+    assert "--node-ip-address=127.0.1.2" in cluster.noted("ray_node2").split()
+    assert "--head" not in cluster.noted("ray_node2")
+    for number in (1, 2):
+        environment = cluster.ray_environment(f"node{number}")
+        assert environment["NCCL_SOCKET_IFNAME"] == f"=eth{number}"
+        assert environment["GLOO_SOCKET_IFNAME"] == f"eth{number}"
+        assert environment["PYTHONUNBUFFERED"] == "1"
+        assert environment["RAY_AUTH_MODE"] == "token"
+        assert (cluster.folder / f"ray_ended_node{number}").exists()
+    assert (
+        "ray start on 127.0.1.2 (eth2)"
+        in (cluster.checkout / "outputs/slurm/4711/ray.log").read_text()
+    )
+
+
+def test_the_exit_code_is_the_commands(cluster):
+    code, output = cluster.run(*SBATCH, "bash", "-c", "exit 3")
+    assert code == 3, output
+    assert (cluster.folder / "ray_ended_node2").exists()
+
+
+def test_the_doctor_comes_before_ray_and_the_job_says_its_size(cluster):
+    code, output = cluster.run(*SBATCH, *TRAIN, GPUS_1="8", GPUS_2="4")
+    assert code == 0, output
+    overrides = "+recipe=gsm8k_ppo run.name=a b cluster.nodes=2 cluster.gpus_per_node=4"
+    call = f"-m hybridrl.doctor --join 127.0.1.1:29600 --nodes 2 {overrides}\n"
+    assert cluster.noted("doctor_node1") == cluster.noted("doctor_node2") == call
+    assert cluster.noted("main") == f"-m hybridrl.main {overrides}\n"
+    assert "--num-gpus=8" in cluster.noted("ray_node1").split()
+    assert "--num-gpus=4" in cluster.noted("ray_node2").split()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "expected"),
+    [
+        (8, ["+a=1"], ["+a=1", "cluster.nodes=2", "cluster.gpus_per_node=8"]),
+        (0, ["+a=1"], ["+a=1", "cluster.nodes=2"]),
+        (8, ["cluster.gpus_per_node=2"], ["cluster.gpus_per_node=2", "cluster.nodes=2"]),
+        (0, ["cluster.gpus_per_node=2"], ["cluster.gpus_per_node=2", "cluster.nodes=2"]),
+    ],
+)
+def test_the_size_of_the_job_is_added_where_the_command_names_none(gpus, given, expected):
+    script = 'source deploy/launch.sh; NODES=(a b); add_size "$@"; printf "%s\n" "${COMMAND[@]}"'
+    call = ["bash", "-euc", script, "-", str(gpus), *TRAIN[:3], *given]
+    done = subprocess.run(call, cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [*TRAIN[:3], *expected]
+
+
+def test_a_failing_doctor_ends_the_job(cluster):
+    code, output = cluster.run(*SBATCH, *TRAIN, DOCTOR_CODE="2")
+    assert code == 2, output
+    assert not (cluster.folder / "ray_node1").exists()
+    assert not (cluster.folder / "main").exists()
+
+
+def test_a_node_that_is_not_there_is_named(cluster):
+    code, output = cluster.run(*SBATCH, "true", DEAD="node2")
+    assert code != 0
+    assert "no answer from node2 (1 of 2 nodes)" in output
+    assert "Task launch for StepId=4711.0 failed on node node2" in output
+    assert not (cluster.folder / "ray_node1").exists()
+
+
+def test_a_node_that_does_not_come_to_ray_is_named_within_the_deadline(cluster):
+    start = time.perf_counter()
+    code, output = cluster.run(*SBATCH, "true", NO_RAY="node2", HYBRIDRL_START_S="1")
+    assert code == 1
+    assert "Ray has 1 of 2 nodes after 1 s; missing: node2 (127.0.1.2)" in output
+    assert time.perf_counter() - start < 20
+    assert (cluster.folder / "ray_ended_node1").exists()
+
+
+def test_a_ray_that_breaks_ends_the_wait(cluster):
+    start = time.perf_counter()
+    code, output = cluster.run(*SBATCH, "true", NO_RAY="node2", BROKEN_RAY="node2")
+    assert code == 1, output
+    assert "1: ray broke" in output
+    assert time.perf_counter() - start < 10
+    assert (cluster.folder / "ray_ended_node1").exists()
+
+
+def test_a_taken_port_is_named(cluster):
+    port = int(cluster.environment["HYBRIDRL_RAY_PORT"]) + 2
+    with socket.create_server(("127.0.1.1", port)):
+        code, output = cluster.run(*SBATCH, "true")
+    assert code == 1
+    assert f"port {port} is taken" in output
+    assert "Set HYBRIDRL_RAY_PORT" in output
+
+
+def test_one_node_needs_no_ray(cluster):
+    code, output = cluster.run(
+        "sbatch", "--nodes=1", SBATCH[2], "bash", "-c", "echo address ${RAY_ADDRESS:-none}; exit 4"
+    )
+    assert code == 4, output
+    assert "address none" in output
+    assert not (cluster.folder / "ray_node1").exists()
+
+
+def test_sigterm_reaches_the_command_and_its_exit_code_stays(cluster):
+    """As Slurm sends it before the job's time is over."""
+    command = "trap 'echo ending; exit 143' TERM; touch $0; while true; do sleep 0.1; done"
+    started = cluster.folder / "started"
+    process = cluster.start(*SBATCH, "bash", "-c", command, str(started))
+    while not started.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    code, output = ended_by(process, signal.SIGTERM)
+    assert code == 143
+    assert "ending" in output
+    assert (cluster.folder / "ray_ended_node2").exists()
