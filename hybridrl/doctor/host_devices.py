@@ -26,26 +26,30 @@ def judge_visible(
     """
     check = "host.visible_devices"
     given = {name: environment[name] for name in VISIBLE if name in environment}
-    text = ", ".join(f"{name}={value}" for name, value in given.items())
-    on_gpu = config.hardware.accelerator is Accelerator.gpu
     if not given:
         return ok(check, node, "none is set: every GPU is visible")
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    evidence, advice = _problem(given, gpus)
+    if not evidence:
+        return ok(check, node, text)
+    if config.hardware.accelerator is not Accelerator.gpu:
+        return warn(check, node, f"{text}: {evidence} (hardware = cpu: not used)", advice)
+    return fail(check, node, f"{text}: {evidence}", advice)
+
+
+def _problem(given: Environment, gpus: tuple[str, ...] | None) -> tuple[str, str]:
+    """What is wrong with the variables that are set, and what to do; empty if nothing is."""
     if len(set(given.values())) > 1:
-        return fail(
-            check,
-            node,
-            f"{text}: trainer and vLLM go by different ones, and each narrows what is left of the "
-            f"other's",
+        return (
+            "trainer and vLLM go by different ones, and each narrows what the other leaves",
             "NVIDIA: set CUDA_VISIBLE_DEVICES alone; AMD: set HIP_VISIBLE_DEVICES alone (or "
             "CUDA_VISIBLE_DEVICES to the same)",
         )
-    if "ROCR_VISIBLE_DEVICES" in given and "HIP_VISIBLE_DEVICES" not in given and on_gpu:
+    if "ROCR_VISIBLE_DEVICES" in given and "HIP_VISIBLE_DEVICES" not in given:
         advice = "Set HIP_VISIBLE_DEVICES in its place: unset ROCR_VISIBLE_DEVICES"
-        return fail(check, node, f"{text}: Ray refuses to start with it", advice)
-    problem = _entries_problem(next(iter(given.values())), gpus) if on_gpu else ""
-    if problem:
-        return fail(check, node, f"{text}: {problem}", f"unset {' '.join(given)}, or name GPUs")
-    return ok(check, node, text)
+        return "Ray refuses to start with it", advice
+    problem = _entries_problem(next(iter(given.values())), gpus)
+    return problem, f"unset {' '.join(given)}, or name GPUs" if problem else ""
 
 
 def _entries_problem(value: str, gpus: tuple[str, ...] | None) -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accelerator
@@ -12,7 +13,14 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 
 QUERY_S, LOOK_S = 30.0, 60.0
-FIELDS = ("uuid", "name", "driver_version", "memory.total", "memory.free")
+FIELDS = (
+    "uuid",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.free",
+    "ecc.errors.uncorrected.volatile.total",
+)
 # Asked for by itself, as drivers name it in two ways.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
 # What a fresh process sees through the driver, without torch: UUIDs as nvidia-smi writes them.
@@ -38,13 +46,20 @@ print(json.dumps(found))
 
 
 class Smi(NamedTuple):
-    """A GPU by nvidia-smi: memory in MiB, and whether it slows down because of heat or power."""
+    """A GPU by nvidia-smi.
+
+    Attributes:
+        total_mib, free_mib: its memory.
+        ecc_errors: in its memory, uncorrected, since the driver was loaded; 0 without ECC.
+        slowed: whether it runs slower because of heat or too little power.
+    """
 
     uuid: str
     name: str
     driver: str
     total_mib: int
     free_mib: int
+    ecc_errors: int
     slowed: bool
 
 
@@ -117,9 +132,10 @@ def parse(text: str, slowed: list[bool]) -> list[Smi]:
     for index, line in enumerate(text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == len(FIELDS) and parts[3].isdigit() and parts[4].isdigit():
-            uuid, name, driver, total, free = parts
+            uuid, name, driver, total, free, ecc = parts
+            errors = int(ecc) if ecc.isdigit() else 0
             is_slowed = index < len(slowed) and slowed[index]
-            found.append(Smi(uuid, name, driver, int(total), int(free), is_slowed))
+            found.append(Smi(uuid, name, driver, int(total), int(free), errors, is_slowed))
     return found
 
 
@@ -142,16 +158,7 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
             return [skipped(check, node, facts.error)]
         advice = "Look at dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]
-    found = [
-        warn(
-            check,
-            node,
-            f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)",
-            "Look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
-        )
-        for gpu in facts.smi
-        if gpu.slowed
-    ]
+    found = [*_sick(node, facts.smi)]
     found += _seen(node, facts, config)
     return found or [
         ok(
@@ -162,6 +169,26 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
             f"{', '.join(facts.seen)}",
         )
     ]
+
+
+def _sick(node: str, gpus: list[Smi]) -> Iterator[Finding]:
+    """GPUs that run slower than others, or whose memory has errors."""
+    for gpu in gpus:
+        if gpu.slowed:
+            yield warn(
+                "host.gpus",
+                node,
+                f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)",
+                "Look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
+            )
+        if gpu.ecc_errors:
+            yield warn(
+                "host.gpus",
+                node,
+                f"{gpu.name} {gpu.uuid} has {gpu.ecc_errors} uncorrected memory errors",
+                "Look at nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the "
+                "node out",
+            )
 
 
 def _seen(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:

@@ -311,11 +311,11 @@ def test_cgroup_v2_is_read_up_to_its_root(tmp_path):
     assert found.threads.left == 370
 
 
-H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, False)
+H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
 
 
 def test_nvidia_smi_lines_are_read():
-    text = "GPU-aaaa, NVIDIA H200, 570.1, 143771, 143000\nGPU-bbbb, NVIDIA H200, 570.1, [N/A], 1\n"
+    text = "GPU-aaaa, NVIDIA H200, 570.1, 143771, 143000, 0\nGPU-b, H200, 570.1, [N/A], 1, 0\n"
     assert parse(text, [False, False]) == [H200]
 
 
@@ -334,9 +334,15 @@ def test_gpus_that_a_process_does_not_see_fail(gpu, found, evidence):
     assert evidence in finding.evidence
 
 
-def test_gpus_that_are_seen_pass_and_hot_ones_warn(gpu):
+def test_gpus_that_are_seen_pass_and_sick_ones_warn(gpu):
     (finding,) = judge_gpus("a", GPUFacts([H200], seen=("GPU-aaaa",)), gpu)
     assert finding.verdict is Verdict.ok
-    hot = GPUFacts([H200._replace(slowed=True)], seen=("GPU-aaaa",))
-    (finding,) = judge_gpus("a", hot, gpu)
-    assert_finds(finding, Verdict.warn, "slowed down", "TEMPERATURE")
+    sick = H200._replace(slowed=True, ecc_errors=2)
+    hot, faulty = judge_gpus("a", GPUFacts([sick], seen=("GPU-aaaa",)), gpu)
+    assert_finds(hot, Verdict.warn, "slowed down", "TEMPERATURE")
+    assert_finds(faulty, Verdict.warn, "2 uncorrected memory errors", "ECC")
+
+
+def test_visible_devices_do_not_stop_a_run_on_cpus(cpu):
+    finding = judge_visible("a", {"CUDA_VISIBLE_DEVICES": ""}, (), cpu)
+    assert_finds(finding, Verdict.warn, "hides every GPU (hardware = cpu", "unset CUDA_VISIBLE")

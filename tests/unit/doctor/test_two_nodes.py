@@ -1,0 +1,98 @@
+"""Two nodes, one of them with every fault that a process of this machine can be given."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from host_cases import assert_finds, case, cgroup, of, require
+
+from hybridrl.controller.agents import call_all
+from hybridrl.doctor import host, inputs, memory
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host import heard
+from hybridrl.doctor.inputs_facts import model_facts
+from hybridrl.doctor.inputs_files import judge_model
+from hybridrl.doctor.inputs_run_directory import check_run_directory
+from hybridrl.doctor.joined import JoinedAgents
+
+SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 30)"
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """This process and a node with a tiny /dev/shm, little memory, another Ray and NCCL_ALGO."""
+    require(
+        subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0,
+        "needs mount namespaces (unshare -m)",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    other = tmp_path_factory.mktemp("site") / "ray-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.0\n")
+    with cgroup("memory", memory__limit_in_bytes=str(2**30)) as join:
+        faults = f"{join}; mount -t tmpfs -o size=64m tmpfs /dev/shm"
+        command = ["unshare", "-m", "sh", "-ec", f'{faults}; exec "$0" "$@"', sys.executable]
+        environment = {"NCCL_ALGO": "Tree", "PYTHONPATH": str(other.parent)}
+        node = subprocess.Popen([*command, "-c", SERVE, address], env=os.environ | environment)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("NCCL_ALGO", "Ring")
+                with JoinedAgents(address, 2, timeout_s=30) as agents:
+                    yield agents
+            assert node.wait(10) == 0
+        finally:
+            node.kill()
+            node.wait()
+
+
+@pytest.fixture(scope="module")
+def found(nodes):
+    return host.check(case(agents=nodes))
+
+
+def second(findings, check, nodes):
+    """The one finding of a check about the second node."""
+    (finding,) = [f for f in of(findings, check) if f.node == nodes.nodes[1]]
+    return finding
+
+
+def test_the_first_node_is_not_blamed(found, nodes):
+    failed = {f.check for f in found if f.node == nodes.nodes[0] and f.verdict is Verdict.fail}
+    assert not failed & {"host.shm", "host.versions", "host.communication_variables"}
+
+
+def test_its_tiny_shared_memory_is_named(found, nodes):
+    finding = second(found, "host.shm", nodes)
+    assert_finds(finding, Verdict.fail, "64 MiB free of 64 MiB", "--shm-size")
+
+
+def test_its_other_version_of_ray_is_named(found, nodes):
+    finding = second(found, "host.versions", nodes)
+    assert_finds(finding, Verdict.fail, "ray 1.0 here, ray 2.", "pip install ray==2.")
+
+
+def test_its_other_nccl_variable_is_named(found, nodes):
+    finding = second(found, "host.communication_variables", nodes)
+    assert_finds(finding, Verdict.fail, "NCCL_ALGO=Tree here, NCCL_ALGO=Ring on", "Set NCCL_ALGO")
+
+
+def test_its_clock_is_that_of_the_first(found):
+    (finding,) = of(found, "host.clock")
+    assert finding.verdict is Verdict.ok and finding.evidence.startswith("2 clocks")
+
+
+def test_its_cgroup_is_too_small_for_the_run(nodes):
+    finding = second(memory.check(case(agents=nodes)), "memory.host", nodes)
+    assert_finds(finding, Verdict.fail, "of the 1.0 GiB that /sys/fs/cgroup/memory", "--mem=0")
+
+
+def test_it_has_the_same_model_cache_and_folder(nodes, tmp_path):
+    caches = inputs.check(case(agents=nodes, quick=True))
+    models = judge_model("embedded", heard("x", call_all(nodes, model_facts, "embedded", True))[0])
+    for of_each in (caches, [*models]):
+        assert {(f.node, f.verdict) for f in of_each} == {(n, Verdict.ok) for n in nodes.nodes}
+    (shared,) = check_run_directory(nodes, str(tmp_path))
+    assert "shared by all nodes" in shared.evidence
