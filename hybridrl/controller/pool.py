@@ -248,7 +248,7 @@ class Pool:
     ) -> list[Any]:
         watch = Watch(self._readers, self._nodes, phase, len(hosts), deadlines.still_s)
         try:
-            results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch.look)
+            results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
         except TimeoutError as error:
             (late,) = error.args
             setting, limit_s = deadlines.setting, deadlines.seconds

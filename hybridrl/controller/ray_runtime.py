@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -78,7 +79,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
         Interrupted: a signal came.
     """
-    with SignalGuard(), ExitStack() as stack:
+    with SignalGuard(), _ray_messages_in_our_log(), ExitStack() as stack:
         if joins_cluster():
             stack.callback(ray.shutdown)
             _join(worker_environment(os.environ))
@@ -266,6 +267,17 @@ def _keeping_our_signal_handlers() -> AbstractContextManager[None]:
 def _on_loopback() -> AbstractContextManager[None]:
     """Ray picks 127.0.0.1 by itself only where it cannot form clusters; no option either."""
     return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
+
+
+def _ray_messages_in_our_log() -> AbstractContextManager[None]:
+    """Ray prints what its processes report; of a worker's death the pool's error says more."""
+
+    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        for line in data["lines"]:
+            level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
+            logger.log(level, "Ray: %s", line)
+
+    return _replaced(ray_worker, "print_to_stdstream", log)
 
 
 def _object_store_bytes(accelerator: Accelerator) -> int:

@@ -90,7 +90,7 @@ class Scene:
         """All ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in bucket 18"."""
         groups: dict[str, list[Sighting]] = {}
         for sighting in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
-            groups.setdefault(self.place(sighting), []).append(sighting)
+            groups.setdefault(self.place(sighting.position), []).append(sighting)
         texts = []
         for place, members in groups.items():
             texts.append(f"{ranks([s.host.rank for s in members], 'is', 'are')} {place}")
@@ -99,9 +99,8 @@ class Scene:
             texts.append(f"{finished} other{'s have' if finished > 1 else ' has'} finished")
         return ", ".join(texts)
 
-    def place(self, sighting: Sighting) -> str:
-        """Where a rank is, after "is": "in bucket 17 of 24", "idle after rollout.generate"."""
-        position = sighting.position
+    def place(self, position: Position | None) -> str:
+        """In words that follow "is": "in bucket 17 of 24", "idle after rollout.generate"."""
         if position is None:
             return "at an unknown place"
         if position.is_idle:
@@ -112,7 +111,7 @@ class Scene:
 
     def describe(self, sighting: Sighting) -> str:
         """One rank: node and process, place, state, innermost line, log file."""
-        parts = [self.place(sighting), _STATES.get(sighting.state, "")]
+        parts = [self.place(sighting.position), _STATES.get(sighting.state, "")]
         if sighting.state in STOPPED:
             pid = sighting.host.pid
             parts[1] += f"; kill -CONT {pid} lets it go on"

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray import ObjectRef
@@ -60,6 +60,16 @@ def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
     return nodes
 
 
+class Onlooker(Protocol):
+    """Keeps an eye on ranks while they are waited for."""
+
+    def look(self, busy: Sequence[Host]) -> None:
+        """Called every second or so with those that have not answered; may raise."""
+
+    def last_place(self, host: Host) -> str:
+        """Where a rank that is gone was last, "in bucket 17 of 24"; empty if it is not known."""
+
+
 class Failure(NamedTuple):
     """How one rank failed.
 
@@ -91,7 +101,7 @@ def wait_for_all(
     refs: Sequence[ObjectRef],
     phase: str,
     timeout_s: float,
-    look: Callable[[Sequence[Host]], None] = lambda busy: None,
+    onlooker: Onlooker,
 ) -> list[Any]:
     """Every host's result, in order.
 
@@ -100,7 +110,7 @@ def wait_for_all(
         refs: the call on each.
         phase: for messages, "actor.update".
         timeout_s: seconds until all must have answered.
-        look: called every second or so with the hosts that have not; what it raises leaves this.
+        onlooker: what it raises leaves this.
 
     Raises:
         ConfigError: a worker found something the user can fix.
@@ -118,13 +128,13 @@ def wait_for_all(
             break
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
         if not (ready or failures):
-            look(list(waiting.values()))
+            onlooker.look(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error))
+                failures.append(_failure(host, error, onlooker))
                 if not failures[-1].is_echo:
                     _raise(failures[-1], phase)
                 deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
@@ -135,12 +145,14 @@ def wait_for_all(
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError) -> Failure:
+def _failure(host: Host, error: RayError, onlooker: Onlooker) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
         return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
     died = isinstance(error, ActorDiedError)
-    summary = "its process died (killed, out of memory, or a crash in native code)"
+    place = onlooker.last_place(host)
+    where = f" {place}" if place else ""
+    summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
     return Failure(host, died, summary if died else type(error).__name__, str(error), [])
 
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from hybridrl.controller.evidence import Movement, movement, movements
 from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.overdue import look_at
-from hybridrl.controller.stalls import report
+from hybridrl.controller.stalls import Scene, report
 from hybridrl.controller.waiting import Host, by_node
 from hybridrl.distributed.position import PositionReader
 
@@ -108,6 +108,13 @@ class Watch:
         if still_s >= self._limit_s / 2 and not self._has_warned:
             self._has_warned = True
             self._warn(busy, still_s)
+
+    def last_place(self, host: Host) -> str:
+        """Where a rank of this node was last, also if it is gone; empty if it is not known."""
+        if host.rank not in self._readers:
+            return ""
+        position = self._readers[host.rank].read()
+        return Scene(self._phase, [], self._num_ranks).place(position)
 
     def _warn(self, busy: Sequence[Host], still_s: float) -> None:
         scene = look_at(self._nodes, self._phase, busy, self._num_ranks)

@@ -41,5 +41,7 @@ def test_killed_worker_is_named_within_a_minute(tmp_path):
         os.kill(workers[0], signal.SIGKILL)
         output = run.output(timeout=60)
         assert run.process.returncode == 1, output
-        assert re.search(rf"rank \d on .* pid {workers[0]} failed in", output), output
+        told = rf"rank \d on .* pid {workers[0]} failed in .*: its process died "
+        assert len(re.findall(told, output)) == 1, output
+        assert "(raylet)" not in output
         run.assert_nothing_left()
