@@ -80,9 +80,7 @@ def judge_allocator(node: str, environment: Environment, config: RunConfig) -> F
     """
     check = "host.allocator"
     if config.hardware.accelerator is not Accelerator.gpu:
-        return skipped(
-            check, node, "hardware = cpu: neither torch's CUDA allocator nor vLLM sleeps"
-        )
+        return skipped(check, node, "hardware = cpu: no CUDA allocator, and vLLM does not sleep")
     asking = {
         name: environment[name]
         for name in ALLOCATORS
