@@ -14,7 +14,7 @@ from hybridrl.config.choices import Init
 from hybridrl.controller.agents import call_all
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.host import heard
-from hybridrl.doctor.inputs_cache import cache_facts, judge_cache
+from hybridrl.doctor.inputs_cache import hub_cache_facts, judge_cache, own_cache_facts
 from hybridrl.doctor.inputs_facts import hub_facts, is_on_hub, model_facts
 from hybridrl.doctor.inputs_files import judge_cached, judge_model, nothing_from_hub
 from hybridrl.doctor.inputs_run_directory import check_run_directory
@@ -51,11 +51,11 @@ def run_folder(case: Case) -> str:
 def _caches(case: Case) -> list[Finding]:
     """inputs.cache: that of models made here and, if the hub is needed, that of Hugging Face."""
     check, agents = "inputs.cache", case.agents
-    own, found = heard(check, call_all(agents, cache_facts, "hybridrl"))
-    found += judge_cache(own, cache_facts("hybridrl"), needed=False)
-    if _hub_names(case):
-        caches, silent = heard(check, call_all(agents, cache_facts))
-        found += [*silent, *judge_cache(caches, cache_facts(), needed=True)]
+    own, found = heard(check, call_all(agents, own_cache_facts))
+    found += judge_cache(own)
+    if wanted := _hub_names(case):
+        caches, silent = heard(check, call_all(agents, hub_cache_facts, wanted))
+        found += [*silent, *judge_cache(caches, hub_cache_facts(wanted))]
     return found
 
 

@@ -25,7 +25,7 @@ class CacheFacts(NamedTuple):
         owner: user who owns it, or the folder in which it would be made.
         user: who this process is.
         error: where and why nothing can be written; empty if something can.
-        offline: HF_HUB_OFFLINE.
+        lacking: what the run takes from the hub and is not there yet.
     """
 
     name: str
@@ -34,25 +34,36 @@ class CacheFacts(NamedTuple):
     owner: str
     user: str
     error: str
-    offline: bool
+    lacking: tuple[str, ...] = ()
 
 
-def cache_facts(name: str = "huggingface") -> CacheFacts:
-    """The Hugging Face cache or, for `hybridrl`, that of converted models and compiled kernels."""
-    if name == "huggingface":
-        folder, text = Path(constants.HF_HUB_CACHE), "Hugging Face cache (HF_HOME)"
-    else:
-        folder, text = cache_folder(), "hybridrl's cache (HYBRIDRL_CACHE)"
+def hub_cache_facts(wanted: Mapping[str, str]) -> CacheFacts:
+    """The Hugging Face cache.
+
+    Args:
+        wanted: what the run takes from the hub: names, and model or dataset.
+    """
+    folder = Path(constants.HF_HUB_CACHE)
+    folders = {name: f"{kind}s--{name.replace('/', '--')}" for name, kind in wanted.items()}
+    lacking = [name for name, below in folders.items() if not (folder / below / "refs").is_dir()]
+    return _facts("Hugging Face cache (HF_HOME)", folder)._replace(lacking=tuple(lacking))
+
+
+def own_cache_facts() -> CacheFacts:
+    """The cache of converted models and compiled kernels."""
+    return _facts("hybridrl's cache (HYBRIDRL_CACHE)", cache_folder())
+
+
+def _facts(name: str, folder: Path) -> CacheFacts:
     there = existing(folder)
     errors = [f"{place}: {error}" for place in _places(folder) if (error := write_error(place))]
     return CacheFacts(
-        text,
+        name,
         room(there)._replace(folder=str(folder)),
         folder.is_dir(),
         _user(there.stat().st_uid),
         _user(os.geteuid()),
         "; ".join(errors),
-        constants.HF_HUB_OFFLINE,
     )
 
 
@@ -70,41 +81,35 @@ def _user(uid: int) -> str:
 
 
 def judge_cache(
-    facts: Mapping[str, CacheFacts], drivers: CacheFacts, *, needed: bool
+    facts: Mapping[str, CacheFacts], drivers: CacheFacts | None = None
 ) -> Iterator[Finding]:
     """inputs.cache of each node.
 
     Args:
         facts: by node.
-        drivers: as the process that starts the run sees it.
-        needed: whether the run reads something from the hub.
+        drivers: as the process that starts the run sees it; None: another path is no harm.
     """
     check = "inputs.cache"
     for node, cache in facts.items():
         path, _, free = cache.room
+        variable = cache.name.partition("(")[2].rstrip(")")
         made = "" if cache.exists else ", not there yet"
         evidence = f"{cache.name}: {path} (owner {cache.owner}{made}), {gib(free)} free"
         own = (
-            f"Let {cache.user} write there (chown -R {cache.user} {path}), or set "
-            f"{_variable(cache)} to a folder of its own, on all nodes"
+            f"Let {cache.user} write there (chown -R {cache.user} {path}), or set {variable} to a "
+            f"folder of its own, on all nodes"
         )
-        if cache.error and needed and not cache.offline:
+        if cache.error:
             evidence += f"; {cache.user} cannot write: {cache.error}"
-            yield fail(check, node, evidence, own)
-        elif cache.error:
-            evidence += f"; {cache.user} cannot write: {cache.error}; this run may do without"
-            yield warn(check, node, evidence, own)
-        elif needed and path != drivers.room.folder:
-            yield warn(
-                check,
-                node,
-                f"{evidence}; workers there see another path than the driver, "
-                f"{drivers.room.folder}",
-                f"export {_variable(cache)}=... the same on all nodes, before `ray start`",
-            )
+            if cache.lacking:
+                evidence += f"; {', '.join(cache.lacking)} is still to be fetched"
+                yield fail(check, node, evidence, own)
+            else:
+                needs = "compiled kernels go there" if drivers is None else "all it needs is there"
+                yield warn(check, node, f"{evidence}; {needs}", own)
+        elif drivers is not None and path != drivers.room.folder:
+            evidence += f"; workers see this, the driver sees {drivers.room.folder}"
+            advice = f"export {variable}=... the same on all nodes, before `ray start`"
+            yield warn(check, node, evidence, advice)
         else:
             yield ok(check, node, evidence)
-
-
-def _variable(cache: CacheFacts) -> str:
-    return cache.name.partition("(")[2].rstrip(")")

@@ -14,7 +14,7 @@ from hybridrl.controller.agents import Answer
 from hybridrl.doctor import inputs
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.inputs_cache import cache_facts, judge_cache
+from hybridrl.doctor.inputs_cache import hub_cache_facts, judge_cache
 from hybridrl.doctor.inputs_facts import folder_facts, model_facts
 from hybridrl.doctor.inputs_files import judge_cached, judge_model
 from hybridrl.doctor.inputs_run_directory import check_run_directory
@@ -28,6 +28,7 @@ FACTS = "hybridrl.doctor.inputs_facts"
 CACHE = "hybridrl.doctor.inputs_cache"
 RUN_DIRECTORY = "hybridrl.doctor.inputs_run_directory"
 NAME = "acme/tiny"
+HUB_CACHE = f"hub_cache_facts({{{NAME!r}: 'model'}})"
 COMMITS = ("1" * 40, "2" * 40)
 
 
@@ -80,36 +81,47 @@ def test_quick_looks_at_caches_alone(config):
     assert {finding.check for finding in findings} == {"inputs.cache"}
 
 
-def test_a_cache_that_cannot_be_written_fails(tmp_path):
+def test_a_cache_that_cannot_be_written_fails_unless_all_is_there(tmp_path):
     mounts = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,bind,ro {tmp_path}"
-    found = probe_mounted(CACHE, "cache_facts()", mounts, HF_HOME=str(tmp_path))
-    (finding,) = judge_cache({"b": found}, found, needed=True)
+    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    (finding,) = judge_cache({"b": found}, found)
     assert_finds(finding, Verdict.fail, f"{tmp_path}: Read-only file system", "HF_HOME")
-    (finding,) = judge_cache({"b": found}, found, needed=False)
-    assert_finds(finding, Verdict.warn, "may do without", "HF_HOME")
+    assert f"{NAME} is still to be fetched" in finding.evidence
+    hub_cache(tmp_path)
+    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    (finding,) = judge_cache({"b": found}, found)
+    assert_finds(finding, Verdict.warn, "all it needs is there", "HF_HOME")
+
+
+def test_hybridrls_own_cache_that_cannot_be_written_warns(tmp_path):
+    mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
+    found = probe_mounted(CACHE, "own_cache_facts()", mounts, HYBRIDRL_CACHE=f"{tmp_path}/own")
+    (finding,) = judge_cache({"b": found})
+    assert_finds(finding, Verdict.warn, "Read-only file system; compiled", "set HYBRIDRL_CACHE")
 
 
 def test_a_cache_whose_locks_cannot_be_written_fails(tmp_path):
     locks = tmp_path / "hub/.locks"
     locks.mkdir(parents=True)
     mounts = f"mount --bind {locks} {locks}; mount -o remount,bind,ro {locks}"
-    found = probe_mounted(CACHE, "cache_facts()", mounts, HF_HOME=str(tmp_path))
-    (finding,) = judge_cache({"b": found}, found, needed=True)
+    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    (finding,) = judge_cache({"b": found}, found)
     assert_finds(finding, Verdict.fail, f"{locks}: Read-only", "chown -R")
 
 
 def test_the_owner_of_a_cache_is_named(tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()
-    found = probe(CACHE, "cache_facts()", before=f"chown 54321 {hub}", HF_HOME=str(tmp_path))
-    (finding,) = judge_cache({"b": found}, found, needed=True)
+    found = probe(CACHE, HUB_CACHE, before=f"chown 54321 {hub}", HF_HOME=str(tmp_path))
+    (finding,) = judge_cache({"b": found}, found)
     assert "(owner uid 54321)" in finding.evidence
 
 
 def test_workers_that_see_another_cache_than_the_driver_are_named(tmp_path):
-    found = probe(CACHE, "cache_facts()", HF_HOME=str(tmp_path))
-    (finding,) = judge_cache({"b": found}, cache_facts(), needed=True)
-    assert_finds(finding, Verdict.warn, "see another path than the driver", "export HF_HOME=")
+    found = probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path))
+    (finding,) = judge_cache({"b": found}, hub_cache_facts({}))
+    assert_finds(finding, Verdict.warn, f"{tmp_path}/hub", "export HF_HOME=")
+    assert "workers see this, the driver sees" in finding.evidence
 
 
 def test_equal_caches_pass(tmp_path):
