@@ -29,25 +29,17 @@ from rich.console import Console
 
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command_line import (
-    CONFIG_NAME,
-    CommandLine,
-    names_hardware,
-    parse_argv,
-    precompose,
-    quoted,
-)
+from hybridrl.config.command_line import CONFIG_NAME, CommandLine, parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given, given_keys, recipe_files
 from hybridrl.config.installation import check_installation
-from hybridrl.config.load import Examined, examine
-from hybridrl.config.machine import Machine, local_machine
+from hybridrl.config.load import Examined
 from hybridrl.config.plan_text import plan
+from hybridrl.controller.command import composed, conf_dir, examined, look, ray_address
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
-from hybridrl.models.vocabulary import vocabulary_problems
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
 
@@ -59,13 +51,6 @@ log = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_CONFIG = 1, 2
 # What data.prompts reads; with one of these wrong, looking at the data makes no sense.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
-
-
-def conf_dir() -> Path:
-    """The folder with config.yaml: inside an installed package, else beside it."""
-    package = Path(__file__).resolve().parent
-    packaged = package / "conf"
-    return packaged if (packaged / "config.yaml").is_file() else package.parent / "conf"
 
 
 def main() -> None:
@@ -131,10 +116,10 @@ def run(cfg: DictConfig) -> float:
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
-    examined = _examine(cfg, machine, Given() if in_sweep else given)
-    if examined.report.problems or cfg.run.dry:
-        _check_data(examined)
-    config, shape, reward_shape = examined.config, examined.shape, examined.reward_shape
+    result = examined(cfg, machine, Given() if in_sweep else given)
+    if result.report.problems or cfg.run.dry:
+        _check_data(result)
+    config, shape, reward_shape = result.config, result.shape, result.reward_shape
     if in_sweep:
         for text in effect_problems(config, given):
             log.warning("%s", text)
@@ -149,12 +134,18 @@ def run(cfg: DictConfig) -> float:
         resolve_model(config.reward_model.model.path)
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
+    from hybridrl.doctor.preflight import preflight
 
+    overrides = list(state.overrides.task)
+    if not ray_address():
+        preflight(result, machine, overrides)
     setup.mark("checks")
     with ThreadPoolExecutor(1) as meanwhile:  # for seconds Ray's start does nothing but wait
-        preparing = meanwhile.submit(_prepare_session, examined)
+        preparing = meanwhile.submit(_prepare_session, result)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
+            if ray_address():
+                preflight(result, machine, overrides)
             prompts = preparing.result()
             setup.mark("checks")
             # Workers may start elsewhere.
@@ -167,21 +158,6 @@ def run(cfg: DictConfig) -> float:
             return train(config, folder, machine, prompts, setup)
 
 
-def look() -> Machine:
-    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine."""
-    if _ray_address():
-        from hybridrl.controller.ray_runtime import cluster_machine
-
-        return cluster_machine()
-    return local_machine()
-
-
-def _ray_address() -> str | None:
-    """The cluster to join, if any; `local` is Ray's word for none."""
-    address = os.environ.get("RAY_ADDRESS")
-    return None if address in ("", "local") else address
-
-
 def _checked_overrides(line: CommandLine) -> list[str]:
     """The overrides, with `hardware` chosen where they name none.
 
@@ -190,67 +166,44 @@ def _checked_overrides(line: CommandLine) -> list[str]:
     """
     if line.has_own_primary:
         return line.overrides
-    if not names_hardware(line.overrides):
-        line.overrides.extend(_hardware_overrides(look()))
-    composed = precompose(line, conf_dir())
-    problems = list(composed.problems)
+    found = composed(line, look)
+    problems = list(found.problems)
     if problems:
-        if composed.cfg is not None and not line.args.multirun:
-            examined = _examine(composed.cfg, look(), given_keys(composed.overrides, []))
-            _look_at_data(examined)
-            problems += examined.report.problems
+        if found.cfg is not None and not line.args.multirun:
+            result = examined(found.cfg, look(), given_keys(found.overrides, []))
+            _look_at_data(result)
+            problems += result.report.problems
         raise ConfigError(*problems)
     return line.overrides
 
 
-def _hardware_overrides(machine: Machine) -> list[str]:
-    """hardware=gpu if there is a GPU, else hardware=cpu, and why."""
-    address = _ray_address()
-    where = f"the Ray cluster at {address}" if address else "this machine"
-    reason = f"{where} has {machine.describe()}"
-    name = "gpu" if machine.gpus else "cpu"
-    return [f"hardware={name}", f"hardware.reason={quoted(reason)}"]
-
-
-def _examine(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
-    """All checks of the config."""
-    from hybridrl.models.resolve import read_model_config
-
-    examined = examine(cfg, machine=machine, read_model=read_model_config, given=given)
-    if examined.reward_shape is not None and examined.report.usable(["model.path"]):
-        config = examined.config
-        for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
-            examined.report.add(problem, broken="reward_model.model.path")
-    return examined
-
-
-def _check_data(examined: Examined) -> "PromptSets":
+def _check_data(result: Examined) -> "PromptSets":
     """The prompts of a config.
 
     Raises:
         ConfigError: every problem of the config and, where that makes sense, of the data.
     """
-    prompts = _look_at_data(examined)
-    if examined.report.problems:
-        raise ConfigError(*examined.report.problems)
+    prompts = _look_at_data(result)
+    if result.report.problems:
+        raise ConfigError(*result.report.problems)
     assert prompts is not None
     return prompts
 
 
-def _prepare_session(examined: Examined) -> "PromptSets":
+def _prepare_session(result: Examined) -> "PromptSets":
     """The prompts of a config, as `_check_data`; then torch and the like are imported."""
-    prompts = _check_data(examined)
+    prompts = _check_data(result)
     importlib.import_module("hybridrl.trainer.session")
     return prompts
 
 
-def _look_at_data(examined: Examined) -> "PromptSets | None":
+def _look_at_data(result: Examined) -> "PromptSets | None":
     """The data, if what it is read with is right; its problems join the config's."""
-    if not examined.report.usable(DATA_NEEDS):
+    if not result.report.usable(DATA_NEEDS):
         return None
     from hybridrl.data.prompt_sets import examine_prompts
 
-    config, report = examined.config, examined.report
+    config, report = result.config, result.report
     prompts, problems = examine_prompts(
         config.data, config.model.path, config.rollout.max_prompt_tokens
     )
@@ -278,7 +231,7 @@ def _result(status: str, metric: float, seconds: float, error: str) -> JobResult
 
 
 def _show(error: ConfigError) -> None:
-    sys.stderr.write(f"ConfigError: {error}\n")
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:

@@ -9,6 +9,9 @@ class ConfigError(ValueError):
             why it matters, what to type".
     """
 
+    # What the problems are of, for the first line.
+    subject = "in the config"
+
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
         self.problems = list(problems)
@@ -16,4 +19,4 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         count = len(self.problems)
         listed = "\n".join("- " + problem.replace("\n", "\n  ") for problem in self.problems)
-        return f"{count} problem{'s' if count != 1 else ''} in the config\n{listed}"
+        return f"{count} problem{'s' if count != 1 else ''} {self.subject}\n{listed}"

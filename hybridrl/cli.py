@@ -1,0 +1,43 @@
+"""The command `hybridrl`: one word for each of the program's commands."""
+
+import sys
+from collections.abc import Callable
+
+USAGE = """usage: hybridrl <command> [arguments]
+
+  train    python -m hybridrl.main: one run, or with -m a sweep
+  doctor   python -m hybridrl.doctor: check the machines and the config before a run
+
+hybridrl train +recipe=gsm8k_ppo, hybridrl doctor --help
+"""
+EXIT_USAGE = 2
+
+
+def main() -> None:
+    """Run the command that the first argument names, on the arguments behind it."""
+    commands: dict[str, Callable[[], None]] = {"train": _train, "doctor": _doctor}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return
+    if name not in commands:
+        sys.stderr.write(USAGE)
+        sys.exit(EXIT_USAGE)
+    del sys.argv[1]
+    commands[name]()
+
+
+def _train() -> None:
+    from hybridrl.main import main
+
+    main()
+
+
+def _doctor() -> None:
+    from hybridrl.doctor.main import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""From a command line to a checked config: what the run and the doctor do alike."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from hybridrl.config.command_line import (
+    CommandLine,
+    Precomposed,
+    names_hardware,
+    precompose,
+    quoted,
+)
+from hybridrl.config.given import Given
+from hybridrl.config.load import Examined, examine
+from hybridrl.config.machine import Machine, local_machine
+from hybridrl.models.resolve import read_model_config
+from hybridrl.models.vocabulary import vocabulary_problems
+
+
+def conf_dir() -> Path:
+    """The folder with config.yaml: inside an installed package, else beside it."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if (packaged / "config.yaml").is_file() else package.parent / "conf"
+
+
+def ray_address() -> str | None:
+    """The cluster to join, if any; `local` is Ray's word for none."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
+
+
+def look() -> Machine:
+    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine."""
+    if ray_address():
+        from hybridrl.controller.ray_runtime import cluster_machine
+
+        return cluster_machine()
+    return local_machine()
+
+
+def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
+    """What can be composed of the line's overrides, `hardware` chosen where they name none."""
+    if not names_hardware(line.overrides):
+        line.overrides.extend(_hardware_overrides(look()))
+    return precompose(line, conf_dir())
+
+
+def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
+    """All checks of a composed config, but for the data's."""
+    result = examine(cfg, machine=machine, read_model=read_model_config, given=given)
+    if result.reward_shape is not None and result.report.usable(["model.path"]):
+        config = result.config
+        for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
+            result.report.add(problem, broken="reward_model.model.path")
+    return result
+
+
+def _hardware_overrides(machine: Machine) -> list[str]:
+    """hardware=gpu if there is a GPU, else hardware=cpu, and why."""
+    address = ray_address()
+    where = f"the Ray cluster at {address}" if address else "this machine"
+    reason = f"{where} has {machine.describe()}"
+    name = "gpu" if machine.gpus else "cpu"
+    return [f"hardware={name}", f"hardware.reason={quoted(reason)}"]

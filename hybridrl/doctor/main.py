@@ -1,0 +1,138 @@
+"""`python -m hybridrl.doctor`: every check, for the run that the same overrides would start.
+
+    python -m hybridrl.doctor +recipe=gsm8k_ppo                       this machine
+    RAY_ADDRESS=10.0.0.1:6379 python -m hybridrl.doctor +recipe=gsm8k_ppo cluster.nodes=2
+    python -m hybridrl.doctor --join 10.0.0.1:29600 --nodes 2 +recipe=gsm8k_ppo cluster.nodes=2
+                                                                      on every node, before Ray
+Exit codes: 0 nothing that would fail, 1 warnings and --strict, 2 failures or a wrong config.
+"""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from hybridrl.config.command_line import parse_argv
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.given import given_keys
+from hybridrl.config.load import Examined
+from hybridrl.config.machine import Machine, local_machine
+from hybridrl.controller.agents import Agents, LocalAgents, call_all
+from hybridrl.controller.command import composed, examined, ray_address
+from hybridrl.doctor import training
+from hybridrl.doctor.catalog import Stage
+from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.doctor.preflight import STAGES
+from hybridrl.doctor.report import show, write_report
+from hybridrl.doctor.stages import Case, exit_code, run_stages
+
+EXIT_CONFIG = 2
+JOIN_S = 300.0
+LOOK_S = 60.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; leaves by SystemExit."""
+    options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:  # rewards and workers of the user's
+        sys.path.insert(0, os.getcwd())
+    try:
+        if options.join is not None and not listens_here(options.join):
+            serve(options.join, JOIN_S)
+            sys.exit(0)
+        sys.exit(_diagnose(options, rest))
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        sys.exit(EXIT_CONFIG)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Everything else is as in python -m hybridrl.main: +recipe=, groups, key=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--join", metavar="HEAD:PORT", help="meet on this address, without Ray")
+    parser.add_argument("--nodes", type=int, default=1, help="with --join: how many nodes meet")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 on warnings")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where doctor.json goes")
+    return parser
+
+
+def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
+    console = Console(highlight=False)
+    with _agents(options) as agents:
+        case = _case(rest, agents)
+        nodes = ", ".join(agents.nodes)
+        console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
+        stages = (*STAGES, (Stage.training, training.check))
+        reports = run_stages(case, stages, lambda stage: console.print(f"-- {stage.value}"))
+        folder = options.output or Path("outputs", "doctor", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+        path = write_report(folder, reports, agents.nodes, case.overrides)
+    show(console, reports)
+    console.print(f"report     {path}", soft_wrap=True)
+    return exit_code(reports, strict=options.strict)
+
+
+@contextmanager
+def _agents(options: argparse.Namespace) -> Iterator[Agents]:
+    """The nodes: those that call in, those of Ray's cluster, or this one alone.
+
+    A cluster that cannot be joined is what the stage ray finds out about, from this node.
+    """
+    if options.join is not None:
+        with JoinedAgents(options.join, options.nodes, JOIN_S) as joined:
+            yield joined
+        return
+    if ray_address() is None:
+        yield LocalAgents(socket.gethostname())
+        return
+    from hybridrl.controller.ray_agents import RayAgents
+
+    with ExitStack() as stack:
+        agents: Agents = LocalAgents(socket.gethostname())
+        with suppress(ConfigError):
+            agents = stack.enter_context(RayAgents())
+        yield agents
+
+
+def _case(overrides: list[str], agents: Agents) -> Case:
+    """What the overrides ask for, checked as the run would.
+
+    Raises:
+        ConfigError: every problem of the config.
+    """
+    answers = call_all(agents, local_machine, timeout_s=LOOK_S)
+    nodes = [a.value.nodes[0] for a in answers.values() if not a.error]
+    line = parse_argv(overrides)
+    found = composed(line, lambda: Machine(tuple(nodes)))
+    if found.problems or found.cfg is None:
+        raise ConfigError(*found.problems)
+    # Nodes that are missing are for the stage ray to find; here they are like the others.
+    missing = max(0, int(found.cfg.cluster.nodes) - len(nodes))
+    machine = Machine((*nodes, *nodes[:1] * missing))
+    result = examined(found.cfg, machine, given_keys(found.overrides, []))
+    if result.report.problems:
+        raise ConfigError(*result.report.problems)
+    return _as_case(result, Machine(tuple(nodes)), found.overrides, agents)
+
+
+def _as_case(result: Examined, machine: Machine, overrides: Sequence[str], agents: Agents) -> Case:
+    assert result.shape is not None
+    return Case(
+        config=result.config,
+        machine=machine,
+        shape=result.shape,
+        reward_shape=result.reward_shape,
+        overrides=overrides,
+        agents=agents,
+        quick=False,
+    )

@@ -1,0 +1,93 @@
+"""The doctor's report: a table to read, doctor.json to keep."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hybridrl.doctor.findings import Finding, Verdict
+from hybridrl.doctor.stages import StageReport
+
+FILE = "doctor.json"
+STYLES = {
+    Verdict.ok: "green",
+    Verdict.warn: "yellow",
+    Verdict.fail: "bold red",
+    Verdict.skipped: "dim",
+}
+MIN_WIDTH, MAX_WIDTH = 80, 140
+
+
+def write_report(
+    folder: Path, reports: Sequence[StageReport], nodes: Sequence[str], overrides: Sequence[str]
+) -> Path:
+    """Write doctor.json and return its path."""
+    content = {
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "nodes": list(nodes),
+        "overrides": list(overrides),
+        "stages": [
+            {"stage": report.stage.value, "seconds": round(report.seconds, 2)} for report in reports
+        ],
+        "findings": [f.as_json() for report in reports for f in report.findings],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def show(console: Console, reports: Sequence[StageReport]) -> None:
+    """Print one line for each finding, and below it what to do about it."""
+    width = min(MAX_WIDTH, max(MIN_WIDTH, console.width)) if console.is_terminal else MAX_WIDTH
+    table = Table(box=box.SIMPLE_HEAD, width=width)
+    table.add_column("check", no_wrap=True)
+    table.add_column("node", overflow="fold", max_width=26)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("evidence, and what to do", ratio=1, overflow="fold")
+    for report in reports:
+        for check, finding in _lines(report):
+            verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
+            table.add_row(check, finding.node, verdict, _story(finding))
+    console.print(table, soft_wrap=not console.is_terminal)
+    console.print(Text(_summary(reports)))
+
+
+def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:
+    """Findings of a verdict as texts: 'host.shm on node-a: evidence.' and the advice below."""
+    return [
+        f"{finding.check} on {finding.node}: {finding.evidence}.\n{finding.advice}"
+        for report in reports
+        for finding in report.findings
+        if finding.verdict is verdict
+    ]
+
+
+def _lines(report: StageReport) -> list[tuple[str, Finding]]:
+    """What stands in the first column, and the finding; a stage left out as a whole is one line."""
+    findings = report.findings
+    reasons = {f.evidence if f.verdict is Verdict.skipped else None for f in findings}
+    if len(findings) > 1 and len(reasons) == 1 and None not in reasons:
+        return [(f"{report.stage.value}.*", findings[0])]
+    return [(finding.check, finding) for finding in findings]
+
+
+def _story(finding: Finding) -> RenderableType:
+    if not finding.advice:
+        return Text(finding.evidence, style="dim" if finding.verdict is Verdict.skipped else "")
+    return Group(Text(finding.evidence), Text(f"-> {finding.advice}", style="cyan"))
+
+
+def _summary(reports: Sequence[StageReport]) -> str:
+    counts = dict.fromkeys(Verdict, 0)
+    for report in reports:
+        for finding in report.findings:
+            counts[finding.verdict] += 1
+    seconds = ", ".join(f"{r.stage.value} {r.seconds:.1f}" for r in reports if r.seconds >= 0.05)
+    said = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+    return f"{said}; {sum(r.seconds for r in reports):.1f} s ({seconds})"

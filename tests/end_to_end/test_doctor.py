@@ -1,0 +1,106 @@
+"""The doctor as its user runs it: the whole program, every check, exit codes, in time."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.doctor.catalog import CHECKS
+from tests.end_to_end.runs import SMALL
+
+REPO = Path(__file__).resolve().parents[2]
+TIME_LIMIT_S = 30.0
+
+
+def doctor(folder, *arguments, command=("-m", "hybridrl.doctor"), open_files=None):
+    """The finished command, run in an empty folder."""
+
+    def limit():
+        if open_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
+
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_COLOR": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    return subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        preexec_fn=limit,
+        check=False,
+    )
+
+
+def findings(output: Path) -> list[dict]:
+    return json.loads((output / "doctor.json").read_text())["findings"]
+
+
+def test_every_check_of_one_node_within_30_seconds(tmp_path):
+    start = time.monotonic()
+    done = doctor(
+        tmp_path, "+recipe=gsm8k_ppo", "doctor.minimal_training=false", "--output", "report"
+    )
+    assert time.monotonic() - start < TIME_LIMIT_S
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = findings(tmp_path / "report")
+    assert {finding["check"] for finding in found} == set(CHECKS)
+    assert {finding["verdict"] for finding in found} <= {"ok", "warn", "skipped"}
+    assert "inputs.reward" in done.stdout and "reference answers score 1" in done.stdout
+    assert done.stderr == ""
+
+
+def test_what_would_fail_is_named_before_anything_is_started(tmp_path):
+    done = doctor(tmp_path, "+recipe=gsm8k_ppo", "--output", "report", open_files=500)
+    assert done.returncode == 2
+    (failed,) = [f for f in findings(tmp_path / "report") if f["verdict"] == "fail"]
+    assert failed["check"] == "host.limits"
+    assert "500 files may be open" in failed["evidence"]
+    assert "ulimit -n 65536" in done.stdout
+    assert "stage host failed" in done.stdout
+
+
+def test_a_run_looks_at_its_machine_by_itself(tmp_path):
+    main = ("-m", "hybridrl.main")
+    done = doctor(tmp_path, "+recipe=gsm8k_ppo", command=main, open_files=500)
+    assert done.returncode == 2
+    assert "MachineError: 1 problem of the machines" in done.stderr
+    assert "host.limits on" in done.stderr and "ulimit -n 65536" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "-- workers" not in done.stdout
+
+
+def test_a_wrong_key_is_answered_as_by_the_run(tmp_path):
+    done = doctor(tmp_path, "+recipe=gsm8k_ppo", "trainer.totl_steps=3")
+    assert done.returncode == 2
+    assert "ConfigError: 1 problem in the config" in done.stderr
+    assert "Did you mean trainer.total_steps" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_last_stage_trains_two_steps_of_the_recipe_and_leaves_nothing(tmp_path):
+    done = doctor(tmp_path, *SMALL, "--output", "report")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trained,) = [f for f in findings(tmp_path / "report") if f["check"] == "training.steps"]
+    assert trained["verdict"] == "ok" and "step 2/2" in trained["evidence"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
+
+
+@pytest.mark.slow
+def test_a_recipe_that_cannot_train_fails_with_its_last_lines(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from hybridrl.workers.actor import ActorWorker\n\n\n"
+        "class Broken(ActorWorker):\n"
+        "    def compute_log_probs(self, batch):\n"
+        "        raise RuntimeError('no log-probs today')\n"
+    )
+    done = doctor(tmp_path, *SMALL, "actor.worker=broken.Broken", "--output", "report")
+    assert done.returncode == 2, done.stdout + done.stderr
+    (trained,) = [f for f in findings(tmp_path / "report") if f["check"] == "training.steps"]
+    assert trained["verdict"] == "fail" and "no log-probs today" in trained["evidence"]

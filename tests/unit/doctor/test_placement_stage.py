@@ -1,0 +1,48 @@
+"""Whether ranks find room, over clusters that are written down, and engines whole nodes."""
+
+import pytest
+
+from hybridrl.controller.free_slots import FreeNode
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.placement import judge_engines, judge_slots
+
+
+def node(name: str, gpus: float, free: float) -> FreeNode:
+    return FreeNode(name, 64.0, gpus, 64.0, free)
+
+
+def test_the_largest_demand_goes_to_the_largest_node():
+    nodes = [node("10.0.0.1 (aaaa)", 4, 4), node("10.0.0.2 (bbbb)", 8, 8)]
+    assert judge_slots(nodes, [8, 4], on_gpu=True).verdict is Verdict.ok
+    assert judge_slots(nodes, [8, 8], on_gpu=True).verdict is Verdict.fail
+
+
+def test_gpus_that_another_run_holds_are_named():
+    nodes = [node("10.0.0.1 (aaaa)", 8, 8), node("10.0.0.2 (bbbb)", 8, 2)]
+    found = judge_slots(nodes, [8, 8], on_gpu=True)
+    assert found.verdict is Verdict.fail
+    assert "10.0.0.2 (bbbb): 2 of 8 GPUs free" in found.evidence
+    assert "ray list actors" in found.advice
+
+
+def test_a_missing_node_is_no_room():
+    found = judge_slots([node("10.0.0.1 (aaaa)", 8, 8)], [8, 8], on_gpu=True)
+    assert found.verdict is Verdict.fail
+
+
+def test_slots_without_gpus_share_cores():
+    """Four ranks on one core are slow, which is no reason not to run; no core at all is."""
+    crowded = [FreeNode("10.0.0.1 (aaaa)", 1.0, 0.0, 1.0, 0.0)]
+    assert judge_slots(crowded, [4], on_gpu=False).verdict is Verdict.ok
+    taken = [FreeNode("10.0.0.1 (aaaa)", 1.0, 0.0, 0.0, 0.0)]
+    assert judge_slots(taken, [4], on_gpu=False).verdict is Verdict.fail
+
+
+@pytest.mark.parametrize(
+    ("allow", "verdict"), [(False, Verdict.fail), (True, Verdict.warn)], ids=["refused", "allowed"]
+)
+def test_an_engine_astride_of_nodes_is_told(allow, verdict):
+    found = judge_engines([3, 5], 2, allow_straddle=allow)
+    assert found.verdict is verdict
+    assert "engine(s) 1 of 4" in found.evidence
+    assert judge_engines([4, 2], 2, allow_straddle=False).verdict is Verdict.ok

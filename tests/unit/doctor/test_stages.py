@@ -1,0 +1,114 @@
+"""Stages end at the first that fails; verdicts decide the exit code; the report tells it all."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from hybridrl.doctor import preflight
+from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
+from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped, warn
+from hybridrl.doctor.report import complaints, show, write_report
+from hybridrl.doctor.stages import StageReport, exit_code, run_stages
+
+FINE = ok("host.shm", "node-a", "/dev/shm has 20 GiB free")
+TIGHT = warn("host.limits", "node-b", "1024 open files", "ulimit -n 65536")
+BROKEN = fail("network.ports", "node-a -> node-b", "port 29500: refused", "open the port")
+
+
+def stages(*findings_of_stages):
+    """A stage each, in the catalog's order, and who was asked."""
+    asked = []
+
+    def check(stage, findings):
+        return lambda case: asked.append(stage) or findings
+
+    given = zip(Stage, findings_of_stages, strict=False)
+    return [(stage, check(stage, findings)) for stage, findings in given], asked
+
+
+def test_what_follows_a_failed_stage_is_skipped_by_name_and_not_run():
+    order, asked = stages([FINE, TIGHT], [BROKEN], [], [])
+    reports = run_stages(None, order)
+    assert asked == [Stage.host, Stage.network]
+    left_out = {finding.check for report in reports[2:] for finding in report.findings}
+    assert left_out == {
+        check for check in CHECKS if stage_of(check) in (Stage.ray, Stage.placement)
+    }
+    assert {f.evidence for report in reports[2:] for f in report.findings} == {
+        "stage network failed"
+    }
+
+
+def test_a_stage_may_not_speak_for_another():
+    order, _ = stages([BROKEN])
+    with pytest.raises(AssertionError, match="another stage's check"):
+        run_stages(None, order)
+
+
+@pytest.mark.parametrize(
+    ("findings", "strict", "code"),
+    [
+        ([FINE], True, 0),
+        ([FINE, TIGHT], False, 0),
+        ([FINE, TIGHT], True, 1),
+        ([TIGHT, BROKEN], False, 2),
+        ([skipped("host.gpus", "node-a", "hardware = cpu")], True, 0),
+    ],
+)
+def test_exit_codes(findings, strict, code):
+    assert exit_code([StageReport(Stage.host, findings, 0.0)], strict=strict) == code
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "advice"),
+    [
+        ("host.nothing", Verdict.ok, ""),
+        ("host.shm", Verdict.fail, ""),
+        ("host.shm", Verdict.warn, ""),
+        ("host.shm", Verdict.ok, "buy more"),
+    ],
+)
+def test_a_finding_is_of_the_catalog_and_asks_for_something_only_where_it_is_wrong(
+    check, verdict, advice
+):
+    with pytest.raises(AssertionError):
+        Finding(check, "node-a", verdict, "seen", advice)
+
+
+def test_the_table_has_evidence_and_advice_and_one_line_for_a_stage_left_out():
+    order, _ = stages([FINE, TIGHT], [BROKEN], [])
+    reports = run_stages(None, order)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    show(console, reports)
+    text = console.export_text()
+    assert "-> ulimit -n 65536" in text and "-> open the port" in text
+    assert [line.split()[0] for line in text.splitlines() if "stage network failed" in line] == [
+        "ray.*"
+    ]
+    assert "1 ok, 1 warn, 1 fail" in text
+
+
+def test_doctor_json_holds_every_finding(tmp_path):
+    report = StageReport(Stage.host, [FINE, TIGHT], 1.234)
+    path = write_report(tmp_path / "new", [report], ["node-a", "node-b"], ["+recipe=x"])
+    content = json.loads(path.read_text())
+    assert content["stages"] == [{"stage": "host", "seconds": 1.23}]
+    assert content["nodes"] == ["node-a", "node-b"] and content["overrides"] == ["+recipe=x"]
+    assert content["findings"][1] == {
+        "check": "host.limits",
+        "node": "node-b",
+        "verdict": "warn",
+        "evidence": "1024 open files",
+        "advice": "ulimit -n 65536",
+    }
+
+
+def test_complaints_name_check_and_node_and_what_to_type():
+    (text,) = complaints([StageReport(Stage.host, [FINE, TIGHT], 0.0)], Verdict.warn)
+    assert text == "host.limits on node-b: 1024 open files.\nulimit -n 65536"
+
+
+def test_every_stage_of_the_catalog_is_run():
+    assert [stage for stage, _ in preflight.STAGES] == list(Stage)[:-1]
