@@ -37,19 +37,13 @@ find_overrides() {
   return 1
 }
 
-# Set COMMAND: the command given, with the size of the job where it does not name one itself.
+# Set COMMAND: the command given, with cluster.nodes where it does not name it itself. What nodes
+# have of GPUs hybridrl.main sees in Ray.
 add_size() {
-  local gpus=$1 key
-  shift
   COMMAND=("$@")
-  find_overrides "$@" || return 0
-  for key in "cluster.nodes=${#NODES[@]}" "cluster.gpus_per_node=$gpus"; do
-    case "$key / $* " in
-      cluster.gpus_per_node=0*) ;; # no GPUs: one CPU slot a node, unless the command says more
-      *" ${key%%=*}="*) ;;
-      *) COMMAND+=("$key") ;;
-    esac
-  done
+  if find_overrides "$@" && [[ " $* " != *" cluster.nodes="* ]]; then
+    COMMAND+=("cluster.nodes=${#NODES[@]}")
+  fi
 }
 
 # Run the doctor on all nodes with the command's config; its failure is the job's.
@@ -65,25 +59,24 @@ run_doctor() {
   say "doctor: looks at ${#NODES[@]} node(s)"
   local code=0
   if [ ${#NODES[@]} = 1 ]; then
-    "${ON_HEAD[@]}" alone python -m hybridrl.doctor "${OVERRIDES[@]}" || code=$?
+    "${ON_HEAD[@]}" alone python -m hybridrl.doctor --output "$FOLDER" "${OVERRIDES[@]}" || code=$?
   else
-    "${ON_ALL[@]}" doctor "$HEAD" "${#NODES[@]}" "${OVERRIDES[@]}" || code=$?
+    "${ON_ALL[@]}" doctor "$HEAD" "${#NODES[@]}" --output "$FOLDER" "${OVERRIDES[@]}" || code=$?
   fi
   # The doctor ends with 0, 1 or 2; more is a launcher's word for a node that was ended.
   return $((code > 2 ? 2 : code))
 }
 
-# Set HEAD to the head's address, PLACES to NAME=ADDRESS of all nodes, GPUS to the fewest of any.
+# Set HEAD to the head's address, and PLACES to NAME=ADDRESS of all nodes.
 look_at_nodes() {
   local word name address interface gpus hcas code=0 missing=()
   HEAD=$("${ON_HEAD[@]}" address "${NODES[1]}")
   timeout "${HYBRIDRL_START_S:-300}" "${ON_ALL[@]}" look "$HEAD" >"$FOLDER/look.log" 2>&1 || code=$?
-  PLACES=() GPUS=
+  PLACES=()
   while read -r word name address interface gpus hcas; do
     [ "$word" = node ] || continue
     say "$name: $address on $interface, $gpus GPUs, HCAs $hcas"
     PLACES+=("$name=$address")
-    [ "${GPUS:-$gpus}" -lt "$gpus" ] || GPUS=$gpus
   done < <(sed 's/^[^:]*: //' "$FOLDER/look.log")
   for name in "${NODES[@]}"; do
     [[ " ${PLACES[*]} " == *" $name="* ]] || missing+=("$name")
@@ -145,12 +138,12 @@ launch() {
   mkdir -p "$FOLDER"
   make_token
   if [ ${#NODES[@]} = 1 ]; then
-    COMMAND=("$@")
+    add_size "$@"
     run_doctor
-    run_to_end "${ON_HEAD[@]}" alone "$@"
+    run_to_end "${ON_HEAD[@]}" alone "${COMMAND[@]}"
   else
     look_at_nodes
-    add_size "$GPUS" "$@"
+    add_size "$@"
     say "command: ${COMMAND[*]}"
     run_doctor
     start_ray

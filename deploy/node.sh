@@ -225,7 +225,9 @@ main() {
     doctor)
       raise_limits
       # Only the head judges; whoever failed besides would end it before it has said anything.
-      local code=0
+      local code=0 address interface
+      read -r address interface <<<"$(route_to "$1")"
+      choose_network "$interface"
       supervise python -m hybridrl.doctor --join "$1:${HYBRIDRL_DOCTOR_PORT:-29600}" --nodes "${@:2}" ||
         code=$?
       is_not_head || return "$code"

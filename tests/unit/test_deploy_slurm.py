@@ -60,11 +60,12 @@ def test_the_exit_code_is_the_commands(cluster):
     assert (cluster.folder / "ray_ended_node2").exists()
 
 
-def test_the_doctor_comes_before_ray_and_the_job_says_its_size(cluster):
+def test_the_doctor_comes_before_ray_and_is_told_what_the_run_is_told(cluster):
     code, output = cluster.run(*SBATCH, *TRAIN, GPUS_1="8", GPUS_2="4")
     assert code == 0, output
-    overrides = "+recipe=gsm8k_ppo run.name=a b cluster.nodes=2 cluster.gpus_per_node=4"
-    call = f"-m hybridrl.doctor --join 127.0.1.1:29600 --nodes 2 {overrides}\n"
+    overrides = "+recipe=gsm8k_ppo run.name=a b cluster.nodes=2"
+    report = f"--output {cluster.checkout}/outputs/slurm/4711"
+    call = f"-m hybridrl.doctor --join 127.0.1.1:29600 --nodes 2 {report} {overrides}\n"
     assert cluster.noted("doctor_node1") == cluster.noted("doctor_node2") == call
     assert cluster.noted("main") == f"-m hybridrl.main {overrides}\n"
     assert "--num-gpus=8" in cluster.noted("ray_node1").split()
@@ -72,17 +73,15 @@ def test_the_doctor_comes_before_ray_and_the_job_says_its_size(cluster):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "expected"),
+    ("given", "expected"),
     [
-        (8, ["+a=1"], ["+a=1", "cluster.nodes=2", "cluster.gpus_per_node=8"]),
-        (0, ["+a=1"], ["+a=1", "cluster.nodes=2"]),
-        (8, ["cluster.gpus_per_node=2"], ["cluster.gpus_per_node=2", "cluster.nodes=2"]),
-        (0, ["cluster.gpus_per_node=2"], ["cluster.gpus_per_node=2", "cluster.nodes=2"]),
+        (["+a=1"], ["+a=1", "cluster.nodes=2"]),
+        (["cluster.nodes=1", "+a=1"], ["cluster.nodes=1", "+a=1"]),
     ],
 )
-def test_the_size_of_the_job_is_added_where_the_command_names_none(gpus, given, expected):
+def test_the_number_of_nodes_is_added_where_the_command_names_none(given, expected):
     script = 'source deploy/launch.sh; NODES=(a b); add_size "$@"; printf "%s\n" "${COMMAND[@]}"'
-    call = ["bash", "-euc", script, "-", str(gpus), *TRAIN[:3], *given]
+    call = ["bash", "-euc", script, "-", *TRAIN[:3], *given]
     done = subprocess.run(call, cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*TRAIN[:3], *expected]
 

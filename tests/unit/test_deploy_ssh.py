@@ -74,7 +74,7 @@ def test_a_failing_doctor_ends_the_run(cluster):
     command = ("python", "-m", "hybridrl.main", "+recipe=gsm8k_ppo")
     code, output = cluster.run(*TRAIN, *command, DOCTOR_CODE="2")
     assert code == 2, output
-    assert "--nodes 2 +recipe=gsm8k_ppo cluster.nodes=2" in cluster.noted("doctor_node1")
+    assert cluster.noted("doctor_node1").endswith(" +recipe=gsm8k_ppo cluster.nodes=2\n")
     assert not (cluster.folder / "ray_node1").exists()
 
 
