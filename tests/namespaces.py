@@ -150,6 +150,38 @@ class Host:
         finally:
             subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"])
 
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What a function of a module returns in a process of its own on this host."""
+        code = "from tests.namespaces import answer_call; answer_call()"
+        with self.start(
+            *(sys.executable, "-c", code),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            **options,
+        ) as process:
+            reply, _ = process.communicate(pickle.dumps((function, arguments)), timeout=120)
+        assert process.returncode == 0, f"{function.__name__} on {self.name}: see stderr"
+        return pickle.loads(reply)
+
+    def start_ray(self, log: Path, *options: str, **environment: str) -> None:
+        """Start a node of Ray with one CPU and wait until it is up; killed with the host.
+
+        Args:
+            log: a file for its output.
+            options: of `ray start`.
+            environment: of its processes.
+        """
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        store = f"--object-store-memory={100 * 2**20}"
+        with log.open("w") as file:
+            process = self.start(
+                *command, store, *options, env=environment, stdout=file, stderr=file
+            )
+        deadline = time.monotonic() + 60.0
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+
     def kill_all(self) -> None:
         """Kill every process that runs in the namespace."""
         for _ in range(20):
@@ -293,6 +325,15 @@ def join(place: str) -> None:
     from hybridrl.doctor.joined import serve
 
     serve(place, timeout_s=30)
+
+
+def answer_call() -> None:
+    """The process of `Host.call`."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    function, arguments = pickle.load(sys.stdin.buffer)
+    pickle.dump(function(*arguments), answer)
+    answer.flush()
 
 
 def set_environment(values: dict[str, str | None]) -> None:

@@ -30,6 +30,7 @@ from hybridrl.controller import recorder
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
+from hybridrl.controller.interfaces import interface_of
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
@@ -161,8 +162,9 @@ class WorkerHost:
             MASTER_ADDR=where.address,
             MASTER_PORT=str(where.port),
         )
-        if slot.node_ip.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = interface_of(slot.node_ip)
+        if interface is not None:  # else gloo goes by the host's name, which may be for 127.0.1.1
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             self._store = join_store(where, self._config.start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)

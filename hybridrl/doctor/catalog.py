@@ -41,7 +41,7 @@ CHECKS: dict[str, str] = {
     "network.collective": "an all-reduce over all nodes with gloo, and with NCCL on GPUs",
     "network.infiniband": "InfiniBand and RoCE ports: state, link layer, GID index",
     # ray
-    "ray.version": "Ray's version, and its debug variables",
+    "ray.version": "Ray's version against the one that this package needs",
     "ray.reachable": "the head's services answer at RAY_ADDRESS",
     "ray.loopback": "the head listens on an address that other nodes reach",
     "ray.port": "the head's port belongs to Ray",

@@ -85,6 +85,8 @@ def _judge_subnets(views: Mapping[str, NodeView]) -> Finding:
         (name,) = taken.values()
         return ok(CHECK, "all", f"one node: {each}; NCCL would take {name}")
     common = set.intersection(*(set(_subnets(view)) for view in views.values()))
+    if not common and all(_routed_alone(view) for view in views.values()):
+        return ok(CHECK, "all", f"addresses without a subnet, as clouds route them: {each}")
     if not common:
         return warn(
             CHECK,
@@ -113,6 +115,13 @@ def _judge_subnets(views: Mapping[str, NodeView]) -> Finding:
         )
     chosen = ", ".join(f"{node} {name}" for node, name in taken.items())
     return ok(CHECK, "all", f"all nodes are in {', '.join(sorted(common))}; NCCL takes {chosen}")
+
+
+def _routed_alone(view: NodeView) -> bool:
+    """Whether all its addresses are subnets of their own (/32), of which nothing can be said."""
+    return all(
+        ipaddress.ip_interface(subnet).network.num_addresses == 1 for subnet in _subnets(view)
+    )
 
 
 def _subnets(view: NodeView, only: str | None = None) -> dict[str, str]:

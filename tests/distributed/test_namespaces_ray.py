@@ -1,0 +1,152 @@
+"""Faults on the way to Ray's head between hosts, namespaces here: check id and advice of each.
+
+What answers as the head is a server of the tests, where nothing but Ray's absence is at stake.
+"""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from hybridrl.controller.agents import LocalAgents
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.ray_services import examine
+from tests.namespaces import bench, driver, need_namespaces, set_environments
+
+# Answers as Redis does to what is no command of its own.
+REDIS = """
+import socketserver, sys
+
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        self.rfile.readline()
+        self.wfile.write(b"-ERR unknown command 'PRI'\\r\\n")
+
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+server = socketserver.ThreadingTCPServer((sys.argv[1], 6379), Handler)
+print("listening", flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    need_namespaces()
+    with bench("10.79.1.2/24", "10.79.2.2/24") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def head(hosts):
+    """The doctor on both hosts, before Ray, with RAY_ADDRESS set."""
+    with driver(hosts) as made:
+        address = f"{hosts[0].address}:6379"
+        made.call(set_environments, {hosts[0].name: {"RAY_ADDRESS": address}})
+        yield made
+
+
+@contextmanager
+def redis(host, address):
+    """Something on Ray's port that is not Ray."""
+    process = host.start(*(sys.executable, "-c", REDIS, address), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "listening\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def failures(findings):
+    """(check, node) of what failed, in order."""
+    return sorted((f.check, f.node) for f in findings if f.verdict is Verdict.fail)
+
+
+def only(findings, check, node=None):
+    """The one finding of a check (on a node)."""
+    (found,) = [f for f in findings if f.check == check and node in (None, f.node)]
+    return found
+
+
+def test_a_head_that_is_not_there_is_refused_and_told_how_to_start(head, hosts):
+    findings = head.call(examine, 2)
+    assert failures(findings) == [("ray.reachable", host.name) for host in hosts]
+    found = only(findings, "ray.reachable", hosts[1].name)
+    assert "10.79.1.2:6379: connection refused" in found.evidence
+    assert "ray start --head --node-ip-address" in found.advice and "ss -ltn" in found.advice
+    assert only(findings, "ray.nodes").verdict is Verdict.skipped
+
+
+def test_a_port_of_another_program_is_no_ray(head, hosts):
+    with redis(hosts[0], "0.0.0.0") as process:
+        findings = head.call(examine, 2)
+    assert failures(findings) == [("ray.port", "all")]
+    found = only(findings, "ray.port")
+    assert "no Ray" in found.evidence and "-ERR unknown command" in found.evidence
+    assert f"(pid {process.pid})" in found.evidence
+    assert "--port=6380" in found.advice
+
+
+def test_a_head_on_loopback_alone_is_named(head, hosts):
+    with redis(hosts[0], "127.0.0.1"):
+        findings = head.call(examine, 2)
+    assert ("ray.loopback", hosts[0].name) in failures(findings)
+    found = only(findings, "ray.loopback")
+    assert "port 6379 listens on 127.0.0.1 alone" in found.evidence
+    assert "--node-ip-address" in found.advice and "127.0.1.1 in /etc/hosts" in found.advice
+    assert only(findings, "ray.reachable", hosts[1].name).verdict is Verdict.fail
+
+
+def test_a_loopback_address_leads_nowhere_with_several_nodes(head, hosts):
+    head.call(set_environments, {hosts[0].name: {"RAY_ADDRESS": "127.0.0.1:6379"}})
+    try:
+        found = only(head.call(examine, 2), "ray.loopback")
+    finally:
+        address = f"{hosts[0].address}:6379"
+        head.call(set_environments, {hosts[0].name: {"RAY_ADDRESS": address}})
+    assert found.verdict is Verdict.fail and "leads every node to itself" in found.evidence
+
+
+def test_a_blocked_port_of_ray_is_told_from_one_that_nobody_has(head, hosts):
+    first, other = hosts
+    with redis(first, "0.0.0.0"), first.unreachable_from(other, "6379"):
+        findings = head.call(examine, 2)
+    assert failures(findings) == [("ray.reachable", other.name)]
+    found = only(findings, "ray.reachable", other.name)
+    assert "no answer within 3 s" in found.evidence and "Open TCP port 6379" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, "the nodes differ"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/nowhere"}, "and no token on"),
+    ],
+)
+def test_tokens_that_differ_or_are_missing_are_named(head, hosts, settings, says):
+    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
+    by_host = {hosts[0].name: ours, hosts[1].name: settings}
+    head.call(set_environments, by_host)
+    try:
+        found = only(head.call(examine, 2), "ray.token")
+    finally:
+        head.call(set_environments, {h: dict.fromkeys(v) for h, v in by_host.items()})
+    assert found.verdict is Verdict.fail and says in found.evidence
+    assert hosts[1].name in found.evidence
+    assert "aaaa" not in found.evidence and "RAY_AUTH_TOKEN=" in found.advice
+
+
+def test_a_head_that_registers_a_loopback_address_is_named(hosts, tmp_path):
+    first, other = hosts
+    options = ["--head", "--port=6390", "--node-ip-address=127.0.1.1"]
+    first.start_ray(tmp_path / "head.log", *options, "--include-dashboard=false")
+    environment = {"RAY_ADDRESS": f"{first.address}:6390"}
+    findings = other.call(examine, LocalAgents(other.name), 2, env=environment)
+    first.kill_all()
+    assert ("ray.loopback", first.name) in failures(findings)
+    found = only(findings, "ray.loopback", first.name)
+    assert "known in the cluster by 127.0.1.1" in found.evidence
+    assert "--node-ip-address" in found.advice
+    nodes = only(findings, "ray.nodes")
+    assert nodes.verdict is Verdict.fail and "1 of cluster.nodes=2 alive" in nodes.evidence
