@@ -1,0 +1,124 @@
+"""docs/troubleshooting.md and docs/multi_node.md: every check, key, port and variable exists."""
+
+import re
+import shlex
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from hybridrl.config.command_line import parse_argv, precompose
+from hybridrl.config.keys import leaves
+from hybridrl.controller.ray_runtime import PASSED_ON
+from hybridrl.doctor.catalog import CHECKS
+from hybridrl.main import conf_dir
+from tests.unit.deploy_stubs import REPO
+
+TROUBLES = (REPO / "docs/troubleshooting.md").read_text()
+NODES = (REPO / "docs/multi_node.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in TROUBLES.splitlines()
+    if re.match(r"\| \d", line)
+]
+CODE = re.compile(r"`([^`\n]+)`")
+# What each of the twelve is about: a word that its row cannot do without, and its main check.
+ITEMS = {
+    1: ("init_process_group", "network.rendezvous"),
+    2: ("remote process exited or there was a network error", "network.interfaces"),
+    3: ("tensor_parallel_size", "placement.engines"),
+    4: ("all-gather", "network.collective"),
+    5: ("ray status", "ray.loopback"),
+    6: ("InfiniBand", "network.infiniband"),
+    7: ("expandable_segments", "host.allocator"),
+    8: ("pinned", "memory.host"),
+    9: ("/dev/shm", "host.shm"),
+    10: ("debug", "ray.version"),
+    11: ("token", "ray.token"),
+    12: ("cache", "inputs.cache"),
+}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every hybridrl.main and hybridrl.doctor in a page's code blocks."""
+    blocks = "\n".join(
+        line for line in page.replace("\\\n", " ").splitlines() if line[:4] == "    "
+    )
+    found = re.findall(r"-m hybridrl\.(?:main|doctor)(.*)", blocks)
+    return [shlex.split(text, comments=True) for text in found]
+
+
+def test_each_of_the_twelve_has_a_row_with_its_check():
+    assert [int(row[0]) for row in ROWS] == list(ITEMS)
+    for row, (word, check) in zip(ROWS, ITEMS.values(), strict=True):
+        assert word in " ".join(row), row
+        assert f"`{check}`" in row[2], row
+
+
+def test_every_row_is_whole_and_its_checks_exist():
+    for row in ROWS:
+        assert len(row) == 5, row
+        assert all(row), row
+        checks = CODE.findall(row[2])
+        assert checks, row
+        assert [check for check in checks if check not in CHECKS] == []
+
+
+def test_every_check_but_the_clocks_leads_somewhere():
+    """Who reads an id in the report finds its row; clock skew is no symptom of the twelve."""
+    named = {check for row in ROWS for check in CODE.findall(row[2])}
+    assert set(CHECKS) - named <= {"host.clock", "inputs.reward", "inputs.run_directory"}
+
+
+@pytest.mark.parametrize("page", [TROUBLES, NODES], ids=["troubleshooting", "multi_node"])
+def test_every_key_it_names_exists(page):
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        config = compose("config", ["hardware=cpu"])
+    keys = set(leaves(OmegaConf.to_container(config, resolve=False)))
+    words = {word.partition("=")[0] for text in CODE.findall(page) for word in text.split()}
+    groups = tuple(f"{group}." for group in config)
+    named = {word for word in words if word.startswith(groups)} - set(CHECKS)
+    named = {word for word in named if not word.endswith((".json", ".sh"))}
+    assert len(named) >= 1
+    assert named - keys == set()
+
+
+@pytest.mark.parametrize("page", [TROUBLES, NODES], ids=["troubleshooting", "multi_node"])
+def test_every_command_composes(page):
+    found = commands(page)
+    assert found
+    for arguments in found:
+        overrides = [a for a in arguments if "=" in a or a == "-m"]
+        line = parse_argv(overrides)
+        line.overrides.extend([] if "hardware=gpu" in overrides else ["hardware=cpu"])
+        assert precompose(line, conf_dir()).problems == [], arguments
+
+
+def test_the_ports_are_those_of_the_scripts():
+    script = (REPO / "deploy/node.sh").read_text()
+    assert "${HYBRIDRL_RAY_PORT:-6379}" in script
+    assert "${HYBRIDRL_DOCTOR_PORT:-29600}" in script
+    options = dict(re.findall(r"--([a-z-]+)=\"?\$\(ray_port (\d)\)", script))
+    assert len(options) == 8
+    rows = " ".join(line.split("|")[1] for line in NODES.splitlines() if line.startswith("| "))
+    ports = {int(number) for number in re.findall(r"\d{4,5}", rows)}
+    assert {6379 + int(offset) for offset in options.values()} <= ports
+    for flag, last in (("min-worker-port", 10002), ("max-worker-port", 19999)):
+        assert f"--{flag}={last}" in script
+        assert last in ports
+
+
+def test_the_variables_are_those_that_the_program_passes_on_and_the_scripts_read():
+    part = NODES[NODES.index("## Environment variables") : NODES.index("## Sweeps")]
+    named = [word for word in CODE.findall(part) if word != "CUDA_VISIBLE_DEVICES"]
+    assert [word for word in named if not word.startswith("HYBRIDRL_S")] == list(PASSED_ON)
+    scripts = "".join(file.read_text() for file in (REPO / "deploy").rglob("*.s[hb]*"))
+    read = set(re.findall(r"\$\{(HYBRIDRL_[A-Z_]+):", scripts))
+    own = {"HYBRIDRL_DEPLOY", "HYBRIDRL_DEV", "HYBRIDRL_SYS", "HYBRIDRL_CALLED_BY_SSH"}
+    assert sorted(name for name in read - own if name not in NODES) == ["HYBRIDRL_NAME"]
+
+
+def test_the_files_it_names_exist():
+    found = set(re.findall(r"(?<![\w/])deploy/[\w./]+\w", NODES + TROUBLES))
+    assert len(found) >= 6
+    assert [name for name in sorted(found) if not (REPO / name).exists()] == []
