@@ -60,8 +60,9 @@ run_doctor() {
   local code=0
   if [ ${#NODES[@]} = 1 ]; then
     "${ON_HEAD[@]}" alone python -m hybridrl.doctor --output "$FOLDER" "${OVERRIDES[@]}" || code=$?
-  else
-    "${ON_ALL[@]}" doctor "$HEAD" "${#NODES[@]}" --output "$FOLDER" "${OVERRIDES[@]}" || code=$?
+  else # its training would need a Ray
+    "${ON_ALL[@]}" doctor "$HEAD" "${#NODES[@]}" --output "$FOLDER" doctor.minimal_training=false \
+      "${OVERRIDES[@]}" || code=$?
   fi
   # The doctor ends with 0, 1 or 2; more is a launcher's word for a node that was ended.
   return $((code > 2 ? 2 : code))

@@ -59,6 +59,13 @@ route_to() {
   echo "$address ${interface:-lo}"
 }
 
+# Set ADDRESS and INTERFACE: how this node goes to a host.
+find_place() {
+  local place
+  place=$(route_to "$1") || exit 1
+  read -r ADDRESS INTERFACE <<<"$place"
+}
+
 gpu_count() {
   if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
     echo "${SLURM_GPUS_ON_NODE##*:}"
@@ -95,16 +102,16 @@ active_hcas() {
 }
 
 look() {
-  local address interface hcas
-  read -r address interface <<<"$(route_to "$1")"
-  [ -n "$address" ] || exit 1
+  local hcas
+  find_place "$1"
   hcas=$(active_hcas)
-  echo "node $(node_name) $address $interface $(gpu_count) ${hcas:--}"
+  echo "node $(node_name) $ADDRESS $INTERFACE $(gpu_count) ${hcas:--}"
 }
 
 # What Ray's processes, and with them all ranks of this node, are to know. What the user set stays.
 choose_network() {
-  export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$1} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$1}
+  export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$INTERFACE}
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE}
   local hcas
   hcas=$(active_hcas 2>/dev/null)
   if [ -n "$hcas" ]; then
@@ -164,14 +171,14 @@ supervise() {
 }
 
 start_ray() {
-  local head=$1 address interface tmp arguments
-  read -r address interface <<<"$(route_to "$head")"
+  local head=$1 tmp arguments
+  find_place "$head"
   tmp=$(short_tmp)
   refuse_taken_ports
   raise_limits
-  choose_network "$interface"
+  choose_network
   arguments=(
-    --node-ip-address="$address"
+    --node-ip-address="$ADDRESS"
     --node-manager-port="$(ray_port 1)"
     --object-manager-port="$(ray_port 2)"
     --runtime-env-agent-port="$(ray_port 3)"
@@ -193,7 +200,7 @@ start_ray() {
     arguments+=(--head --port="$(ray_port 0)" --ray-client-server-port="$(ray_port 7)")
     arguments+=(--include-dashboard=false)
   fi
-  echo "ray start on $address ($interface), NCCL_IB_HCA=${NCCL_IB_HCA:-not set}"
+  echo "ray start on $ADDRESS ($INTERFACE), NCCL_IB_HCA=${NCCL_IB_HCA:-not set}"
   local code=0
   supervise ray start "${arguments[@]}" || code=$?
   rm -rf "$tmp"
@@ -225,9 +232,9 @@ main() {
     doctor)
       raise_limits
       # Only the head judges; whoever failed besides would end it before it has said anything.
-      local code=0 address interface
-      read -r address interface <<<"$(route_to "$1")"
-      choose_network "$interface"
+      local code=0
+      find_place "$1"
+      choose_network
       supervise python -m hybridrl.doctor --join "$1:${HYBRIDRL_DOCTOR_PORT:-29600}" --nodes "${@:2}" ||
         code=$?
       is_not_head || return "$code"

@@ -65,7 +65,8 @@ def test_the_doctor_comes_before_ray_and_is_told_what_the_run_is_told(cluster):
     assert code == 0, output
     overrides = "+recipe=gsm8k_ppo run.name=a b cluster.nodes=2"
     report = f"--output {cluster.checkout}/outputs/slurm/4711"
-    call = f"-m hybridrl.doctor --join 127.0.1.1:29600 --nodes 2 {report} {overrides}\n"
+    call = f"-m hybridrl.doctor --join 127.0.1.1:29600 --nodes 2 {report} "
+    call += f"doctor.minimal_training=false {overrides}\n"
     assert cluster.noted("doctor_node1") == cluster.noted("doctor_node2") == call
     assert cluster.noted("main") == f"-m hybridrl.main {overrides}\n"
     assert "--num-gpus=8" in cluster.noted("ray_node1").split()
