@@ -135,7 +135,7 @@ refuse_taken_ports() {
 }
 
 short_tmp() {
-  local tmp=${HYBRIDRL_RAY_TMP:-/tmp/ray-${SLURM_JOB_ID:-$(id -un)}}
+  local tmp=${HYBRIDRL_RAY_TMP:-/tmp/ray-${SLURM_JOB_ID:-$(id -u)}}
   [ ${#tmp} -le $LONGEST_TMP ] ||
     fail "HYBRIDRL_RAY_TMP=$tmp has ${#tmp} characters; sockets below it allow $LONGEST_TMP."
   echo "$tmp"

@@ -24,7 +24,7 @@ shift
 DEPLOY=$(cd "$(dirname "$0")/.." && pwd)
 FOLDER=$PWD/outputs/ssh/$(date +%Y-%m-%d_%H-%M-%S)_$$
 # Two runs on the same hosts must not share Ray's folder.
-export HYBRIDRL_RAY_TMP=${HYBRIDRL_RAY_TMP:-/tmp/ray-$(id -un)-$$}
+export HYBRIDRL_RAY_TMP=${HYBRIDRL_RAY_TMP:-/tmp/ray-$(id -u)-$$}
 ON_ALL=(python3 "$DEPLOY/ssh/on_hosts.py" "${#NODES[@]}" "${NODES[@]}")
 ON_HEAD=(python3 "$DEPLOY/ssh/on_hosts.py" 1 "${NODES[0]}")
 

@@ -46,7 +46,7 @@ exec env -i STUB="$STUB" PATH=/usr/bin:/bin NO_RAY="${NO_RAY:-}" BROKEN_RAY="${B
   DOCTOR_CODE="${DOCTOR_CODE:-0}" bash -c "$2"
 """,
     "getent": """
-[ "$1" = ahostsv4 ] && echo "127.0.1.${2##*[a-z.]}     STREAM $2"
+[[ "$1 $2" =~ ^ahostsv4\ .*[0-9]$ ]] && echo "127.0.1.${2##*[a-z.]}     STREAM $2"
 """,
     "ip": f"""
 own=127.0.1.{NODE[:-1]}}}

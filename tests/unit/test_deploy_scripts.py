@@ -101,3 +101,13 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused(cluster):
     code, output = cluster.run(*call, NODE_NAME="node1", HYBRIDRL_RAY_TMP=folder)
     assert code == 1
     assert f"HYBRIDRL_RAY_TMP={folder} has 45 characters" in output
+
+
+@pytest.mark.parametrize("action", ["ray", "doctor", "address"])
+def test_a_head_that_nobody_knows_stops_a_node(cluster, action):
+    call = ["bash", "deploy/node.sh", action, "nowhere", "2"]
+    code, output = cluster.run(*call, NODE_NAME="node2")
+    assert code == 1
+    assert output.startswith("node2: the name nowhere is unknown here.")
+    assert not (cluster.folder / "ray_node2").exists()
+    assert not (cluster.folder / "doctor_node2").exists()
