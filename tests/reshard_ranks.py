@@ -187,9 +187,9 @@ def places(resharder: Resharder) -> Any:
     taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
         for message in (m for section in bucket.receives for m in section.messages):
-            for taker in message.takers:
-                if taker.receiver == rank:
-                    taken.append((taker.parameter, taker.offset, message.region.shape))
+            for takers in message.takers:
+                if rank in takers.receivers:
+                    taken.append((takers.parameter, takers.offset, message.region.shape))
     for name, offset, shape in taken:
         last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
         yield name, (*last[:-1], slice(last[-1], last[-1] + 1))

@@ -16,10 +16,10 @@ from hybridrl.reshard.layout import SourceLayout, intersect
 ALIGNMENT = 16
 
 
-class Taker(NamedTuple):
-    """Who takes a message, and where it lies in a parameter there, in the message's shape."""
+class Takers(NamedTuple):
+    """Who takes a message, in order, and where it lies in a parameter there, in its shape."""
 
-    receiver: int
+    receivers: tuple[int, ...]
     parameter: str
     offset: tuple[int, ...]
 
@@ -27,13 +27,13 @@ class Taker(NamedTuple):
 class Message(NamedTuple):
     """A region of a source tensor that its holder packs once for all who take it.
 
-    `sender` and the takers' `receiver` number the ranks of the shard group.
+    `sender` and the takers' `receivers` number the ranks of the shard group.
     """
 
     source: str
     region: Region
     sender: int
-    takers: tuple[Taker, ...]
+    takers: tuple[Takers, ...]
 
     @property
     def numel(self) -> int:
@@ -43,7 +43,9 @@ class Message(NamedTuple):
     @property
     def receivers(self) -> tuple[int, ...]:
         """Ranks that take it, in order, each once."""
-        return tuple(sorted({taker.receiver for taker in self.takers}))
+        if len(self.takers) == 1:
+            return self.takers[0].receivers
+        return tuple(sorted({rank for takers in self.takers for rank in takers.receivers}))
 
 
 class Section(NamedTuple):
@@ -212,34 +214,37 @@ class Windows:
                 if piece is not None:
                     by_region.setdefault(piece.region, []).append(_Wanted(piece, part.receivers))
             for region, pieces in by_region.items():
-                others = np.unique(np.concatenate([piece.receivers for piece in pieces]))
-                others = others[others != sender]
+                others = _others(pieces, sender)
                 if not len(others):
                     continue
                 size = _aligned(math.prod(region.shape))
                 load[sender] += size
                 load[others] += size
-                if self._rank == sender or self._rank in others:
+                if self._rank == sender or (others == self._rank).any():
                     messages.append(Message(source, region, sender, _takers(pieces, sender)))
         return Window(load, messages)
 
 
-def _takers(pieces: Sequence[_Wanted], sender: int) -> tuple[Taker, ...]:
-    """Everybody but the sender who takes one of these, in the order of ranks."""
-    takers = [
-        Taker(int(receiver), piece.copy.parameter, piece.copy.offset)
-        for piece in pieces
-        for receiver in piece.receivers
-        if receiver != sender
-    ]
-    return tuple(sorted(takers, key=lambda taker: taker.receiver))
+def _others(pieces: Sequence[_Wanted], sender: int) -> NDArray[np.int64]:
+    """Everybody but the sender who takes one of these, once, in the order of ranks."""
+    first, *more = (piece.receivers for piece in pieces)
+    everybody = np.unique(np.concatenate([first, *more])) if more else first
+    return everybody[everybody != sender]
+
+
+def _takers(pieces: Sequence[_Wanted], sender: int) -> tuple[Takers, ...]:
+    """The same by where they put it."""
+    groups = (
+        (tuple(piece.receivers[piece.receivers != sender].tolist()), piece.copy) for piece in pieces
+    )
+    return tuple(Takers(who, copy.parameter, copy.offset) for who, copy in groups if who)
 
 
 def _renamed(message: Message, source: str, parameters: Mapping[str, str]) -> Message:
     """The same message of another source, for other parameters."""
     if message.source == source:
         return message
-    takers = tuple([Taker(t.receiver, parameters[t.parameter], t.offset) for t in message.takers])
+    takers = tuple([Takers(t.receivers, parameters[t.parameter], t.offset) for t in message.takers])
     return Message(source, message.region, message.sender, takers)
 
 

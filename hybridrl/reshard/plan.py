@@ -96,8 +96,11 @@ def build_plans(
     parameters = list(traces[0].parameters)
     if any(list(trace.parameters) != parameters for trace in traces):
         raise ValueError("the ranks' engines have different parameters")
-    for trace in traces:
-        check_coverage(trace)
+    checked: list[Trace] = []
+    for trace in traces:  # ranks with the same slice of an engine have the same trace
+        if trace not in checked:
+            check_coverage(trace)
+            checked.append(trace)
     still = set(frozen)
     parts = [[s for s in sources if (s.name in still) is first] for first in (True, False)]
     if not parts[0]:

@@ -84,7 +84,9 @@ class Tables:
                 self._shard(message.source, message.region.offset),
                 self._staging(number, start, message),
                 self._sums.number(
-                    (taker.receiver, self._parameters[taker.parameter]) for taker in message.takers
+                    (receiver, self._parameters[takers.parameter])
+                    for takers in message.takers
+                    for receiver in takers.receivers
                 ),
             )
         ]
@@ -119,9 +121,9 @@ class Tables:
         ]
 
     def _taken(self, message: Message) -> Iterator[TracedCopy]:
-        for taker in message.takers:
-            if taker.receiver == self._rank:
-                yield TracedCopy(message.source, message.region, taker.parameter, taker.offset)
+        for takers in message.takers:
+            if self._rank in takers.receivers:
+                yield TracedCopy(message.source, message.region, takers.parameter, takers.offset)
 
     def _pieces(self, copy: TracedCopy, source: Place, target: Place, sum: int) -> Iterator[Piece]:
         whole = self._sources[copy.source][1].shape

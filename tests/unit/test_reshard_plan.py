@@ -99,10 +99,10 @@ def carry_out(plans, engines, shards, cuts):
                 assert message.sender == sender
                 layout = by_name[message.source]
                 values = held_piece(message.source, message.region, sender, shards, layout)
-                for taker in message.takers:
-                    if taker.receiver == receiver:
-                        region = Region(taker.offset, message.region.shape)
-                        write(receiver, taker.parameter, region, values)
+                for takers in message.takers:
+                    if receiver in takers.receivers:
+                        region = Region(takers.offset, message.region.shape)
+                        write(receiver, takers.parameter, region, values)
     return written
 
 
