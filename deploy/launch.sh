@@ -24,15 +24,18 @@ make_token() {
   export RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 }
 
-# Set OVERRIDES to what follows `-m hybridrl.main` in a command; fails for any other command.
+# Set OVERRIDES to what follows `-m hybridrl.main` or `hybridrl train` in a command; fails for any
+# other command.
 find_overrides() {
   local place
   OVERRIDES=()
   for ((place = 1; place < $#; place++)); do
-    if [ "${*:place:2}" = "-m hybridrl.main" ]; then
-      OVERRIDES=("${@:place + 2}")
-      return 0
-    fi
+    case "${*:place:2}" in
+      "-m hybridrl.main" | *"hybridrl train")
+        OVERRIDES=("${@:place + 2}")
+        return 0
+        ;;
+    esac
   done
   return 1
 }
@@ -71,7 +74,7 @@ run_doctor() {
 # Set HEAD to the head's address, and PLACES to NAME=ADDRESS of all nodes.
 look_at_nodes() {
   local word name address interface gpus hcas code=0 missing=()
-  HEAD=$("${ON_HEAD[@]}" address "${NODES[1]}")
+  HEAD=$("${ON_HEAD[@]}" address "${NODES[1]#*@}")
   timeout "${HYBRIDRL_START_S:-300}" "${ON_ALL[@]}" look "$HEAD" >"$FOLDER/look.log" 2>&1 || code=$?
   PLACES=()
   while read -r word name address interface gpus hcas; do

@@ -14,6 +14,7 @@
 #   HYBRIDRL_RAY_PORT     Ray's first port (6379); the seven after it are Ray's, too
 #   HYBRIDRL_DOCTOR_PORT  where the doctor's nodes meet (29600)
 #   HYBRIDRL_RAY_TMP      Ray's folder on each node's own disk (/tmp/ray-<job>)
+#   HYBRIDRL_START_S      seconds until the head must listen (300)
 #   HYBRIDRL_CALLED_BY_SSH=1  settings come as lines on stdin; its end ends what runs here
 set -euo pipefail
 

@@ -74,17 +74,19 @@ def test_the_doctor_comes_before_ray_and_is_told_what_the_run_is_told(cluster):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "added"),
     [
-        (["+a=1"], ["+a=1", "cluster.nodes=2"]),
-        (["cluster.nodes=1", "+a=1"], ["cluster.nodes=1", "+a=1"]),
+        ([*TRAIN[:3], "+a=1"], ["cluster.nodes=2"]),
+        (["/opt/bin/hybridrl", "train", "+a=1"], ["cluster.nodes=2"]),
+        ([*TRAIN[:3], "cluster.nodes=1", "+a=1"], []),
+        (["python", "-m", "mine.main", "+a=1"], []),
     ],
 )
-def test_the_number_of_nodes_is_added_where_the_command_names_none(given, expected):
+def test_the_number_of_nodes_is_added_where_the_command_names_none(given, added):
     script = 'source deploy/launch.sh; NODES=(a b); add_size "$@"; printf "%s\n" "${COMMAND[@]}"'
-    call = ["bash", "-euc", script, "-", *TRAIN[:3], *given]
+    call = ["bash", "-euc", script, "-", *given]
     done = subprocess.run(call, cwd=REPO, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [*TRAIN[:3], *expected]
+    assert done.stdout.splitlines() == [*given, *added]
 
 
 def test_a_failing_doctor_ends_the_job(cluster):

@@ -55,6 +55,13 @@ def test_the_command_runs_on_the_first_host_with_ray_on_all(cluster):
     assert "/a b" not in calls
 
 
+def test_hosts_may_be_named_with_a_user(cluster):
+    (cluster.checkout / "hosts").write_text("me@node1\nme@node2\n")
+    code, output = cluster.run(*TRAIN, "true")
+    assert code == 0, output
+    assert "me@node2: 127.0.1.2 on eth2" in output
+
+
 def test_a_host_that_cannot_be_reached_is_named(cluster):
     code, output = cluster.run(*TRAIN, "true", DEAD="node2")
     assert code != 0
