@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from hybridrl.distributed.position import Position, open_position
 
 # Seconds that processes get to write their stacks, at least and at most.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
-PY_SPY_TIMEOUT_S = 5.0
+PY_SPY_TIMEOUT_S = 4.0
 # A process that moves less than this between files and sockets is at rest.
 TRAFFIC_STEP_BYTES = 16 * 2**20
 STOPPED = "Tt"
@@ -44,7 +44,8 @@ class Traces(NamedTuple):
     """What a process wrote of itself when it was asked.
 
     Attributes:
-        frame: the innermost line of Python of its main thread, "wait (file.py:12)"; or empty.
+        frame: the innermost line of Python of its main thread, "wait (file.py:12)"; or why there
+            is none; empty if it was not asked.
         records: files of its flight recorders.
     """
 
@@ -111,9 +112,13 @@ def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> l
             if state_of(pid) in STOPPED:
                 os.kill(pid, signal.SIGCONT)
     frames = _await_frames(logs, sizes) if asked else [""] * len(pids)
-    for pid, log, frame in zip(pids, logs, frames, strict=True):
-        if not frame and pid in asked:
-            _spy(pid, log)
+    silent = {
+        pid: log
+        for pid, log, frame in zip(pids, logs, frames, strict=True)
+        if pid in asked and not frame
+    }
+    told = _spy(silent) if silent else ""
+    frames = [told if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]
     return [
         Traces(frame, [str(path) for path in records(log.parent, str(rank))])
         for rank, log, frame in zip(ranks, logs, frames, strict=True)
@@ -165,11 +170,24 @@ def _innermost(log: Path, start: int) -> str:
     return f"{function} ({Path(path).name}:{line})"
 
 
-def _spy(pid: int, log: Path) -> None:
-    """Let py-spy, where it is installed, read the stacks of a process that cannot write them."""
+def _spy(silent: Mapping[int, Path]) -> str:
+    """Let py-spy read the stacks of processes that cannot write them, and write them to their logs.
+
+    Returns:
+        What to tell of them.
+    """
     program = shutil.which("py-spy")
     if program is None:
-        return
-    with suppress(subprocess.TimeoutExpired), log.open("a") as file:
-        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        subprocess.run(command, stdout=file, stderr=file, timeout=PY_SPY_TIMEOUT_S, check=False)
+        return "it writes no stacks; with py-spy on PATH they would be read"
+    running = []
+    for pid, log in silent.items():
+        with log.open("a") as file:
+            command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+            running.append(subprocess.Popen(command, stdout=file, stderr=file))
+    deadline = time.monotonic() + PY_SPY_TIMEOUT_S
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        process.kill()
+        process.wait()
+    return "it writes no stacks; py-spy's are in its log"

@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private.state import actors
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.evidence import glimpses, traces
 from hybridrl.controller.nodes import Nodes
+from hybridrl.controller.placement import Slot
 from hybridrl.controller.stalls import Scene, Sighting, report
-from hybridrl.controller.waiting import Host, by_node, log_tail
+from hybridrl.controller.waiting import Host, by_node, give_up_after, log_tail
+
+RAY_TIMEOUT_S = 2.0
 
 
 def look_at(nodes: Nodes, phase: str, late: Sequence[Host], num_ranks: int) -> Scene:
@@ -19,7 +26,8 @@ def look_at(nodes: Nodes, phase: str, late: Sequence[Host], num_ranks: int) -> S
         late: the ranks that have not answered.
         num_ranks: all that were called.
     """
-    members = by_node(late)
+    late = [host if host.pid else _as_ray_knows(host) for host in late]
+    members = by_node([host for host in late if host.pid])
     arguments = {node: ([host.pid for host in hosts],) for node, hosts in members.items()}
     found = nodes.run_each(glimpses, arguments)
     seen = {
@@ -45,8 +53,26 @@ def overdue_error(
     return WorkerError([host.rank for host in ordered], phase, text)
 
 
+def _as_ray_knows(host: Host) -> Host:
+    """A process that has not yet said where it is; without a pid if Ray has not started it."""
+    entries: list[dict[str, Any]] = []
+    give_up_after(RAY_TIMEOUT_S, lambda: entries.append(actors(host.handle._actor_id.hex())))
+    address = entries[0]["Address"] if entries else {}
+    if not address.get("IPAddress"):
+        return host
+    node_id, pid = address["NodeID"], entries[0]["Pid"]
+    names = [node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == node_id]
+    name = names[0] if names else host.node_name
+    return host._replace(
+        slot=Slot(node_id, address["IPAddress"], host.slot.local_rank),
+        pid=pid,
+        node_name=name,
+        log_file=host.log_file / f"{name}_pid{pid}.log",
+    )
+
+
 def _with_traces(nodes: Nodes, scene: Scene) -> Scene:
-    members = by_node([sighting.host for sighting in scene.seen])
+    members = by_node([sighting.host for sighting in scene.seen if sighting.host.pid])
     arguments = {
         node: ([h.pid for h in hosts], [h.rank for h in hosts], [h.log_file for h in hosts])
         for node, hosts in members.items()

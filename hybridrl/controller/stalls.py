@@ -14,6 +14,8 @@ from hybridrl.distributed.position import Position
 MAX_DESCRIBED = 8
 GONE = ("", "X", "Z")
 IN_KERNEL = "D"
+# Here processes have no ranks yet, and some may not have been started.
+FIRST_PHASE = "start: info"
 # Not begun: an earlier call's place, or none.
 NOT_BEGUN = (-1, 0)
 
@@ -38,8 +40,10 @@ class Sighting(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The letter of its process's state, "?" if it is not known."""
-        return "?" if self.glimpse is None else self.glimpse.state
+        """The letter of its process's state; "?" or "0" if it is not known."""
+        if self.glimpse is None:
+            return "?" if self.host.pid else "0"
+        return self.glimpse.state
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Scene:
     def place(self, position: Position | None) -> str:
         """In words that follow "is": "in bucket 17 of 24", "idle after rollout.generate"."""
         if position is None:
-            return "at an unknown place"
+            return "nowhere yet" if self.phase == FIRST_PHASE else "at an unknown place"
         if position.is_idle:
             return f"idle after {position.phase}" if position.phase else "idle"
         if position.phase == self.phase:
@@ -129,6 +133,7 @@ _STATES = {
     "X": "its process has ended",
     "D": "in an uninterruptible wait of the kernel, as for a file system that does not answer",
     "?": "its node does not answer",
+    "0": "Ray has not started it",
 }
 
 
@@ -147,6 +152,8 @@ def report(scene: Scene, finding: str, advice: str) -> str:
         lines.append(f"  and {len(ordered) - MAX_DESCRIBED} more")
     if any(s.traces.frame for s in scene.seen):
         lines.append("The stacks of their threads are at the end of their logs.")
+    if scene.phase == FIRST_PHASE:
+        lines.append("Processes get their ranks later; here they are numbered as they were made.")
     lines += _about_records(path for s in scene.seen for path in s.traces.records)
     return "\n".join([*lines, advice])
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hybridrl.controller.evidence import glimpses, movements, state_of
+from hybridrl.controller.evidence import glimpses, movements, state_of, traces
 from hybridrl.distributed import position
 from hybridrl.distributed.position import DONE, Position, open_position
 
@@ -129,3 +129,12 @@ def test_who_writes_a_file_moves(writers, tmp_path):
     (after,) = movements([writer.pid])
     assert after.changes == before.changes
     assert after.traffic - before.traffic >= 2
+
+
+def test_a_process_that_writes_no_stacks_is_told_of(writers, tmp_path):
+    """As one that hangs with signals blocked, or in the kernel."""
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
+    writer = writers(block)
+    (found,) = traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
+    assert found.frame.startswith("it writes no stacks")
+    assert found.records == []

@@ -111,6 +111,13 @@ def blamed(of: Scene) -> list[int]:
             "ranks 1-2 are at an unknown place, rank 0 is in bucket 3 of 9",
             id="who is gone",
         ),
+        pytest.param(
+            [sighting(0, BUCKET_3), sighting(1, None, "?")],
+            0,
+            [],
+            "rank 1 is at an unknown place, rank 0 is in bucket 3 of 9",
+            id="of whom nothing is known is not blamed",
+        ),
     ],
 )
 def test_who_holds_the_others_up(seen, finished, suspects, says):
