@@ -130,6 +130,9 @@ refuse_taken_ports() {
   command -v ss >/dev/null || fail "ss is missing. Install iproute2."
   for offset in 0 1 2 3 4 5 6 7; do
     port=$(ray_port "$offset")
+    if [ "$port" -ge 10002 ] && [ "$port" -le 19999 ]; then
+      fail "port $port is one of Ray's workers' (10002 to 19999). Set HYBRIDRL_RAY_PORT to another."
+    fi
     taken=$(ss -Hltnp "sport = :$port")
     [ -z "$taken" ] || fail "port $port is taken: $taken. Set HYBRIDRL_RAY_PORT to another first port."
   done

@@ -111,3 +111,11 @@ def test_a_head_that_nobody_knows_stops_a_node(cluster, action):
     assert output.startswith("node2: the name nowhere is unknown here.")
     assert not (cluster.folder / "ray_node2").exists()
     assert not (cluster.folder / "doctor_node2").exists()
+
+
+@pytest.mark.parametrize("port", ["9998", "19999"])
+def test_ports_of_rays_workers_are_refused(cluster, port):
+    call = ["bash", "deploy/node.sh", "ray", "node1"]
+    code, output = cluster.run(*call, NODE_NAME="node1", HYBRIDRL_RAY_PORT=port)
+    assert code == 1
+    assert "is one of Ray's workers' (10002 to 19999). Set HYBRIDRL_RAY_PORT" in output
