@@ -53,6 +53,32 @@ def see_from_another_node(pool: Pool, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "_readers", {})
 
 
+def idle_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "ray::IDLE" in " ".join(child.cmdline())]
+
+
+def test_a_process_that_does_not_even_start_is_named_with_its_node(tmp_path):
+    """Ray hands out processes that it started in advance; these are stopped."""
+    config = pool_config(tmp_path)
+    config.cluster.start_timeout_s = 4.0
+    while len(idle := idle_processes()) < 2:
+        time.sleep(0.1)
+    for child in idle:
+        child.suspend()
+    try:
+        with pytest.raises(
+            WorkerError, match=r"start: info within .*start_timeout_s=4 s"
+        ) as caught:
+            Pool(config).close()
+    finally:
+        for child in idle:
+            child.resume()
+    named = re.search(r"rank \d on .* \([\d.]+, node \w{8}\), .* pid (\d+): .*", str(caught.value))
+    assert named is not None and "stopped by a signal" in named[0], caught.value
+    assert int(named[1]) in [child.pid for child in idle]
+
+
 def test_who_gets_further_or_goes_on_in_time_is_left_alone(pool, group, caplog, monkeypatch):
     see_from_another_node(pool, monkeypatch)
     start = time.monotonic()
