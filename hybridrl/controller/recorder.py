@@ -30,8 +30,10 @@ def records(folder: Path, rank: str) -> list[Path]:
 def write_on_signal(folder: Path) -> None:
     """Write this process's records into a folder whenever RECORDER_SIGNAL comes.
 
-    To be called in the main thread. The rank is what RANK says then.
+    To be called in the main thread, before torch is imported. The rank is what RANK says then. What
+    torch writes by itself when NCCL's own timeout passes goes to the same folder.
     """
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / NCCL_PREFIX))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # Python's handlers wait for the main thread; the byte is written at once.

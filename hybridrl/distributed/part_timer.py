@@ -27,9 +27,12 @@ class PartTimer:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the seconds of what is inside to those of `name`."""
-        position.at(name.removesuffix("_s").replace("_", " "))
+        said = name.removesuffix("_s").replace("_", " ")
+        position.at(said)
         start = self._now()
         yield
+        if self._device.type == "cuda":
+            position.at(f"device work of {said}")
         self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def total(self) -> float:

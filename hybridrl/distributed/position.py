@@ -7,8 +7,10 @@
 
 Reading takes nothing of the process that is looked at: it may be stopped, hang in native code, or
 hold its interpreter's lock. The memory has no name in any folder and goes with the process; a
-reader that opened it keeps the last position. Writing costs about a microsecond and does nothing
-where nothing was published. One thread of a process writes.
+reader that opened it keeps the last position. Writing costs less than a microsecond and does
+nothing where nothing was published. One thread of a process writes.
+
+On a GPU a place is what the process has enqueued; its device may be behind, until a part ends.
 """
 
 import mmap
