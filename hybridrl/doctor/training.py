@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.check_sizes import world_size
+from hybridrl.controller.command import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.stages import Case
 
@@ -25,7 +26,7 @@ def check(case: Case) -> list[Finding]:
     """Run the command itself in a process of its own, and read how it ended."""
     if not case.config.doctor.minimal_training:
         return [skipped(CHECK, "all", "doctor.minimal_training=false")]
-    if len(case.agents.nodes) < case.config.cluster.nodes:
+    if case.config.cluster.nodes > 1 and ray_address() is None:
         return [skipped(CHECK, "all", "Ray does not run yet")]
     with tempfile.TemporaryDirectory(prefix="hybridrl-doctor-") as folder:
         run_dir = Path(folder) / "run"
