@@ -5,7 +5,9 @@ Each rank is a process of its own: a collective that hangs cannot be ended other
 
 import json
 import os
+import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -16,8 +18,8 @@ from typing import Any, NamedTuple
 from hybridrl.config.machine import local_gpus
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.rendezvous import listen
-from hybridrl.doctor.findings import Finding, fail, ok
-from hybridrl.doctor.network_bandwidth import tournament
+from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.network_bandwidth import SLOW, tournament
 from hybridrl.doctor.network_nodes import NodeView, answered, is_loopback, rank_zero_node
 
 CHECK = "network.collective"
@@ -174,15 +176,41 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
         ]
         if measured
     ]
-    pairs = {
-        (int(other), rank.rank): rate
-        for rank in everyone
-        for other, rate in rank.measured.get("nccl_from", {}).items()
-    }
+    pairs = _pairs(results)
     if pairs:
         (a, b), rate = min(pairs.items(), key=lambda item: item[1])
-        texts.append(f"NCCL between nodes at least {rate / 1e9:.3g} GB/s (ranks {a} and {b})")
-    return [ok(CHECK, "all", f"{len(everyone)} ranks on {len(results)} nodes: {'; '.join(texts)}")]
+        texts.append(f"NCCL between nodes at least {rate / 1e9:.3g} GB/s ({a} -> {b})")
+    summary = f"{len(everyone)} ranks, {len(results)} node(s): {'; '.join(texts)}"
+    return _judge_pairs(pairs) or [ok(CHECK, "all", summary)]
+
+
+def _pairs(results: Mapping[str, Sequence[RankResult]]) -> dict[tuple[str, str], float]:
+    """Bytes per second over NCCL from one node to another."""
+    node_of = {rank.rank: node for node, ranks in results.items() for rank in ranks}
+    return {
+        (node_of[int(sender)], node): rate
+        for node, ranks in results.items()
+        for rank in ranks
+        for sender, rate in rank.measured.get("nccl_from", {}).items()
+    }
+
+
+def _judge_pairs(pairs: Mapping[tuple[str, str], float]) -> list[Finding]:
+    """Pairs of nodes that are slow over NCCL, which may take another way than TCP."""
+    if not pairs:
+        return []
+    median = statistics.median_high(pairs.values())
+    return [
+        warn(
+            CHECK,
+            f"{a} -> {b}",
+            f"NCCL moves {rate / 1e9:.3g} GB/s; the median of all pairs is {median / 1e9:.3g} GB/s",
+            "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it "
+            "takes, and says NET/Socket where it fell back to TCP.",
+        )
+        for (a, b), rate in pairs.items()
+        if rate < SLOW * median
+    ]
 
 
 def _judge_failed(node: str, ranks: Sequence[RankResult]) -> Finding:
@@ -252,8 +280,10 @@ def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> 
 
 
 def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:ERROR_CHARACTERS] if lines else ""
+    """The last error that a program wrote, else the last line."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:ERROR_CHARACTERS]
 
 
 def _interface(view: NodeView, address: str) -> str | None:

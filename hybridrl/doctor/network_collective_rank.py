@@ -67,31 +67,20 @@ def _over_nccl(order: dict[str, Any]) -> dict[str, Any]:
         group = dist.new_group(ranks)
         if order["rank"] in ranks and len(ranks) > 1:
             measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
-    measured["nccl_from"] = {
-        other: _received(int(other), sends)
-        for pairs in order["rounds"]
-        for pair in pairs
-        for other, sends in _turns(order["rank"], pair)
-    }
+    measured["nccl_from"] = received = {}
+    for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
+        if order["rank"] == sender:
+            _move(receiver, dist.send)
+        elif order["rank"] == receiver:
+            received[str(sender)] = _move(sender, dist.recv)
     return measured
 
 
-def _turns(rank: int, pair: list[int]) -> list[tuple[str, bool]]:
-    """What this rank does when a pair has its turn: (the other rank, whether it sends)."""
-    if rank not in pair:
-        return []
-    other = pair[1] if rank == pair[0] else pair[0]
-    return [(str(other), rank == pair[0])]
-
-
-def _received(other: int, sends: bool) -> float:
-    """Bytes per second that went through this pair, one way."""
+def _move(other: int, way: Callable[[Tensor, int], Any]) -> float:
+    """Bytes per second to or from another rank."""
     data = torch.ones(SENT, device="cuda")
-    _say(f"NCCL {'to' if sends else 'from'} rank {other}")
-    move: Callable[[], Any] = (
-        (lambda: dist.send(data, other)) if sends else (lambda: dist.recv(data, other))
-    )
-    return data.nbytes / _seconds(move, "cuda")
+    _say(f"NCCL {way.__name__} with rank {other}")
+    return data.nbytes / _seconds(lambda: way(data, other), "cuda")
 
 
 def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:

@@ -6,9 +6,17 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import examine
-from tests.namespaces import bench, driver, need_namespaces, set_environments, write_hosts
+from tests.namespaces import (
+    bench,
+    driver,
+    need_namespaces,
+    set_environments,
+    summed,
+    write_hosts,
+)
 
 BAND = [29500, 29503]
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 0.7)"
@@ -72,33 +80,38 @@ def test_a_sound_network_has_no_failure(head, hosts):
     assert failures(findings) == []
     assert "3 nodes: 12 connections" in only(findings, "network.ports").evidence
     assert "6 pairs: median" in only(findings, "network.bandwidth").evidence
-    assert "3 ranks on 3 nodes: gloo" in only(findings, "network.collective").evidence
+    assert "3 ranks, 3 node(s): gloo" in only(findings, "network.collective").evidence
     address = only(findings, "network.address", hosts[2].name)
     assert hosts[2].address in address.evidence
     routed = only(findings, "network.interfaces")
     assert routed.verdict is Verdict.warn and "no subnet has all nodes" in routed.evidence
 
 
-def test_a_blocked_rendezvous_port_is_named_with_its_direction(head, hosts):
+@pytest.fixture(scope="module")
+def blocked(head, hosts):
+    """Findings with the rendezvous port blocked between two hosts, and other ports between two."""
+    first, second, last = hosts
+    # The firewall drops connections one way, and the other way's answers.
+    with first.unreachable_from(last, "29500"), last.firewall_to(second, "32768-60999"):
+        return stage(head)
+
+
+def test_a_blocked_rendezvous_port_is_named_with_its_direction(blocked, hosts):
     first, _, last = hosts
-    with first.unreachable_from(last, "29500"):
-        findings = stage(head)
-    assert failures(findings) == [("network.ports", f"{last.name} -> {first.name}")]
-    found = only(findings, "network.ports")
+    pair = f"{last.name} -> {first.name}"
+    assert ("network.ports", f"{first.name} -> {last.name}") not in failures(blocked)
+    found = only(blocked, "network.ports", pair)
+    assert found.verdict is Verdict.fail
     assert f"{last.address} -> {first.address} port 29500: no answer within 3 s" in found.evidence
     assert "in this direction alone" in found.evidence
     assert "cluster.rendezvous_ports" in found.advice and "firewall" in found.advice
 
 
-def test_blocked_kernel_chosen_ports_are_named_in_both_directions(head, hosts):
+def test_blocked_kernel_chosen_ports_are_named_in_both_directions(blocked, hosts):
     _, second, last = hosts
-    # Drops connections one way, and the other way's answers.
-    with last.firewall_to(second, "32768-60999"):
-        findings = stage(head)
-    pairs = [f"{second.name} -> {last.name}", f"{last.name} -> {second.name}"]
-    assert sorted(failures(findings)) == [("network.ports", pair) for pair in pairs]
-    for pair in pairs:
-        found = only(findings, "network.ports", pair)
+    for a, b in ((second, last), (last, second)):
+        found = only(blocked, "network.ports", f"{a.name} -> {b.name}")
+        assert found.verdict is Verdict.fail
         assert "no answer within 3 s" in found.evidence and "29500" not in found.evidence
         assert "in both directions" in found.evidence
         assert "open all TCP ports" in found.advice and "32768 to 60999" in found.advice
@@ -133,6 +146,15 @@ def test_a_slow_link_is_named_against_the_median(head, hosts):
     assert 5 < float(rate) < 15 and float(median.split()[0]) > 100
     assert "ethtool" in found.advice and "tc qdisc" in found.advice
     assert only(findings, "network.collective").verdict is Verdict.skipped
+
+
+def test_a_rank_that_cannot_join_is_named(hosts):
+    name = hosts[0].name
+    findings = hosts[0].call(summed, LocalAgents(name), env={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    found = only(findings, "network.collective", name)
+    assert found.verdict is Verdict.fail
+    assert "forming the process group" in found.evidence and "nowhere0" in found.evidence
+    assert "GLOO_SOCKET_IFNAME" in found.advice
 
 
 @contextmanager

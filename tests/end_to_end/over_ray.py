@@ -1,0 +1,73 @@
+"""What the tests of hosts ask of a Ray cluster, each in a process on its head's host."""
+
+import os
+import signal
+import time
+from typing import NamedTuple
+
+import psutil
+
+from hybridrl.controller.agents import Answer, call_all
+from hybridrl.controller.ray_agents import RayAgents, ray_nodes
+from hybridrl.doctor import network, ray_services
+from hybridrl.doctor.findings import Finding
+from tests.namespaces import Host, ip
+
+
+class Told(NamedTuple):
+    """What came of several calls.
+
+    Attributes:
+        nodes, addresses: of the agents.
+        processes: the id of the process that answers on each node, asked twice.
+        failing: answers of functions that raise, are late, or return what cannot travel.
+        findings: of the stages network (quick) and ray.
+    """
+
+    nodes: list[str]
+    addresses: dict[str, str]
+    processes: list[dict[str, Answer]]
+    failing: list[dict[str, Answer]]
+    findings: list[Finding]
+
+
+def everything(wanted: int) -> Told:
+    """Call the nodes of the cluster in several ways."""
+    with RayAgents() as agents:
+        return Told(
+            agents.nodes,
+            agents.addresses,
+            [call_all(agents, os.getpid) for _ in range(2)],
+            [
+                call_all(agents, int, "x"),
+                call_all(agents, time.sleep, 2.0, timeout_s=0.5),
+                call_all(agents, open, os.devnull),
+            ],
+            network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
+            + ray_services.examine(agents, wanted),
+        )
+
+
+def lose(host: Host, wanted: int) -> tuple[list[dict[str, Answer]], float, list[Finding]]:
+    """End a host's Ray under the doctor.
+
+    Returns:
+        Answers before and after, the seconds that the last ones took, and the stage ray after.
+    """
+    with RayAgents() as agents:
+        before = call_all(agents, os.getpid)
+        for pid in map(int, ip("netns", "pids", host.namespace).split()):
+            if psutil.Process(pid).name() == "raylet":
+                os.kill(pid, signal.SIGTERM)  # it tells the head, which else takes 20 s to notice
+        _wait_until_alone()
+        host.kill_all()
+        start = time.monotonic()
+        after = call_all(agents, os.getpid, timeout_s=5.0)
+        return [before, after], time.monotonic() - start, ray_services.examine(agents, wanted)
+
+
+def _wait_until_alone() -> None:
+    deadline = time.monotonic() + 40.0
+    while sum(node.alive for node in ray_nodes()) != 1:
+        assert time.monotonic() < deadline, "the head still counts the node"
+        time.sleep(0.1)

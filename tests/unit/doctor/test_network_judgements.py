@@ -1,0 +1,245 @@
+"""What the stage network makes of invented facts of several nodes."""
+
+import itertools
+
+import pytest
+
+from hybridrl.doctor import (
+    network_address,
+    network_bandwidth,
+    network_collective,
+    network_interfaces,
+    network_ports,
+    network_rendezvous,
+)
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.network_collective import RankResult
+from hybridrl.doctor.network_nodes import NodeView, rank_zero_node
+from hybridrl.doctor.network_server import Opened, Speed, Target
+
+LOOPBACK = {"lo": ["127.0.0.1/8"]}
+
+
+def view(name="a", *, eth0="10.0.1.2/24", hosts=(), master=(), variables=None, **interfaces):
+    """A node with eth0 and lo."""
+    more = {key: [value] for key, value in interfaces.items()}
+    found = {"eth0": [eth0]} | more | LOOPBACK
+    return NodeView(name, list(hosts), found, list(master), variables or {})
+
+
+def opened(rendezvous=29500, chosen=40000, problem="", holders=(), ephemeral=(32768, 60999)):
+    """What a node listens on."""
+    return Opened("token", rendezvous, chosen, problem, list(holders), ephemeral)
+
+
+def verdicts(findings):
+    """(node, verdict) of each."""
+    return [(finding.node, finding.verdict) for finding in findings]
+
+
+def test_rank_zero_is_on_the_lowest_address_as_numbers():
+    assert rank_zero_node({"a": "10.0.0.10", "b": "10.0.0.9"}) == "b"
+
+
+def test_a_node_known_by_a_loopback_address_fails():
+    views = {"a": view(), "b": view("b", eth0="10.0.1.3/24", hosts=["127.0.1.1"])}
+    _, found = network_address.judge(views, {"a": "10.0.1.2", "b": "127.0.1.1"}, "")
+    assert (found.node, found.verdict) == ("b", Verdict.fail)
+    assert "know b by 127.0.1.1" in found.evidence and "eth0 10.0.1.3/24" in found.evidence
+    assert "--node-ip-address=10.0.1.3" in found.advice and "/etc/hosts" in found.advice
+
+
+def test_nodes_of_one_machine_may_share_the_loopback_address():
+    views = {"vm (1)": view("vm"), "vm (2)": view("vm")}
+    found = network_address.judge(views, dict.fromkeys(views, "127.0.0.1"), "")
+    assert {finding.verdict for finding in found} == {Verdict.ok}
+
+
+def test_an_address_that_no_interface_has_is_nat():
+    views = {"a": view(), "b": view("b", eth0="172.17.0.2/16")}
+    _, found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
+    assert found.verdict is Verdict.warn and "172.17.0.2/16" in found.evidence
+    assert "--network=host" in found.advice
+
+
+def test_a_host_name_for_loopback_is_told_where_the_address_is_right():
+    views = {"a": view(hosts=["127.0.1.1"]), "b": view("b", eth0="10.0.1.3/24")}
+    found, _ = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
+    assert found.verdict is Verdict.ok and "takes a for 127.0.1.1" in found.evidence
+
+
+def test_a_master_address_that_nodes_take_for_different_ones_fails():
+    views = {"a": view(master=["10.0.1.2"]), "b": view("b", master=["10.9.9.9"])}
+    found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "head")[-1]
+    assert found.verdict is Verdict.fail
+    assert "10.0.1.2 on a, 10.9.9.9 on b" in found.evidence
+    assert "export MASTER_ADDR=10.0.1.2" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth0", ["eth0"]),
+        ("=eth", []),
+        ("^eth", ["ib0", "lo"]),
+        ("^=eth1", ["eth0", "ib0", "lo"]),
+        ("ib,eth1", ["eth1", "ib0"]),
+    ],
+)
+def test_interface_patterns_are_nccls(spec, expected):
+    assert network_interfaces.matching(spec, ["eth0", "eth1", "ib0", "lo"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "expected"),
+    [
+        ({"docker0": "172.17.0.1/16"}, "eth0"),
+        ({"ib0": "10.1.0.1/24"}, "ib0"),
+        ({}, "eth0"),
+    ],
+)
+def test_the_interface_that_nccl_takes(interfaces, expected):
+    assert network_interfaces.nccl_choice(view(**interfaces)) == expected
+
+
+def test_a_subnet_with_all_nodes_is_sound():
+    views = {"a": view(), "b": view("b", eth0="10.0.1.3/24")}
+    (found,) = network_interfaces.judge(views)
+    assert found.verdict is Verdict.ok and "all nodes are in 10.0.1.0/24" in found.evidence
+
+
+def test_bridges_of_containers_are_no_common_subnet():
+    views = {
+        "a": view(docker0="172.17.0.1/16"),
+        "b": view("b", eth0="10.0.2.3/24", docker0="172.17.0.1/16"),
+    }
+    (found,) = network_interfaces.judge(views)
+    assert found.verdict is Verdict.warn and "no subnet has all nodes" in found.evidence
+
+
+def test_an_interface_outside_of_the_common_subnet_is_named():
+    views = {
+        "a": view(ib0="192.168.7.1/24"),
+        "b": view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24"),
+    }
+    (found,) = network_interfaces.judge(views)
+    assert found.verdict is Verdict.warn and "NCCL would take a ib0, b ib0" in found.evidence
+    assert "NCCL_SOCKET_IFNAME=eth0" in found.advice
+
+
+def test_addresses_that_clouds_route_have_no_subnet_to_compare():
+    views = {"a": view(eth0="10.0.1.2/32"), "b": view("b", eth0="10.0.9.3/32")}
+    (found,) = network_interfaces.judge(views)
+    assert found.verdict is Verdict.ok
+
+
+def test_many_broken_pairs_are_counted():
+    nodes = [f"n{k}" for k in range(6)]
+    attempts = [
+        network_ports.Attempt(a, Target(b, "10.0.0.1", 29500, "token"), "refused")
+        for a, b in itertools.permutations(nodes, 2)
+    ]
+    found = network_ports.judge(
+        attempts, {node: opened() for node in nodes}, dict.fromkeys(nodes, "10.0.0.1")
+    )
+    assert len(found) == network_ports.MAX_SHOWN + 1
+    assert "and 10 more pairs" in found[-1].evidence
+
+
+@pytest.mark.parametrize("given", [None, 40000])
+def test_a_port_that_the_kernel_may_give_away_is_a_warning(given):
+    ports = range(40000, 40100) if given is None else range(40000, 40001)
+    wanted = (40000, 40099)
+    found = network_rendezvous.judge("a", opened(40000), wanted, ports, given)
+    assert found.verdict is Verdict.warn and "ip_local_port_range (32768 to" in found.evidence
+    assert "ip_local_reserved_ports" in found.advice
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_tournament_pairs_each_two_nodes_once_and_nobody_twice_a_round(count):
+    nodes = [str(k) for k in range(count)]
+    rounds = network_bandwidth.tournament(nodes)
+    pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert sorted(map(sorted, pairs)) == sorted(map(sorted, itertools.combinations(nodes, 2)))
+    for pairs in rounds:
+        players = [node for pair in pairs for node in pair]
+        assert len(set(players)) == len(players)
+    assert len(rounds) == count - 1 + count % 2
+
+
+def speeds(**slow):
+    """Pairs of three nodes at 1 GB/s, but for these: a_b=0.4."""
+    return {
+        (a, b): Speed(1e-4, 1e9 * slow.get(f"{a}_{b}", 1.0))
+        for a, b in itertools.permutations("abc", 2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("slow", "expected"),
+    [
+        ({}, [("all", Verdict.ok)]),
+        ({"a_b": 0.6}, [("all", Verdict.ok)]),
+        ({"a_b": 0.4}, [("a -> b", Verdict.warn)]),
+        ({"a_b": 0.09}, [("a -> b", Verdict.fail)]),
+        ({"a_b": 0.4, "c_a": 0.05}, [("c -> a", Verdict.fail), ("a -> b", Verdict.warn)]),
+    ],
+)
+def test_pairs_are_held_against_the_median(slow, expected):
+    assert verdicts(network_bandwidth.judge(speeds(**slow))) == expected
+
+
+def test_with_two_nodes_the_slower_way_is_held_against_the_faster():
+    two = {("a", "b"): Speed(1e-4, 1e9), ("b", "a"): Speed(1e-4, 0.3e9)}
+    assert verdicts(network_bandwidth.judge(two)) == [("b -> a", Verdict.warn)]
+
+
+def test_pairs_that_are_all_slow_are_told():
+    two = dict.fromkeys([("a", "b"), ("b", "a")], Speed(1e-4, 11e6))
+    assert {finding.verdict for finding in network_bandwidth.judge(two)} == {Verdict.warn}
+
+
+def test_a_rank_that_hangs_in_nccl_is_told_what_to_try():
+    results = {
+        "a": [RankResult(0, "all-reduce: NCCL over all GPUs", "still waiting after 45 s", {})],
+        "b": [RankResult(1, "done", "", {"gloo": {"bytes_per_s": 1e9, "latency_s": 1e-4}})],
+    }
+    (found,) = network_collective.judge(results)
+    assert (found.node, found.verdict) == ("a", Verdict.fail)
+    assert "rank 0, all-reduce: NCCL over all GPUs: still waiting" in found.evidence
+    assert "NCCL_DEBUG=INFO" in found.advice and "NCCL_IB_DISABLE=1" in found.advice
+
+
+def test_ranks_are_dealt_node_by_node_from_rank_zeros_node():
+    views = {"a": view(eth0="10.0.1.9/24"), "b": view("b", eth0="10.0.1.3/24")}
+    addresses = {"a": "10.0.1.9", "b": "10.0.1.3"}
+    orders = network_collective.plan(
+        ["b", "a"], {"a": 2, "b": 3}, addresses, 1234, views, on_gpu=True
+    )
+    assert [(order.rank, order.device) for order in orders["b"]] == [(0, 0), (1, 1), (2, 2)]
+    assert [(order.rank, order.device) for order in orders["a"]] == [(3, 0), (4, 1)]
+    assert {order.nodes for order in orders["a"] + orders["b"]} == {((0, 1, 2), (3, 4))}
+    assert orders["a"][0].rounds == (((0, 3),), ((3, 0),))
+    assert {order.address for order in orders["a"]} == {"10.0.1.3"}
+    assert {order.interface for order in orders["a"]} == {"eth0"}
+
+
+def test_a_pair_that_nccl_serves_slower_than_others_is_named():
+    def rank(number, **received):
+        speed = {"bytes_per_s": 1e9, "latency_s": 1e-4}
+        both = {"gloo": speed, "nccl": speed}
+        return [RankResult(number, "done", "", both | {"nccl_from": received})]
+
+    results = {
+        "a": rank(0, **{"1": 40e9, "2": 41e9}),
+        "b": rank(1, **{"0": 42e9, "2": 3e9}),
+        "c": rank(2, **{"0": 40e9, "1": 41e9}),
+    }
+    (found,) = network_collective.judge(results)
+    assert (found.node, found.verdict) == ("c -> b", Verdict.warn)
+    assert "NCCL moves 3 GB/s; the median of all pairs is 41 GB/s" in found.evidence
+    results["b"] = rank(1, **{"0": 42e9, "2": 39e9})
+    (found,) = network_collective.judge(results)
+    assert found.verdict is Verdict.ok
+    assert "NCCL between nodes at least 39 GB/s (c -> b)" in found.evidence
