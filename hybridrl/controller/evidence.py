@@ -47,10 +47,14 @@ class Traces(NamedTuple):
         frame: the innermost line of Python of its main thread, "wait (file.py:12)"; or why there
             is none; empty if it was not asked.
         records: files of its flight recorders.
+        device: where its device is, "in bucket 17 of 24"; empty if it has nothing to do.
+        passed: places of the phase that the device is done with; -1 if that is not known.
     """
 
     frame: str
     records: list[str]
+    device: str = ""
+    passed: int = -1
 
 
 class Movement(NamedTuple):
@@ -119,10 +123,13 @@ def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> l
     }
     told = _spy(silent) if silent else ""
     frames = [told if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]
-    return [
-        Traces(frame, [str(path) for path in records(log.parent, str(rank))])
-        for rank, log, frame in zip(ranks, logs, frames, strict=True)
-    ]
+    found = []
+    for pid, rank, log, frame in zip(pids, ranks, logs, frames, strict=True):
+        files = [str(path) for path in records(log.parent, str(rank))]
+        position = _position(pid)
+        device = (position.device, position.passed) if position is not None else ("", -1)
+        found.append(Traces(frame, files, *device))
+    return found
 
 
 def _position(pid: int) -> Position | None:

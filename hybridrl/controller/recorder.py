@@ -1,8 +1,8 @@
 """The flight recorders of NCCL and gloo: a process's last collectives, in a file when asked for.
 
 torch records them all along; here they are written from a thread when a signal comes, also while
-the main thread waits in a collective. NCCL's are for `torchfrtrace`, which compares all ranks';
-gloo's, which it cannot read, are JSON.
+the main thread waits in a collective; the thread looks at the device, too. NCCL's are for
+`torchfrtrace`, which compares all ranks'; gloo's, which it cannot read, are JSON.
 """
 
 import json
@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 from pathlib import Path
+
+from hybridrl.distributed import position
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ def _serve(reading: int, folder: Path) -> None:
     while True:
         if os.read(reading, 1)[0] == RECORDER_SIGNAL:
             try:
+                position.look_at_device()
                 _write(folder, os.environ.get("RANK", "unknown"))
             except Exception:  # the next signal must find this thread
                 logger.exception("the flight recorder could not be written")

@@ -72,8 +72,8 @@ class Scene:
     def suspects(self) -> list[Sighting]:
         """The ranks for which the others wait; none where they are all alike.
 
-        Processes that cannot run come first: stopped or gone. Else those that are behind, and
-        else those that wait in the kernel.
+        Processes that cannot run come first: stopped or gone. Else those that are behind; else
+        those whose devices are; and else those that wait in the kernel.
         """
         halted = [s for s in self.seen if s.state in GONE or s.state in STOPPED]
         if halted:
@@ -82,6 +82,9 @@ class Scene:
         places = {progress for _, progress in known}
         if len(places) > 1 or len(self.seen) < self.num_ranks:
             return [s for s, progress in known if progress == min(places)]
+        passed = {s.traces.passed for s in self.seen}
+        if len(passed) > 1 and min(passed) >= 0:
+            return [s for s in self.seen if s.traces.passed == min(passed)]
         in_kernel = [s for s in self.seen if s.state == IN_KERNEL]
         return in_kernel if len(in_kernel) < len(self.seen) else []
 
@@ -119,6 +122,8 @@ class Scene:
         if sighting.state in STOPPED:
             pid = sighting.host.pid
             parts[1] += f"; kill -CONT {pid} lets it go on"
+        if sighting.traces.device:
+            parts.append(f"its device {sighting.traces.device}")
         if sighting.traces.frame:
             parts.append(sighting.traces.frame)
         told = ", ".join(part for part in parts if part)

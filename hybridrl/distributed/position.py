@@ -10,7 +10,8 @@ hold its interpreter's lock. The memory has no name in any folder and goes with 
 reader that opened it keeps the last position. Writing costs less than a microsecond and does
 nothing where nothing was published. One thread of a process writes.
 
-On a GPU a place is what the process has enqueued; its device may be behind, until a part ends.
+On a GPU a place is what the process has enqueued, and the device may be behind. How far that is
+shows by events (`mark`), at which nobody looks unless the process is asked (`look_at_device`).
 """
 
 import mmap
@@ -18,13 +19,16 @@ import os
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 NAME = "hybridrl_position"
-# changes, entered, number, total, phase, part
-_NUMBERS = struct.Struct("<4q")
-_TEXT_BYTES = 96
-_SIZE = _NUMBERS.size + 2 * _TEXT_BYTES
+# changes, entered, number, total, marks that the device has passed
+_NUMBERS = struct.Struct("<5q")
+_PASSED_AT = _NUMBERS.size - 8
+# phase, part, where the device is
+_TEXT_BYTES, _NUM_TEXTS = 96, 3
+_SIZE = _NUMBERS.size + _NUM_TEXTS * _TEXT_BYTES
+_NOT_ASKED = -1
 DONE = "done"
 
 
@@ -38,6 +42,9 @@ class Position(NamedTuple):
         total: the last number; 0 where it is not known.
         steps: changes since the phase began. Ranks that do the same have the same.
         changes: since the process began.
+        device: where the device is, if the process was asked: the last of `mark` that it has not
+            passed; else empty.
+        passed: marks of the phase that the device has passed; -1 if the process was not asked.
     """
 
     phase: str
@@ -46,6 +53,8 @@ class Position(NamedTuple):
     total: int
     steps: int
     changes: int
+    device: str = ""
+    passed: int = _NOT_ASKED
 
     @property
     def is_idle(self) -> bool:
@@ -54,10 +63,19 @@ class Position(NamedTuple):
 
     def within(self) -> str:
         """The place in the phase: "in bucket 17 of 24", or "at its beginning"."""
-        if not self.part:
-            return "at its beginning"
-        number = f" {self.number}" if self.number else ""
-        return f"in {self.part}{number}" + (f" of {self.total}" if self.total else "")
+        return _words(self.part, self.number, self.total) if self.part else "at its beginning"
+
+
+def _words(part: str, number: int, total: int) -> str:
+    counted = f" {number}" if number else ""
+    return f"in {part}{counted}" + (f" of {total}" if total else "")
+
+
+class Event(Protocol):
+    """What tells whether a device has got somewhere, as torch.cuda.Event does."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
 
 
 class _Writer:
@@ -67,9 +85,12 @@ class _Writer:
         self._memory = memory
         self._changes = self._entered = 0
         self._part = ""
+        self._marks: list[tuple[str, int, int, Event]] = []
+        _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_ASKED)
 
     def enter(self, phase: str) -> None:
         self._entered = self._changes + 1
+        self._marks = []
         self._text(0, phase)
         self.at("", 0, 0)
 
@@ -78,7 +99,17 @@ class _Writer:
             self._part = part
             self._text(1, part)
         self._changes += 1
-        _NUMBERS.pack_into(self._memory, 0, self._changes, self._entered, number, total)
+        numbers = self._changes, self._entered, number, total, _NOT_ASKED
+        _NUMBERS.pack_into(self._memory, 0, *numbers)
+
+    def mark(self, part: str, number: int, total: int, event: Event) -> None:
+        self._marks.append((part, number, total, event))
+
+    def look_at_device(self) -> None:
+        marks = list(self._marks)
+        ahead = [mark for mark in marks if not mark[3].query()]
+        self._text(2, _words(*ahead[0][:3]) if ahead else "")
+        struct.pack_into("<q", self._memory, _PASSED_AT, len(marks) - len(ahead))
 
     def _text(self, index: int, text: str) -> None:
         start = _NUMBERS.size + index * _TEXT_BYTES
@@ -110,6 +141,18 @@ def at(part: str, number: int = 0, total: int = 0) -> None:
         _writer.at(part, number, total)
 
 
+def mark(part: str, number: int, total: int, event: Event) -> None:
+    """Add an event that the device passes when it is done with a place, and not before."""
+    if _writer is not None:
+        _writer.mark(part, number, total, event)
+
+
+def look_at_device() -> None:
+    """Publish how far the device is; for another thread than the one that moves."""
+    if _writer is not None:
+        _writer.look_at_device()
+
+
 def leave() -> None:
     """End the phase."""
     at(DONE)
@@ -128,13 +171,16 @@ class PositionReader:
     def read(self) -> Position:
         """Where the process is now."""
         content = os.pread(self._descriptor, _SIZE, 0)
-        changes, entered, number, total = _NUMBERS.unpack_from(content)
-        texts = content[_NUMBERS.size :]
-        phase, part = (
-            text.rstrip(b"\0").decode(errors="replace")
-            for text in (texts[:_TEXT_BYTES], texts[_TEXT_BYTES:])
+        changes, entered, number, total, passed = _NUMBERS.unpack_from(content)
+        starts = range(_NUMBERS.size, _SIZE, _TEXT_BYTES)
+        phase, part, device = (
+            content[start : start + _TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+            for start in starts
         )
-        return Position(phase, part, number, total, changes - entered, changes)
+        steps = changes - entered
+        if passed == _NOT_ASKED:
+            device = ""
+        return Position(phase, part, number, total, steps, changes, device, passed)
 
     def close(self) -> None:
         """Let go of the memory."""

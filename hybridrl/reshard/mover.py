@@ -151,7 +151,6 @@ class Mover:
         spread = self.plan.exchanges_much
         if not spread:
             programs.local.run(0, 1, sums, paced=False)
-        position.at("bucket", 1, count)
         on_the_way = self._start_bucket(0, sums, paced=False) if count else []
         for number in range(count):
             position.at("bucket", number + 1, count)
@@ -163,6 +162,14 @@ class Mover:
             for work in arriving:
                 work.wait()
             programs.unpack[number].run(0, 1, None, paced=spread and not is_last)
+            self._mark(number + 1, count)
+
+    def _mark(self, number: int, count: int) -> None:
+        """Let it be seen when the device is done with a bucket."""
+        if self._destination.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            position.mark("bucket", number, count, event)
 
     def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
         """Pack and send; what to wait for before unpacking."""

@@ -138,3 +138,35 @@ def test_a_process_that_writes_no_stacks_is_told_of(writers, tmp_path):
     (found,) = traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
     assert found.frame.startswith("it writes no stacks")
     assert found.records == []
+
+
+PASSED = """
+class Passed:
+    def __init__(self, passed):
+        self.query = lambda: passed
+position.enter("a.b")
+for number in range(1, 5):
+    position.mark("bucket", number, 4, Passed(number <= {passed}))
+position.at("verify")
+position.look_at_device()
+"""
+
+
+@pytest.mark.parametrize(("passed", "place"), [(0, "in bucket 1 of 4"), (2, "in bucket 3 of 4")])
+def test_the_device_is_at_the_first_mark_that_it_has_not_passed(writers, passed, place):
+    found = read(writers(PASSED.format(passed=passed)).pid)
+    assert (found.within(), found.device, found.passed) == ("in verify", place, passed)
+
+
+def test_a_device_that_has_passed_all_marks_is_nowhere(writers):
+    found = read(writers(PASSED.format(passed=4)).pid)
+    assert (found.device, found.passed) == ("", 4)
+
+
+def test_what_was_seen_of_the_device_is_forgotten_with_the_next_move(writers):
+    found = read(writers(PASSED.format(passed=2) + "position.at('end')").pid)
+    assert (found.device, found.passed) == ("", -1)
+    found = read(
+        writers(PASSED.format(passed=2) + "position.enter('c'); position.look_at_device()").pid
+    )
+    assert (found.device, found.passed) == ("", 0)

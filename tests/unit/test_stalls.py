@@ -126,6 +126,19 @@ def test_who_holds_the_others_up(seen, finished, suspects, says):
     assert of.who_is_where() == says
 
 
+def test_among_ranks_in_one_place_the_devices_tell():
+    """On GPUs all have enqueued everything long before."""
+    seen = [
+        sighting(rank, BUCKET_3)._replace(traces=Traces("", [], f"in bucket {passed + 1}", passed))
+        for rank, passed in enumerate([2, 1, 2])
+    ]
+    assert blamed(scene(*seen)) == [1]
+    text = report(scene(*seen), "nobody moves", "Raise it.")
+    assert "pid 101: in bucket 3 of 9, its device in bucket 2\n" in text
+    unknown = [seen[0], seen[1], sighting(2, BUCKET_3)]
+    assert blamed(scene(*unknown)) == []
+
+
 def test_methods_called_together_are_ordered_as_called():
     """A later method's first step is further than an earlier one's tenth."""
     earlier = Position("ref.score", "micro-batch", 10, 12, steps=10, changes=50)
