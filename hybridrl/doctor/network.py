@@ -27,7 +27,8 @@ from hybridrl.doctor import (
     network_rendezvous,
 )
 from hybridrl.doctor.findings import Finding, Verdict, fail, skipped
-from hybridrl.doctor.network_nodes import answered, look, rank_zero_node
+from hybridrl.doctor.host import heard
+from hybridrl.doctor.network_nodes import look, rank_zero_node
 from hybridrl.doctor.network_server import Opened, close_ports, open_ports
 from hybridrl.doctor.stages import Case
 
@@ -54,15 +55,16 @@ def examine(
         quick: leave out what takes seconds or imports torch: bandwidth and collective.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    views, findings = answered(
-        network_address.CHECK, call_all(agents, look, master, timeout_s=LOOK_S)
-    )
+    views, findings = heard(network_address.CHECK, call_all(agents, look, master, timeout_s=LOOK_S))
     if not views:
         return findings
     addresses = {node: agents.addresses[node] for node in views}
-    findings += network_address.judge(views, addresses, master)
+    judged = network_address.judge(views, addresses, master)
+    findings += judged
     findings += network_interfaces.judge(views)
     findings += network_infiniband.check(agents)
+    if _failures(judged):
+        master = ""  # its own finding; the ports are tried all the same
     findings += _on_sockets(agents, rendezvous_ports, addresses, master, quick=quick)
     if quick:
         return findings
@@ -89,8 +91,8 @@ def _on_sockets(
         return [fail(network_rendezvous.CHECK, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
     first = rank_zero_node(addresses)
-    own = {first: master} if master else {}
-    with _opened(agents, {**addresses, **own}, band) as (
+    meeting = {**addresses, **({first: master} if master else {})}
+    with _opened(agents, addresses, meeting, band) as (
         opened,
         findings,
     ):
@@ -99,7 +101,7 @@ def _on_sockets(
                 network_rendezvous.judge(first, opened[first], (low, high), band, given)
             )
         if opened:
-            findings += network_ports.check(agents, opened, addresses)
+            findings += network_ports.check(agents, opened, addresses, meeting)
         if quick or not opened:
             return findings
         if any(finding.check == network_ports.CHECK for finding in _failures(findings)):
@@ -110,12 +112,12 @@ def _on_sockets(
 
 @contextmanager
 def _opened(
-    agents: Agents, addresses: Mapping[str, str], band: range
+    agents: Agents, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
 ) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
     """Every node listening for the time of the block."""
-    arguments = {node: (address, band) for node, address in addresses.items()}
+    arguments = {node: (address, meeting[node], band) for node, address in addresses.items()}
     answers = agents.call_each(open_ports, arguments, LOOK_S)
-    opened, findings = answered(network_ports.CHECK, answers)
+    opened, findings = heard(network_ports.CHECK, answers)
     try:
         yield opened, findings
     finally:

@@ -71,17 +71,18 @@ def _judge_master(
     if unknown:
         what = f"MASTER_ADDR={master} is unknown on {', '.join(unknown)}"
         return fail(CHECK, "all", what, advice)
-    seen = {node: view.master[0] for node, view in views.items()}
+    # Rank 0's own node may take its name for 127.0.1.1: it listens on all addresses of a name.
+    seen = {node: view.master[0] for node, view in views.items() if node != first}
     if len(set(seen.values())) > 1:
         each = ", ".join(f"{address} on {node}" for node, address in seen.items())
         return fail(
             CHECK, "all", f"MASTER_ADDR={master} is not the same everywhere: {each}", advice
         )
-    address = seen[first]
+    address = next(iter(seen.values()), views[first].master[0])
     if len(views) > 1 and is_loopback(address) and not is_loopback(addresses[first]):
         what = f"MASTER_ADDR={master} is {address}, which leads each node to itself"
         return fail(CHECK, "all", what, advice)
-    if views[first].interface_of(address) is None:
+    if views[first].interface_of(address) is None and not is_loopback(address):
         owner = [node for node, view in views.items() if view.interface_of(address)]
         whose = f"belongs to {owner[0]}" if owner else "belongs to none of the nodes"
         return fail(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridrl.controller.agents import Agents
 from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.network_nodes import answered
+from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_server import Opened, Speed, Target, measure
 
 CHECK = "network.bandwidth"
@@ -110,7 +110,7 @@ def _measure(
 ) -> tuple[dict[Pair, Speed], list[Finding]]:
     partner = dict(pairs)
     arguments = {node: (targets[other], seconds, MAX_BYTES) for node, other in pairs}
-    speeds, findings = answered(CHECK, agents.call_each(measure, arguments, seconds + 10.0))
+    speeds, findings = heard(CHECK, agents.call_each(measure, arguments, seconds + 10.0))
     return {(node, partner[node]): speed for node, speed in speeds.items()}, findings
 
 

@@ -19,8 +19,9 @@ from hybridrl.config.machine import local_gpus
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_bandwidth import SLOW, tournament
-from hybridrl.doctor.network_nodes import NodeView, answered, is_loopback, rank_zero_node
+from hybridrl.doctor.network_nodes import NodeView, is_loopback, rank_zero_node
 
 CHECK = "network.collective"
 # Seconds for ranks to find each other and for one collective; torch's import comes on top.
@@ -86,12 +87,12 @@ def check(
     first = rank_zero_node(addresses)
     nodes = [first, *(node for node in views if node != first)]
     answers = agents.call_each(open_meeting, {first: (addresses[first],)}, 10.0)
-    ports, findings = answered(CHECK, answers)
+    ports, findings = heard(CHECK, answers)
     if findings:
         return findings
     orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
     arguments = {node: (tuple(orders[node]),) for node in nodes}
-    results, findings = answered(CHECK, agents.call_each(run_ranks, arguments, RANKS_S + 10.0))
+    results, findings = heard(CHECK, agents.call_each(run_ranks, arguments, RANKS_S + 10.0))
     return findings + judge(results)
 
 
@@ -235,7 +236,7 @@ def _ranks_per_node(
     if not on_gpu:
         count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1
         return dict.fromkeys(nodes, count), []
-    counts, findings = answered(CHECK, call_all(agents, count_gpus))
+    counts, findings = heard(CHECK, call_all(agents, count_gpus))
     for node, count in counts.items():
         if count == 0:
             advice = "See host.gpus; on a node without GPUs set hardware=cpu."

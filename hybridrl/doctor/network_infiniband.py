@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
-from hybridrl.doctor.network_nodes import answered
+from hybridrl.doctor.host import heard
 
 CHECK = "network.infiniband"
 ROOT = Path("/sys/class/infiniband")
@@ -48,7 +48,7 @@ class Fabric(NamedTuple):
 
 def check(agents: Agents, root: Path = ROOT) -> list[Finding]:
     """Look at every node's ports."""
-    fabrics, findings = answered(CHECK, call_all(agents, look, root))
+    fabrics, findings = heard(CHECK, call_all(agents, look, root))
     return findings + (judge(fabrics) if fabrics else [])
 
 

@@ -7,12 +7,9 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
-
-from hybridrl.controller.agents import Answer
-from hybridrl.doctor.findings import Finding, fail
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "lo"
@@ -82,22 +79,6 @@ def rank_zero_node(addresses: Mapping[str, str]) -> str:
 def is_loopback(address: str) -> bool:
     """Whether an address leads to the same machine wherever it is used."""
     return ipaddress.ip_address(address).is_loopback
-
-
-def answered(check: str, answers: Mapping[str, Answer]) -> tuple[dict[str, Any], list[Finding]]:
-    """What nodes returned, and a failure of this check for each that returned nothing."""
-    values = {node: answer.value for node, answer in answers.items() if not answer.error}
-    findings = [
-        fail(
-            check,
-            node,
-            f"the node could not look: {answer.error}",
-            "See whether the node is up and its network works; then start the doctor again.",
-        )
-        for node, answer in answers.items()
-        if answer.error
-    ]
-    return values, findings
 
 
 def _sort_key(address: str) -> tuple[int, bytes]:

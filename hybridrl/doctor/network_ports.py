@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hybridrl.controller.agents import Agents
 from hybridrl.doctor.findings import Finding, fail, ok
-from hybridrl.doctor.network_nodes import answered
+from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_server import Opened, Target, reach
 
 CHECK = "network.ports"
@@ -25,23 +25,36 @@ class Attempt(NamedTuple):
 
 
 def check(
-    agents: Agents, opened: Mapping[str, Opened], addresses: Mapping[str, str]
+    agents: Agents,
+    opened: Mapping[str, Opened],
+    addresses: Mapping[str, str],
+    meeting: Mapping[str, str],
 ) -> list[Finding]:
-    """Connect every node to every other, all at the same time."""
+    """Connect every node to every other, all at the same time.
+
+    Args:
+        agents: the nodes.
+        opened: what they listen on.
+        addresses: by which the others know a node.
+        meeting: by which they reach its port of the rendezvous.
+    """
     arguments = {
         node: (
             [
-                Target(other, addresses[other], port, ports.token)
+                Target(other, address, port, ports.token)
                 for other, ports in opened.items()
                 if other != node or len(opened) == 1
-                for port in (ports.rendezvous, ports.chosen)
+                for address, port in (
+                    (meeting[other], ports.rendezvous),
+                    (addresses[other], ports.chosen),
+                )
                 if port is not None
             ],
             WITHIN_S,
         )
         for node in opened
     }
-    results, findings = answered(CHECK, agents.call_each(reach, arguments, WITHIN_S + 10.0))
+    results, findings = heard(CHECK, agents.call_each(reach, arguments, WITHIN_S + 10.0))
     attempts = [
         Attempt(node, target, problem)
         for node, problems in results.items()

@@ -73,11 +73,12 @@ class Speed(NamedTuple):
     bytes_per_s: float
 
 
-def open_ports(address: str, band: Sequence[int]) -> Opened:
+def open_ports(address: str, meeting: str, band: Sequence[int]) -> Opened:
     """Listen as the rendezvous would, and on a port that the kernel chooses.
 
     Args:
         address: by which the others connect.
+        meeting: that of the rendezvous: MASTER_ADDR on rank 0's node.
         band: ports that the rendezvous tries, in this order.
     """
     token = secrets.token_hex(TOKEN_BYTES)
@@ -85,7 +86,7 @@ def open_ports(address: str, band: Sequence[int]) -> Opened:
     chosen = listen(address, [0])
     sockets, port, problem = [chosen], None, ""
     try:
-        sockets.append(listen(address, band))
+        sockets.append(listen(meeting, band))
         port = sockets[-1].getsockname()[1]
     except (ConfigError, OSError) as error:
         problem = error.problems[0] if isinstance(error, ConfigError) else str(error)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.ray_probe import ClusterView, Reply, ask, joined_view
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
-from hybridrl.doctor.network_nodes import answered, is_loopback
+from hybridrl.doctor.host import heard
+from hybridrl.doctor.network_nodes import is_loopback
 from hybridrl.doctor.ray_facts import Connection, RayFacts, ray_facts
 from hybridrl.doctor.stages import Case
 
@@ -36,7 +37,7 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         return _with_address_that_ray_finds(agents, address, wanted, joined)
-    facts, findings = answered(
+    facts, findings = heard(
         "ray.reachable", call_all(agents, ray_facts, (host, int(port)), timeout_s=FACTS_S)
     )
     findings += judge_versions(facts) + judge_tokens(facts)
@@ -217,9 +218,7 @@ def _stranger(address: str, connection: Connection, facts: Mapping[str, RayFacts
 
 def _without_address(agents: Agents) -> list[Finding]:
     """Ray is not up yet, or the run starts its own."""
-    facts, findings = answered(
-        "ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S)
-    )
+    facts, findings = heard("ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S))
     findings += judge_versions(facts) + judge_tokens(facts)
     if len(agents.nodes) == 1:
         why = "RAY_ADDRESS is not set: the run starts a Ray of its own, for this machine alone"
@@ -232,9 +231,7 @@ def _with_address_that_ray_finds(
     agents: Agents, address: str, wanted: int, joined: ClusterView | None
 ) -> list[Finding]:
     """RAY_ADDRESS=auto: Ray looks for a head on this machine."""
-    facts, findings = answered(
-        "ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S)
-    )
+    facts, findings = heard("ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S))
     findings += judge_versions(facts) + judge_tokens(facts)
     if joined is None:
         what = f"RAY_ADDRESS={address} led to no cluster that this process could join"

@@ -69,11 +69,25 @@ def test_a_host_name_for_loopback_is_told_where_the_address_is_right():
 
 
 def test_a_master_address_that_nodes_take_for_different_ones_fails():
-    views = {"a": view(master=["10.0.1.2"]), "b": view("b", master=["10.9.9.9"])}
-    found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "head")[-1]
+    masters = {"a": "10.0.1.2", "b": "10.0.1.2", "c": "10.9.9.9"}
+    views = {node: view(node, master=[address]) for node, address in masters.items()}
+    addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
+    found = network_address.judge(views, addresses, "head")[-1]
     assert found.verdict is Verdict.fail
-    assert "10.0.1.2 on a, 10.9.9.9 on b" in found.evidence
+    assert "10.0.1.2 on b, 10.9.9.9 on c" in found.evidence
     assert "export MASTER_ADDR=10.0.1.2" in found.advice
+
+
+def test_rank_zeros_node_may_take_its_own_name_for_loopback():
+    views = {"a": view(master=["127.0.1.1"]), "b": view("b", master=["10.0.1.2"])}
+    found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "a")[-1]
+    assert found.verdict is Verdict.ok and "10.0.1.2" in found.evidence
+
+
+def test_one_node_may_have_any_name_of_its_own_as_master_address():
+    alone = {"a": view(master=["127.0.1.1"])}
+    found = network_address.judge(alone, {"a": "127.0.0.1"}, "a")[-1]
+    assert found.verdict is Verdict.ok
 
 
 @pytest.mark.parametrize(
