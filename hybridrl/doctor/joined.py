@@ -6,6 +6,7 @@ that they know the same key first.
 """
 
 import ipaddress
+import logging
 import os
 import pickle
 import socket
@@ -31,6 +32,8 @@ from hybridrl.controller.agents import (
     packed,
     run_packed,
 )
+
+logger = logging.getLogger(__name__)
 
 KEY = "HYBRIDRL_DOCTOR_KEY"
 RAY_KEY = "RAY_AUTH_TOKEN"
@@ -148,6 +151,13 @@ class JoinedAgents:
         return collect(futures, timeout_s)
 
     def _peers_that_call(self, own: str) -> "list[_Peer]":
+        if _key() == NO_KEY.encode() and not ipaddress.ip_address(own).is_loopback:
+            logger.warning(
+                "until all nodes have called in, who reaches %s may run programs here; set %s to "
+                "the same secret word on all nodes where others share the network",
+                self._address,
+                KEY,
+            )
         with self._listen(own) as listener:
             try:
                 return self._wait_for_peers(listener)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hybridrl.controller.agents import Agents
 from hybridrl.doctor.findings import Finding, fail, ok
 from hybridrl.doctor.host import heard
-from hybridrl.doctor.network_server import Opened, Target, reach
+from hybridrl.doctor.network_server import RAY_WORKER_PORTS, Opened, Target, reach
 
 CHECK = "network.ports"
 # Seconds for all connections of a node.
@@ -46,6 +46,7 @@ def check(
                 if other != node or len(opened) == 1
                 for address, port in (
                     (meeting[other], ports.rendezvous),
+                    (addresses[other], ports.worker),
                     (addresses[other], ports.chosen),
                 )
                 if port is not None
@@ -110,9 +111,15 @@ def _advice(failures: Sequence[Attempt], target: Opened, ports: set[int]) -> str
             f"nodes in its firewall (`iptables -I INPUT -p tcp --dport {target.rendezvous} -j "
             "ACCEPT`; clouds: the security group), or set cluster.rendezvous_ports to open ones."
         )
+    if ports == {target.worker}:
+        return (
+            f"Ray's workers listen on ports {RAY_WORKER_PORTS[-1]} to {RAY_WORKER_PORTS[0]}: open "
+            f"them on {to} for the other nodes, or start Ray with --min-worker-port and "
+            "--max-worker-port around open ones."
+        )
     if ports == {target.chosen} and target.rendezvous is not None:
         return (
-            f"NCCL, gloo and Ray's workers listen on ports of {low} to {high} "
+            f"NCCL, gloo and Ray's services listen on ports of {low} to {high} "
             f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
             "firewall and in the security group."
         )

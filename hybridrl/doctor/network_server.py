@@ -30,6 +30,8 @@ TOKEN_BYTES = 8
 PATIENCE_S = 3.0
 AT_ONCE = 64
 CHUNK = 2**20
+# What `ray start` gives to workers by default; it begins below, so the doctor does so above.
+RAY_WORKER_PORTS = range(19999, 10001, -1)
 PINGS = 50
 # Bytes received, and seconds from the first to the last of them.
 RESULT = struct.Struct("!qd")
@@ -43,7 +45,8 @@ class Opened(NamedTuple):
     Attributes:
         token: what a greeting from there must hold.
         rendezvous: the port that the ranks would meet on; None: none is free.
-        chosen: a port that the kernel chose, as it does for NCCL, gloo and Ray's workers.
+        worker: a port of those that Ray gives to its workers.
+        chosen: a port that the kernel chose, as it does for NCCL, gloo and Ray's other services.
         problem: why there is none for the rendezvous.
         holders: who holds ports of the band: 'python (pid 12) holds 29500'.
         ephemeral: first and last of the ports that the kernel chooses from.
@@ -51,6 +54,7 @@ class Opened(NamedTuple):
 
     token: str
     rendezvous: int | None
+    worker: int
     chosen: int
     problem: str
     holders: list[str]
@@ -83,8 +87,9 @@ def open_ports(address: str, meeting: str, band: Sequence[int]) -> Opened:
     """
     token = secrets.token_hex(TOKEN_BYTES)
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
-    chosen = listen(address, [0])
-    sockets, port, problem = [chosen], None, ""
+    sockets = [listen(address, RAY_WORKER_PORTS), listen(address, [0])]
+    worker, chosen = (listener.getsockname()[1] for listener in sockets)
+    port, problem = None, ""
     try:
         sockets.append(listen(meeting, band))
         port = sockets[-1].getsockname()[1]
@@ -94,8 +99,7 @@ def open_ports(address: str, meeting: str, band: Sequence[int]) -> Opened:
     for listener in sockets:
         Thread(target=_serve, args=(listener, token), daemon=True).start()
     holders = _holders(band) if port is None or port != band[0] else []
-    kernel_chosen = chosen.getsockname()[1]
-    return Opened(token, port, kernel_chosen, problem, holders, (low, high))
+    return Opened(token, port, worker, chosen, problem, holders, (low, high))
 
 
 def close_ports(token: str) -> None:

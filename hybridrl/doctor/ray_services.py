@@ -79,7 +79,7 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
 
 def judge_tokens(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """ray.token: the same mode and token on all nodes."""
-    kinds = {node: (fact.auth_mode, fact.token) for node, fact in facts.items()}
+    kinds = {node: _auth(fact) for node, fact in facts.items()}
     without = [node for node, (mode, token) in kinds.items() if mode == "token" and not token]
     if without:
         what = f"RAY_AUTH_MODE=token and no token on {', '.join(without)}"
@@ -273,9 +273,16 @@ def _token_advice() -> str:
     )
 
 
+def _auth(fact: RayFacts) -> tuple[str, str]:
+    """Mode and token; without the mode, Ray does not look at tokens."""
+    if fact.auth_mode == "token":
+        return "token", fact.token
+    return fact.auth_mode or "disabled", ""
+
+
 def _kind(mode: str, token: str) -> str:
     if mode != "token":
-        return f"RAY_AUTH_MODE={mode or 'unset'}: no token"
+        return f"RAY_AUTH_MODE={mode}: no token"
     return f"token with SHA-256 {token}..."
 
 

@@ -78,7 +78,7 @@ def setting(head, host, **values):
 def test_a_sound_network_has_no_failure(head, hosts):
     findings = stage(head, quick=False)
     assert failures(findings) == []
-    assert "3 nodes: 12 connections" in only(findings, "network.ports").evidence
+    assert "3 nodes: 18 connections" in only(findings, "network.ports").evidence
     assert "6 pairs: median" in only(findings, "network.bandwidth").evidence
     assert "3 ranks, 3 node(s): gloo" in only(findings, "network.collective").evidence
     address = only(findings, "network.address", hosts[2].name)
@@ -89,10 +89,15 @@ def test_a_sound_network_has_no_failure(head, hosts):
 
 @pytest.fixture(scope="module")
 def blocked(head, hosts):
-    """Findings with the rendezvous port blocked between two hosts, and other ports between two."""
+    """Findings with the rendezvous port blocked between two hosts, other ports between others."""
     first, second, last = hosts
     # The firewall drops connections one way, and the other way's answers.
-    with first.unreachable_from(last, "29500"), last.firewall_to(second, "32768-60999"):
+    with (
+        first.unreachable_from(last, "29500"),
+        first.unreachable_from(second, "10002-19399"),
+        first.unreachable_from(second, "19401-19999"),
+        last.firewall_to(second, "32768-60999"),
+    ):
         return stage(head)
 
 
@@ -115,6 +120,13 @@ def test_blocked_kernel_chosen_ports_are_named_in_both_directions(blocked, hosts
         assert "no answer within 3 s" in found.evidence and "29500" not in found.evidence
         assert "in both directions" in found.evidence
         assert "open all TCP ports" in found.advice and "32768 to 60999" in found.advice
+
+
+def test_blocked_ports_of_rays_workers_are_named(blocked, hosts):
+    first, second, _ = hosts
+    found = only(blocked, "network.ports", f"{second.name} -> {first.name}")
+    assert found.verdict is Verdict.fail and "port 19999: no answer" in found.evidence
+    assert "10002 to 19999" in found.advice and "--min-worker-port" in found.advice
 
 
 def test_a_nodes_own_rule_against_connections_is_told_from_others(head, hosts):

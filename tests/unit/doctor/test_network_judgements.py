@@ -27,9 +27,11 @@ def view(name="a", *, eth0="10.0.1.2/24", hosts=(), master=(), variables=None, *
     return NodeView(name, list(hosts), found, list(master), variables or {})
 
 
-def opened(rendezvous=29500, chosen=40000, problem="", holders=(), ephemeral=(32768, 60999)):
+def opened(
+    rendezvous=29500, worker=19999, chosen=40000, problem="", holders=(), ephemeral=(32768, 60999)
+):
     """What a node listens on."""
-    return Opened("token", rendezvous, chosen, problem, list(holders), ephemeral)
+    return Opened("token", rendezvous, worker, chosen, problem, list(holders), ephemeral)
 
 
 def verdicts(findings):

@@ -1,0 +1,91 @@
+"""What the stage ray makes of invented facts of several nodes."""
+
+import pytest
+
+from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.ray_facts import Connection, RayFacts
+from hybridrl.doctor.ray_services import judge_reachable, judge_tokens, judge_versions, judge_view
+
+ADDRESS = "10.0.1.2:6379"
+REACHED = Connection("", 0.001, True, "")
+
+
+def facts(version="2.60.0", mode="", token="", connection=REACHED, listeners=(), holders=()):
+    """What a node says."""
+    return RayFacts(version, mode, token, connection, list(listeners), list(holders))
+
+
+def view(*nodes):
+    """A cluster of nodes (host, address, alive)."""
+    states = tuple(NodeState(host, address, alive, "gone") for host, address, alive in nodes)
+    return ClusterView(Reply.cluster, "", "2.60.0", "3.11.7", states)
+
+
+def judged(found, check):
+    """(verdict, evidence) of a check's findings."""
+    return [(one.verdict, one.evidence) for one in found if one.check == check]
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("2.60.0", Verdict.ok),
+        ("3.0.0rc1", Verdict.ok),
+        ("2.9.3", Verdict.fail),
+        ("", Verdict.fail),
+    ],
+)
+def test_an_older_ray_than_the_package_asks_for_fails(version, verdict):
+    (found,) = judge_versions({"a": facts(version)})
+    assert found.verdict is verdict
+    if verdict is Verdict.fail:
+        assert "needs 2.60" in found.evidence and "pip install" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        (facts(), facts(mode="disabled"), Verdict.ok),
+        (facts(token="aaaa"), facts(token="bbbb"), Verdict.ok),
+        (facts(mode="token", token="aaaa"), facts(mode="token", token="aaaa"), Verdict.ok),
+        (facts(mode="token", token="aaaa"), facts(mode="token", token="bbbb"), Verdict.fail),
+        (facts(mode="token", token="aaaa"), facts(), Verdict.fail),
+        (facts(mode="token", token="aaaa"), facts(mode="token"), Verdict.fail),
+    ],
+)
+def test_tokens_are_compared_where_ray_looks_at_them(a, b, verdict):
+    (found,) = judge_tokens({"a": a, "b": b})
+    assert found.verdict is verdict
+
+
+def test_a_head_on_all_addresses_is_no_loopback():
+    found = judge_reachable({"a": facts(listeners=["::"]), "b": facts()}, ADDRESS, several=True)
+    assert judged(found, "ray.loopback") == [(Verdict.ok, "port 6379 listens on a: ::")]
+
+
+def test_enough_nodes_are_enough():
+    found = judge_view(view(("a", "10.0.1.2", True), ("b", "10.0.1.3", True)), ADDRESS, 2)
+    assert {one.verdict for one in found} == {Verdict.ok}
+
+
+def test_a_dead_node_is_told_where_the_others_are_enough():
+    nodes = [("a", "10.0.1.2", True), ("b", "10.0.1.3", True), ("c", "10.0.1.4", False)]
+    ((verdict, evidence),) = judged(judge_view(view(*nodes), ADDRESS, 2), "ray.nodes")
+    assert verdict is Verdict.warn and "dead: c (10.0.1.4): gone" in evidence
+
+
+def test_a_node_that_came_back_is_not_dead():
+    nodes = [("a", "10.0.1.2", True), ("a", "10.0.1.2", False)]
+    assert judged(judge_view(view(*nodes), ADDRESS, 1), "ray.nodes")[0][0] is Verdict.ok
+
+
+def test_nodes_of_one_machine_may_be_known_by_loopback():
+    nodes = [("vm", "127.0.0.1", True), ("vm", "127.0.0.1", True)]
+    assert judged(judge_view(view(*nodes), ADDRESS, 2), "ray.loopback") == []
+
+
+def test_what_speaks_grpc_and_is_no_head_is_named():
+    found = judge_view(ClusterView(Reply.none, "no answer within 10 s"), ADDRESS, 2)
+    ((verdict, evidence),) = judged(found, "ray.port")
+    assert verdict is Verdict.fail and "no answer within 10 s" in evidence
