@@ -29,7 +29,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ETC = Path("/etc/netns")
-JOIN_PORT = 19400
 _NUMBERS = itertools.count()
 
 
@@ -253,80 +252,6 @@ def write_hosts(host: Host, text: str) -> None:
     (ETC / host.namespace / "resolv.conf").write_text("")
 
 
-class Driver:
-    """The doctor's processes on all hosts, called from the tests; the first host is the head."""
-
-    def __init__(self, hosts: list[Host]) -> None:
-        head, *others = hosts
-        place = f"{head.address}:{JOIN_PORT}"
-        code = "import sys; from tests.namespaces import {0}; {0}(*sys.argv[1:])"
-        command = [sys.executable, "-c"]
-        self._head = head.start(
-            *command,
-            code.format("drive"),
-            place,
-            str(len(hosts)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._others = [
-            host.start(*command, code.format("join"), place, stdin=subprocess.DEVNULL)
-            for host in others
-        ]
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """`function(agents, *arguments, **named)` in the head's process."""
-        pickle.dump((function, arguments, named), self._head.stdin)
-        self._head.stdin.flush()
-        value, error = pickle.load(self._head.stdout)
-        assert not error, error
-        return value
-
-    def close(self) -> None:
-        """End the processes."""
-        self._head.stdin.close()
-        for process in (self._head, *self._others):
-            process.wait(timeout=30)
-        self._head.stdout.close()
-
-
-@contextlib.contextmanager
-def driver(hosts: list[Host]) -> Iterator[Driver]:
-    """The doctor's processes on these hosts for the time of the block."""
-    made = Driver(hosts)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def drive(place: str, nodes: str) -> None:
-    """The head's process: calls come on stdin and are answered on stdout, pickled."""
-    from hybridrl.doctor.joined import JoinedAgents
-
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    with JoinedAgents(place, int(nodes), timeout_s=30) as agents:
-        while True:
-            try:
-                function, arguments, named = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            try:
-                answer = function(agents, *arguments, **named), ""
-            except Exception as error:  # told to the test that asked
-                answer = None, f"{type(error).__name__}: {error}"
-            pickle.dump(answer, answers)
-            answers.flush()
-
-
-def join(place: str) -> None:
-    """The process of every other host."""
-    from hybridrl.doctor.joined import serve
-
-    serve(place, timeout_s=30)
-
-
 def answer_call() -> None:
     """The process of `Host.call`."""
     answer = os.fdopen(os.dup(1), "wb")
@@ -334,28 +259,3 @@ def answer_call() -> None:
     function, arguments = pickle.load(sys.stdin.buffer)
     pickle.dump(function(*arguments), answer)
     answer.flush()
-
-
-def set_environment(values: dict[str, str | None]) -> None:
-    """Set variables of this process; None removes one."""
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> None:
-    """Set variables of the processes on some nodes, by node."""
-    answers = agents.call_each(set_environment, {n: (v,) for n, v in values.items()}, 5.0)
-    assert not any(answer.error for answer in answers.values()), answers
-
-
-def summed(agents: Any) -> list[Any]:
-    """The findings of the all-reduce alone, whatever else is wrong."""
-    from hybridrl.controller.agents import call_all
-    from hybridrl.doctor import network_collective
-    from hybridrl.doctor.network_nodes import look
-
-    views = {node: answer.value for node, answer in call_all(agents, look, "").items()}
-    return network_collective.check(agents, views, agents.addresses, on_gpu=False)

@@ -10,17 +10,16 @@ import logging
 import os
 import pickle
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from queue import Empty, Queue
 from threading import Lock, Thread
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.agents import (
@@ -32,36 +31,19 @@ from hybridrl.controller.agents import (
     packed,
     run_packed,
 )
+from hybridrl.doctor.joined_wire import (
+    KEY,
+    NO_KEY,
+    admit,
+    connect,
+    family,
+    hides_behind_loopback,
+    key,
+    parse_place,
+    resolved,
+)
 
 logger = logging.getLogger(__name__)
-
-KEY = "HYBRIDRL_DOCTOR_KEY"
-RAY_KEY = "RAY_AUTH_TOKEN"
-NO_KEY = "hybridrl-doctor"
-# Seconds for one attempt to connect, and for both ends to prove the key.
-ATTEMPT_S = 3.0
-RETRY_S = 0.3
-# Seconds without a sign of life after which the kernel gives up a connection: 4 x 5.
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-
-
-class Place(NamedTuple):
-    """Where the head listens."""
-
-    host: str
-    port: int
-
-
-def parse_place(text: str) -> Place:
-    """HEAD:PORT; an IPv6 address in brackets.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"--join {text}: expected HEAD:PORT, 10.0.0.1:29400 for one.")
-    return Place(host.removeprefix("[").removesuffix("]"), int(port))
 
 
 def listens_here(address: str) -> bool:
@@ -70,9 +52,9 @@ def listens_here(address: str) -> bool:
     Raises:
         ConfigError: the host is not known here.
     """
-    with socket.socket(_family(_resolved(address))) as probe:
+    with socket.socket(family(resolved(address))) as probe:
         try:
-            probe.bind((_resolved(address), 0))
+            probe.bind((resolved(address), 0))
         except OSError:
             return False
     return True
@@ -99,8 +81,8 @@ class JoinedAgents:
         self._addresses: dict[str, str] = {}
 
     def __enter__(self) -> "JoinedAgents":
-        own = _resolved(self._address)
-        if self._number > 1 and _hides_behind_loopback(self._address):
+        own = resolved(self._address)
+        if self._number > 1 and hides_behind_loopback(self._address):
             raise ConfigError(
                 f"--join {self._address}: this node takes the name for {own}, which no other node "
                 "reaches.\nGive an IP address of the node in place of its name."
@@ -151,7 +133,7 @@ class JoinedAgents:
         return collect(futures, timeout_s)
 
     def _peers_that_call(self, own: str) -> "list[_Peer]":
-        if _key() == NO_KEY.encode() and not ipaddress.ip_address(own).is_loopback:
+        if key() == NO_KEY.encode() and not ipaddress.ip_address(own).is_loopback:
             logger.warning(
                 "until all nodes have called in, who reaches %s may run programs here; set %s to "
                 "the same secret word on all nodes where others share the network",
@@ -167,7 +149,7 @@ class JoinedAgents:
     def _listen(self, own: str) -> socket.socket:
         port = parse_place(self._address).port
         try:
-            return socket.create_server((own, port), family=_family(own), backlog=self._number)
+            return socket.create_server((own, port), family=family(own), backlog=self._number)
         except OSError as error:
             raise ConfigError(
                 f"--join {self._address}: cannot listen there: {error.strerror}.\n"
@@ -194,7 +176,7 @@ class JoinedAgents:
         return sorted(peers, key=lambda peer: peer.identity)
 
     def _missing(self, peers: "list[_Peer]", strangers: set[str]) -> str:
-        here = NodeIdentity(socket.gethostname(), _resolved(self._address), "")
+        here = NodeIdentity(socket.gethostname(), resolved(self._address), "")
         known = [here, *(peer.identity for peer in peers)]
         names = ", ".join(f"{node.address} ({node.host})" for node in known)
         refused = "".join(f"\nRefused: {text}." for text in sorted(strangers))
@@ -215,7 +197,7 @@ def serve(address: str, timeout_s: float) -> None:
     Raises:
         ConfigError: the head cannot be reached, has another key, or is gone before its end.
     """
-    connection = _connect(address, timeout_s)
+    connection = connect(address, timeout_s)
     lock = Lock()
     with connection:
         connection.send((socket.gethostname(), os.getpid()))
@@ -295,97 +277,11 @@ def _accept(listener: socket.socket, admitted: "Queue[_Peer | str]") -> None:
 
 
 def _admit(caller: socket.socket, address: str, admitted: "Queue[_Peer | str]") -> None:
-    _limit_waiting(caller, ATTEMPT_S)
-    connection = Connection(caller.detach())
     try:
-        deliver_challenge(connection, _key())
-        answer_challenge(connection, _key())
-        host, pid = connection.recv()
+        connection, (host, pid) = admit(caller)
     except AuthenticationError:
         admitted.put(f"{address} has another key (set {KEY} to the same word on all nodes)")
     except (EOFError, OSError, AssertionError):
         admitted.put(f"{address} connected and said nothing that is understood here")
     else:
-        _limit_waiting_of(connection, 0.0)
         admitted.put(_Peer(connection, NodeIdentity(host, address, f"pid {pid}")))
-
-
-def _connect(address: str, timeout_s: float) -> Connection:
-    place = parse_place(address)
-    deadline = time.monotonic() + timeout_s
-    why = "no time to try"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            return _attempt(place, min(ATTEMPT_S, left))
-        except AuthenticationError as error:
-            raise ConfigError(
-                f"the head at {address} has another key.\nSet {KEY} to the same word on all nodes."
-            ) from error
-        except (EOFError, AssertionError, BlockingIOError):
-            why = "somebody answers who is not a doctor that waits for nodes"
-        except OSError as error:
-            why = error.strerror or str(error)
-        time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
-    raise ConfigError(
-        f"this node cannot reach the head at {address} within {timeout_s:g} s: {why}.\n"
-        "Start the same command on the head; refused: it does not listen yet or on another port; "
-        "timed out or no route: a firewall or the wrong address (`ip route get "
-        f"{place.host}`)."
-    )
-
-
-def _attempt(place: Place, timeout_s: float) -> Connection:
-    stream = socket.create_connection(place, timeout_s)
-    stream.setblocking(True)
-    _limit_waiting(stream, timeout_s)
-    connection = Connection(stream.detach())
-    try:
-        answer_challenge(connection, _key())
-        deliver_challenge(connection, _key())
-    except BaseException:
-        connection.close()
-        raise
-    _limit_waiting_of(connection, 0.0)
-    return connection
-
-
-def _limit_waiting_of(connection: Connection, seconds: float) -> None:
-    duplicate = socket.socket(fileno=os.dup(connection.fileno()))
-    with duplicate:
-        _limit_waiting(duplicate, seconds)
-
-
-def _limit_waiting(stream: socket.socket, seconds: float) -> None:
-    """Let reads that wait for longer fail (0: wait for ever), and notice a dead other end."""
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _key() -> bytes:
-    return (os.environ.get(KEY) or os.environ.get(RAY_KEY) or NO_KEY).encode()
-
-
-def _resolved(address: str) -> str:
-    host = parse_place(address).host
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(
-            f"--join {address}: {host} is not known on this node ({error.strerror}).\n"
-            "Give an IP address, or add the name to /etc/hosts."
-        ) from error
-
-
-def _hides_behind_loopback(address: str) -> bool:
-    """Whether HEAD is a name that /etc/hosts of the head gives a loopback address."""
-    return (
-        _resolved(address) != parse_place(address).host != "localhost"
-        and ipaddress.ip_address(_resolved(address)).is_loopback
-    )
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import psutil
 
+from hybridrl.controller.agents import collect, in_thread
+
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-LOOPBACK = "lo"
+# Seconds for a name server, where /etc/hosts does not know a name; the own one is for a remark.
+OWN_NAME_S, MASTER_S = 0.5, 8.0
 
 
 class NodeView(NamedTuple):
@@ -64,9 +67,9 @@ def look(master: str) -> NodeView:
     host_name = socket.gethostname()
     return NodeView(
         host_name,
-        _resolve(host_name),
+        _resolve(host_name, OWN_NAME_S),
         _interfaces(),
-        _resolve(master) if master else [],
+        _resolve(master, MASTER_S) if master else [],
         {name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
@@ -86,7 +89,13 @@ def _sort_key(address: str) -> tuple[int, bytes]:
     return parsed.version, parsed.packed
 
 
-def _resolve(name: str) -> list[str]:
+def _resolve(name: str, within_s: float) -> list[str]:
+    """What a name stands for here; nothing if no name server answers in time."""
+    answer = collect({name: in_thread(_addresses_of, name)}, within_s)[name]
+    return answer.value or []
+
+
+def _addresses_of(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

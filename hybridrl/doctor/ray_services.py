@@ -1,21 +1,25 @@
 """The stage of Ray: whether its head can be reached, is Ray, and takes this run's token."""
 
-import importlib.metadata
 import os
-import re
-from collections.abc import Mapping, Sequence
 
 from hybridrl.controller.agents import Agents, call_all
-from hybridrl.controller.ray_probe import ClusterView, Reply, ask, joined_view
-from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
+from hybridrl.controller.ray_probe import ClusterView, ask, joined_view
+from hybridrl.doctor.findings import Finding, fail, ok
 from hybridrl.doctor.host import heard
-from hybridrl.doctor.network_nodes import is_loopback
-from hybridrl.doctor.ray_facts import Connection, RayFacts, ray_facts
+from hybridrl.doctor.ray_facts import ray_facts
+from hybridrl.doctor.ray_judgements import (
+    alive_nodes,
+    judge_reachable,
+    judge_stranger,
+    judge_tokens,
+    judge_versions,
+    judge_view,
+    skip_all,
+)
 from hybridrl.doctor.stages import Case
 
 ASK_S = 10.0
 FACTS_S = 20.0
-START = "`ray start --head --node-ip-address=<its address> --port={port}`"
 
 
 def check(case: Case) -> list[Finding]:
@@ -41,179 +45,19 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
         "ray.reachable", call_all(agents, ray_facts, (host, int(port)), timeout_s=FACTS_S)
     )
     findings += judge_versions(facts) + judge_tokens(facts)
-    several = max(wanted, len(facts)) > 1 and (joined is None or _alive(joined) < wanted)
+    several = max(wanted, len(facts)) > 1 and (joined is None or alive_nodes(joined) < wanted)
     findings += judge_reachable(facts, address, several=several)
     if not facts or any(fact.connection.error for fact in facts.values()):
-        return findings + _skip(("ray.port", "ray.nodes"), "the head is not reached")
+        return findings + skip_all(("ray.port", "ray.nodes"), "the head is not reached")
     strangers = [fact.connection for fact in facts.values() if not fact.connection.is_grpc]
     if strangers:
         return [
             *findings,
-            _stranger(address, strangers[0], facts),
-            *_skip(("ray.nodes",), "no Ray"),
+            judge_stranger(address, strangers[0], facts),
+            *skip_all(("ray.nodes",), "no Ray"),
         ]
     view = joined or ask(address, ASK_S)
     return findings + judge_view(view, address, wanted)
-
-
-def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
-    """ray.version: what is installed on each node against what this package asks for."""
-    least = _least_version()
-    findings = []
-    for node, fact in facts.items():
-        if fact.version and _numbers(fact.version) >= least:
-            findings.append(ok("ray.version", node, f"Ray {fact.version}"))
-            continue
-        found = f"Ray {fact.version}" if fact.version else "no Ray"
-        needs = ".".join(map(str, least))
-        findings.append(
-            fail(
-                "ray.version",
-                node,
-                f"{found}; this package needs {needs}",
-                f"pip install 'ray>={needs}' on {node}, then restart Ray there (ray stop).",
-            )
-        )
-    return findings
-
-
-def judge_tokens(facts: Mapping[str, RayFacts]) -> list[Finding]:
-    """ray.token: the same mode and token on all nodes."""
-    kinds = {node: _auth(fact) for node, fact in facts.items()}
-    without = [node for node, (mode, token) in kinds.items() if mode == "token" and not token]
-    if without:
-        what = f"RAY_AUTH_MODE=token and no token on {', '.join(without)}"
-        return [fail("ray.token", "all", what, _token_advice())]
-    if len(set(kinds.values())) > 1:
-        each = ", ".join(f"{node}: {_kind(*kind)}" for node, kind in kinds.items())
-        return [fail("ray.token", "all", f"the nodes differ: {each}", _token_advice())]
-    return [ok("ray.token", "all", _kind(*kind)) for kind in set(kinds.values())]
-
-
-def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: bool) -> list[Finding]:
-    """ray.reachable and ray.loopback: connections of every node to the head.
-
-    Args:
-        facts: by node.
-        address: RAY_ADDRESS.
-        several: whether other nodes have yet to reach the head.
-    """
-    host, _, port = address.rpartition(":")
-    listeners = {node: fact.listeners for node, fact in facts.items() if fact.listeners}
-    findings = [_judge_loopback(host, port, listeners)] if several else []
-    if not several:
-        findings = [ok("ray.loopback", "all", "no other node has to reach the head")]
-    unreached = [node for node, fact in facts.items() if fact.connection.error]
-    for node in unreached:
-        error = facts[node].connection.error
-        what = f"{node} -> {address}: {error}"
-        findings.append(fail("ray.reachable", node, what, _unreached_advice(error, port)))
-    if facts and not unreached:
-        longest = max(fact.connection.seconds for fact in facts.values())
-        what = f"{len(facts)} node(s) connect to {address} within {1e3 * longest:.1f} ms"
-        findings.append(ok("ray.reachable", "all", what))
-    return findings
-
-
-def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
-    """ray.port, ray.token and ray.nodes: what the head said."""
-    if view.reply is Reply.other_token:
-        what = f"the cluster at {address} refuses this node: {view.detail}"
-        token = fail("ray.token", "all", what, _token_advice())
-        port = ok("ray.port", "all", f"Ray answers at {address}")
-        return [port, token, *_skip(("ray.nodes",), "the head refuses the token")]
-    if view.reply is Reply.none:
-        what = f"{address} speaks gRPC, but not as Ray's head: {view.detail}"
-        advice = f"See `ray status --address={address}`; restart the head: {START}."
-        port_number = address.rpartition(":")[2]
-        failed = fail("ray.port", "all", what, advice.format(port=port_number))
-        return [failed, *_skip(("ray.nodes",), "no Ray answers")]
-    version = f"Ray {view.ray_version}, Python {view.python_version}" if view.ray_version else "Ray"
-    return [
-        ok("ray.port", "all", f"{version} at {address}"),
-        *_judge_registered(view, address, wanted),
-        *_judge_nodes(view, address, wanted),
-    ]
-
-
-def _judge_registered(view: ClusterView, address: str, wanted: int) -> list[Finding]:
-    """ray.loopback: nodes that told the head an address which leads the others to themselves."""
-    alive = [node for node in view.nodes if node.alive]
-    on_one_machine = len({node.host for node in alive}) == 1 and len(alive) >= wanted
-    if wanted == 1 or on_one_machine:
-        return []
-    return [
-        fail(
-            "ray.loopback",
-            node.host,
-            f"{node.host} is known in the cluster by {node.address}: others reach themselves there",
-            _loopback_advice(address.rpartition(":")[2]),
-        )
-        for node in alive
-        if is_loopback(node.address)
-    ]
-
-
-def _loopback_advice(port: str) -> str:
-    return (
-        "ray stop there, and start it on an address that the others reach: "
-        f"{START.format(port=port)}, on other nodes --address in place of --head and --port. The "
-        "address is often taken from a line with 127.0.1.1 in /etc/hosts."
-    )
-
-
-def _alive(view: ClusterView) -> int:
-    return sum(node.alive for node in view.nodes)
-
-
-def _judge_nodes(view: ClusterView, address: str, wanted: int) -> list[Finding]:
-    alive = [f"{node.host} ({node.address})" for node in view.nodes if node.alive]
-    back = {(node.host, node.address) for node in view.nodes if node.alive}
-    dead = [
-        f"{node.host} ({node.address}){f': {node.reason}' if node.reason else ''}"
-        for node in view.nodes
-        if not node.alive and (node.host, node.address) not in back
-    ]
-    gone = f"; dead: {'; '.join(dead)}" if dead else ""
-    what = f"{len(alive)} of cluster.nodes={wanted} alive: {', '.join(alive) or 'none'}{gone}"
-    advice = (
-        f"On each node that is missing: ray start --address={address} --node-ip-address=<its "
-        "address>, with the head's RAY_AUTH_TOKEN; `ray status` then counts it."
-    )
-    if len(alive) < wanted:
-        return [fail("ray.nodes", "all", what, f"{advice} Or set cluster.nodes={len(alive)}.")]
-    if dead:
-        return [warn("ray.nodes", "all", what, f"If they were meant to take part: {advice}")]
-    return [ok("ray.nodes", "all", what)]
-
-
-def _judge_loopback(host: str, port: str, listeners: Mapping[str, Sequence[str]]) -> Finding:
-    advice = _loopback_advice(port)
-    if host == "localhost" or (_is_address(host) and is_loopback(host)):
-        what = f"RAY_ADDRESS={host}:{port} leads every node to itself, and there are several"
-        return fail("ray.loopback", "all", what, advice)
-    for node, places in listeners.items():
-        if all(is_loopback(place) for place in places):
-            what = f"on {node}, port {port} listens on {', '.join(places)} alone"
-            return fail("ray.loopback", node, what, advice)
-    if not listeners:
-        return skipped("ray.loopback", "all", f"none of these nodes listens on port {port}")
-    where = "; ".join(f"{node}: {', '.join(places)}" for node, places in listeners.items())
-    return ok("ray.loopback", "all", f"port {port} listens on {where}")
-
-
-def _stranger(address: str, connection: Connection, facts: Mapping[str, RayFacts]) -> Finding:
-    holders = sorted({name for fact in facts.values() for name in fact.holders})
-    who = f", held by {', '.join(holders)}" if holders else ""
-    said = f"says {connection.said!r}" if connection.said else "says nothing"
-    port = address.rpartition(":")[2]
-    return fail(
-        "ray.port",
-        "all",
-        f"{address} answers but is no Ray: to a gRPC greeting it {said}{who}",
-        f"6379 is Redis's port, too: start Ray's head on another (ray start --head --port=6380) "
-        f"and set RAY_ADDRESS to it, or end what has it (`ss -ltnp sport = :{port}` on the head).",
-    )
 
 
 def _without_address(agents: Agents) -> list[Finding]:
@@ -224,7 +68,7 @@ def _without_address(agents: Agents) -> list[Finding]:
         why = "RAY_ADDRESS is not set: the run starts a Ray of its own, for this machine alone"
     else:
         why = "RAY_ADDRESS is not set: there is no Ray yet"
-    return findings + _skip(("ray.reachable", "ray.loopback", "ray.port", "ray.nodes"), why)
+    return findings + skip_all(("ray.reachable", "ray.loopback", "ray.port", "ray.nodes"), why)
 
 
 def _with_address_that_ray_finds(
@@ -241,63 +85,6 @@ def _with_address_that_ray_finds(
     return [
         *findings,
         ok("ray.reachable", "all", why),
-        *_skip(("ray.loopback",), why),
+        *skip_all(("ray.loopback",), why),
         *judge_view(joined, address, wanted),
     ]
-
-
-def _skip(checks: Sequence[str], why: str) -> list[Finding]:
-    return [skipped(check, "all", why) for check in checks]
-
-
-def _unreached_advice(error: str, port: str) -> str:
-    if "refused" in error:
-        return (
-            f"On the head, `ss -ltn sport = :{port}` says what listens there. Nothing: start it, "
-            f"{START.format(port=port)}. 127.0.0.1 alone: ray stop, and start it like this. "
-            "Otherwise RAY_ADDRESS names another machine."
-        )
-    return (
-        f"Open TCP port {port} of the head, and Ray's other ports, for this node in firewalls and "
-        "security groups; `ip route get <head>` says whether there is a route. RAY_ADDRESS must be "
-        "the head's address as this node knows it."
-    )
-
-
-def _token_advice() -> str:
-    return (
-        "Give all nodes one token before `ray start`, and the run the same: export "
-        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=<the word of 64 characters that the head has; `cat "
-        "~/.ray/auth_token` there shows one that Ray made by itself>. Without tokens: export "
-        "RAY_AUTH_MODE=disabled everywhere. Then `ray stop` and start the nodes again."
-    )
-
-
-def _auth(fact: RayFacts) -> tuple[str, str]:
-    """Mode and token; without the mode, Ray does not look at tokens."""
-    if fact.auth_mode == "token":
-        return "token", fact.token
-    return fact.auth_mode or "disabled", ""
-
-
-def _kind(mode: str, token: str) -> str:
-    if mode != "token":
-        return f"RAY_AUTH_MODE={mode}: no token"
-    return f"token with SHA-256 {token}..."
-
-
-def _least_version() -> tuple[int, ...]:
-    requirement = next(
-        text for text in importlib.metadata.requires("hybridrl") or [] if re.match(r"ray\b", text)
-    )
-    found = re.search(r">=([\d.]+)", requirement)
-    assert found is not None, f"setup.cfg asks for {requirement}, without a least version"
-    return _numbers(found[1])
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def _is_address(host: str) -> bool:
-    return re.fullmatch(r"[\d.]+|\[?[\da-fA-F:]+\]?", host) is not None

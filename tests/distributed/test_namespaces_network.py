@@ -9,14 +9,8 @@ import pytest
 from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import examine
-from tests.namespaces import (
-    bench,
-    driver,
-    need_namespaces,
-    set_environments,
-    summed,
-    write_hosts,
-)
+from tests.namespace_agents import driver, set_environments, summed
+from tests.namespaces import bench, need_namespaces, write_hosts
 
 BAND = [29500, 29503]
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 0.7)"

@@ -12,7 +12,8 @@ import pytest
 from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray_services import examine
-from tests.namespaces import bench, driver, need_namespaces, set_environments
+from tests.namespace_agents import driver, set_environments
+from tests.namespaces import bench, need_namespaces
 
 # Answers as Redis does to what is no command of its own.
 REDIS = """

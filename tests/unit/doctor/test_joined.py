@@ -12,7 +12,8 @@ import pytest
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.agents import call_all
-from hybridrl.doctor.joined import JoinedAgents, listens_here, parse_place, serve
+from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.doctor.joined_wire import parse_place
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
 

@@ -5,7 +5,7 @@ import pytest
 from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray_facts import Connection, RayFacts
-from hybridrl.doctor.ray_services import judge_reachable, judge_tokens, judge_versions, judge_view
+from hybridrl.doctor.ray_judgements import judge_reachable, judge_tokens, judge_versions, judge_view
 
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")
