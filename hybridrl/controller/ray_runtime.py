@@ -31,6 +31,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.machine import Machine, Node, local_machine
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
+from hybridrl.controller.ray_head import connect, head_place
 from hybridrl.controller.signals import SignalGuard, shielded
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,9 @@ def _join(environment: Mapping[str, str]) -> None:
             f"RAY_ADDRESS={address} names a Ray client server; workers could not be reached.\n"
             "Run on a node of the cluster and set RAY_ADDRESS=<head node>:6379, or auto."
         )
+    place = head_place(address)
+    if place is not None and (problem := connect(*place).problem):
+        raise _no_cluster(address, problem)
     _reload_authentication()
     try:
         with _keeping_our_signal_handlers():
@@ -174,10 +178,14 @@ def _join(environment: Mapping[str, str]) -> None:
             "Set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were when its nodes were started."
         ) from error
     except (ConnectionError, ValueError, RuntimeError, RaySystemError) as error:
-        raise ConfigError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}).\n"
-            "Start it with `ray start --head`, or unset RAY_ADDRESS to use this machine alone."
-        ) from error
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, why: object) -> ConfigError:
+    return ConfigError(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there ({why}).\n"
+        "Start it with `ray start --head`, or unset RAY_ADDRESS to use this machine alone."
+    )
 
 
 def _make_folder() -> Path:

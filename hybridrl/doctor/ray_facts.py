@@ -6,35 +6,14 @@ Without importing Ray, which takes seconds.
 import hashlib
 import importlib.metadata
 import os
-import socket
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-PATIENCE_S = 3.0
+from hybridrl.controller.ray_head import Connection, connect
+
 TOKEN_CHARACTERS = 8
-# What an HTTP/2 client says first: the preface, and a SETTINGS frame without settings.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-# The fourth byte of a frame is its type.
-SETTINGS = 4
-
-
-class Connection(NamedTuple):
-    """A connection to the head.
-
-    Attributes:
-        error: why there is none; empty if there is.
-        seconds: until it was there.
-        is_grpc: whether what answers speaks HTTP/2.
-        said: the first that came, else.
-    """
-
-    error: str = ""
-    seconds: float = 0.0
-    is_grpc: bool = False
-    said: str = ""
 
 
 class RayFacts(NamedTuple):
@@ -85,32 +64,6 @@ def token_hash() -> str:
         except OSError:
             return ""
     return hashlib.sha256(token.encode()).hexdigest()[:TOKEN_CHARACTERS]
-
-
-def connect(host: str, port: int) -> Connection:
-    """Connect to the head and see whether it speaks HTTP/2, as gRPC does."""
-    start = time.perf_counter()
-    try:
-        stream = socket.create_connection((host.strip("[]"), port), PATIENCE_S)
-    except TimeoutError:
-        return Connection(f"no answer within {PATIENCE_S:g} s (packets dropped or no route)")
-    except OSError as error:
-        return Connection(_reason(error))
-    seconds = time.perf_counter() - start
-    with stream:
-        try:
-            stream.sendall(GREETING)
-            said = stream.recv(64)
-        except OSError:
-            said = b""
-    is_grpc = len(said) >= 9 and said[3] == SETTINGS
-    return Connection("", seconds, is_grpc, "" if is_grpc else said.decode(errors="replace"))
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused: nobody listens there"
-    return (error.strerror or str(error)).lower()
 
 
 def _listeners(port: int) -> tuple[list[str], list[str]]:

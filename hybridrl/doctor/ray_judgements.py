@@ -4,10 +4,11 @@ import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 
+from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, Reply
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.network_nodes import is_loopback
-from hybridrl.doctor.ray_facts import Connection, RayFacts
+from hybridrl.doctor.ray_facts import RayFacts
 
 START = "`ray start --head --node-ip-address=<its address> --port={port}`"
 

@@ -3,6 +3,7 @@
 import os
 
 from hybridrl.controller.agents import Agents, call_all
+from hybridrl.controller.ray_head import head_place
 from hybridrl.controller.ray_probe import ClusterView, ask, joined_view
 from hybridrl.doctor.findings import Finding, fail, ok
 from hybridrl.doctor.host import heard
@@ -38,12 +39,10 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     if address in ("", "local"):
         return _without_address(agents)
     joined = joined_view()
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
+    place = head_place(address)
+    if place is None:
         return _with_address_that_ray_finds(agents, address, wanted, joined)
-    facts, findings = heard(
-        "ray.reachable", call_all(agents, ray_facts, (host, int(port)), timeout_s=FACTS_S)
-    )
+    facts, findings = heard("ray.reachable", call_all(agents, ray_facts, place, timeout_s=FACTS_S))
     findings += judge_versions(facts) + judge_tokens(facts)
     several = max(wanted, len(facts)) > 1 and (joined is None or alive_nodes(joined) < wanted)
     findings += judge_reachable(facts, address, several=several)

@@ -1,10 +1,18 @@
 """What the stage ray makes of invented facts of several nodes."""
 
+import socket
+import socketserver
+import threading
+import time
+
 import pytest
 
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.ray_agents import RayAgents
+from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray_facts import Connection, RayFacts
+from hybridrl.doctor.ray_facts import RayFacts
 from hybridrl.doctor.ray_judgements import judge_reachable, judge_tokens, judge_versions, judge_view
 
 ADDRESS = "10.0.1.2:6379"
@@ -89,3 +97,31 @@ def test_what_speaks_grpc_and_is_no_head_is_named():
     found = judge_view(ClusterView(Reply.none, "no answer within 10 s"), ADDRESS, 2)
     ((verdict, evidence),) = judged(found, "ray.port")
     assert verdict is Verdict.fail and "no answer within 10 s" in evidence
+
+
+@pytest.fixture
+def no_ray():
+    """A server that answers as Redis does."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.rfile.readline()
+            self.wfile.write(b"-ERR unknown command 'PRI'")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_what_is_no_cluster_is_not_waited_for(no_ray, monkeypatch, listens):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = no_ray if listens else closed.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    says = "no Ray: it says \"-ERR unknown command 'PRI'" if listens else "connection refused"
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        RayAgents().__enter__()
+    assert time.monotonic() - start < 3.0
+    assert "no Ray cluster answers there" in str(raised.value) and says in str(raised.value)
