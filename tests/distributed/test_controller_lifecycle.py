@@ -59,8 +59,12 @@ def test_sigterm_while_ray_starts(tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "whom", "exit_code"),
-    [("succeed", None, 0), ("raise", None, 1), ("hang", os.kill, 143), ("hang", os.killpg, 143)],
-    ids=["success", "failure", "SIGTERM to the driver", "SIGTERM to all of its group"],
+    [
+        pytest.param("succeed", None, 0, id="success", marks=pytest.mark.slow),  # as every run does
+        pytest.param("raise", None, 1, id="failure"),
+        pytest.param("hang", os.kill, 143, id="SIGTERM to the driver"),
+        pytest.param("hang", os.killpg, 143, id="SIGTERM to all of its group"),
+    ],
 )
 def test_nothing_stays_behind(tmp_path, mode, whom, exit_code):
     process = run_script(tmp_path, mode)
@@ -82,6 +86,7 @@ def test_nothing_stays_behind(tmp_path, mode, whom, exit_code):
     assert ("the first domino" in errors) == (mode == "raise")
 
 
+@pytest.mark.slow
 def test_two_runs_in_a_row_in_one_process(tmp_path):
     """As in a sweep: the second starts as the first did, and each ends what it started."""
     token = Path.home() / ".ray" / "auth_token"

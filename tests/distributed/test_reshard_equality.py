@@ -13,7 +13,6 @@ from tests.reshard_cases import Case, run_cases, write_folders
 FLOAT, BFLOAT = DType.float32, DType.bfloat16
 
 CASES = {
-    1: [Case("qwen2", FLOAT, tp=1)],
     2: [
         Case("qwen2", FLOAT, tp=1),
         Case("llama", BFLOAT, tp=2, layout=Layout.plain),
@@ -28,6 +27,7 @@ CASES = {
     ],
 }
 SLOW_CASES = {
+    1: [Case("qwen2", FLOAT, tp=1)],
     3: [Case("llama_tied", FLOAT, tp=1), Case("qwen2_untied", BFLOAT, tp=1)],
     4: [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
