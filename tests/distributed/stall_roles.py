@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch import distributed as dist
 
@@ -28,11 +29,14 @@ class Staller(Worker):
         side.take_weights(seed=0)
         resharder = side.resharder(bucket_elements=64)
         staging = resharder._movers[-1].staging
-        start = staging.start
+        start, store = staging.start, dist.distributed_c10d._get_default_store()
 
         def start_or_stop(number):
             if (dist.get_rank(), number) == (who, 2):
+                store.wait(["another rank is in bucket 3"], timedelta(seconds=20))
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if dist.get_rank() != who and number == 3:
+                store.set("another rank is in bucket 3", "")
             return start(number)
 
         staging.start = start_or_stop

@@ -126,6 +126,7 @@ def two_nodes(tmp_path, monkeypatch):
     shutil.rmtree(root)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path):
     """Joined by address: engines stay on their nodes, processes end on both, the nodes stay up."""
     assert [node.cores for node in cluster_machine().nodes] == [2, 2]

@@ -12,8 +12,8 @@ import pytest
 from tests.end_to_end.runs import ROOT, SMALL, started
 
 ELSEWHERE = ("gsm8k_ppo", "calculator_tool")
-# These differ from the others in their advantages or loss alone, which other tests hold.
-SLOW = ["gsm8k_gspo", "gsm8k_reinforce_pp"]
+# What is their own, advantages, loss or adapters, other tests hold.
+SLOW = ["gsm8k_gspo", "gsm8k_lora", "gsm8k_reinforce_pp"]
 RECIPES = sorted(
     {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} - {*ELSEWHERE, *SLOW}
 )
