@@ -13,6 +13,12 @@ from tests.reshard_cases import Case, run_cases, write_folders
 FLOAT, BFLOAT = DType.float32, DType.bfloat16
 
 CASES = {
+    2: [
+        Case("qwen2", FLOAT, tp=1),
+        Case("llama", BFLOAT, tp=2, layout=Layout.plain),
+        Case("qwen3_tied", FLOAT, tp=2),
+        Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
+    ],
     4: [
         Case("qwen2", BFLOAT, tp=2),
         Case("llama", FLOAT, tp=4),  # 2 KV heads on 4 ranks
@@ -22,12 +28,6 @@ CASES = {
 }
 SLOW_CASES = {
     1: [Case("qwen2", FLOAT, tp=1)],
-    2: [
-        Case("qwen2", FLOAT, tp=1),
-        Case("llama", BFLOAT, tp=2, layout=Layout.plain),
-        Case("qwen3_tied", FLOAT, tp=2),
-        Case("qwen3", BFLOAT, tp=1, dp_replicate=2),
-    ],
     3: [Case("llama_tied", FLOAT, tp=1), Case("qwen2_untied", BFLOAT, tp=1)],
     4: [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
