@@ -35,8 +35,9 @@ from hybridrl.config.given import Given, given_keys, recipe_files
 from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined
 from hybridrl.config.plan_text import plan
-from hybridrl.controller.command import composed, conf_dir, examined, look, ray_address
+from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.ray_head import ray_address
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model

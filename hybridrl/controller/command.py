@@ -1,6 +1,5 @@
 """From a command line to a checked config: what the run and the doctor do alike."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hybridrl.config.command_line import (
 from hybridrl.config.given import Given
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine, local_machine
+from hybridrl.controller.ray_head import ray_address
 from hybridrl.models.resolve import read_model_config
 from hybridrl.models.vocabulary import vocabulary_problems
 
@@ -25,12 +25,6 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     packaged = package / "conf"
     return packaged if (packaged / "config.yaml").is_file() else package.parent / "conf"
-
-
-def ray_address() -> str | None:
-    """The cluster to join, if any; `local` is Ray's word for none."""
-    address = os.environ.get("RAY_ADDRESS")
-    return None if address in ("", "local") else address
 
 
 def look() -> Machine:

@@ -35,6 +35,12 @@ class Connection(NamedTuple):
         return f"what answers is no Ray: it says {self.said!r}"
 
 
+def ray_address() -> str | None:
+    """RAY_ADDRESS, the cluster to join, if any; `local` is Ray's word for none."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
+
+
 def head_place(address: str) -> tuple[str, int] | None:
     """Host and port of a RAY_ADDRESS; None of `auto` and the like, which Ray finds by itself."""
     host, _, port = address.rpartition(":")

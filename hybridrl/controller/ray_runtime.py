@@ -31,7 +31,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.machine import Machine, Node, local_machine
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
-from hybridrl.controller.ray_head import connect, head_place
+from hybridrl.controller.ray_head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
         Interrupted: a signal came.
     """
     with SignalGuard(), _ray_messages_in_our_log(), ExitStack() as stack:
-        if joins_cluster():
+        if ray_address():
             stack.callback(ray.shutdown)
             _join(worker_environment(os.environ))
         else:
@@ -89,11 +89,6 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
             stack.callback(_stop, folder)
             _start(folder, cluster, accelerator)
         yield
-
-
-def joins_cluster() -> bool:
-    """Whether RAY_ADDRESS names a cluster to join."""
-    return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:

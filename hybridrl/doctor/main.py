@@ -21,10 +21,10 @@ from rich.console import Console
 from hybridrl.config.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import given_keys
-from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.agents import Agents, LocalAgents, call_all
-from hybridrl.controller.command import composed, examined, ray_address
+from hybridrl.controller.command import composed, examined
+from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
@@ -122,17 +122,4 @@ def _case(overrides: list[str], agents: Agents) -> Case:
     result = examined(found.cfg, machine, given_keys(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
-    return _as_case(result, Machine(tuple(nodes)), found.overrides, agents)
-
-
-def _as_case(result: Examined, machine: Machine, overrides: Sequence[str], agents: Agents) -> Case:
-    assert result.shape is not None
-    return Case(
-        config=result.config,
-        machine=machine,
-        shape=result.shape,
-        reward_shape=result.reward_shape,
-        overrides=overrides,
-        agents=agents,
-        quick=False,
-    )
+    return Case.of(result, Machine(tuple(nodes)), found.overrides, agents, quick=False)

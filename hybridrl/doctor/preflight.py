@@ -10,7 +10,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.controller.agents import Agents, LocalAgents
-from hybridrl.controller.command import ray_address
+from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor import host, inputs, memory, network, placement, ray_services
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.findings import Verdict
@@ -52,17 +52,9 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
     checks = result.config.doctor.checks
     if checks is DoctorChecks.none:
         return
-    assert result.shape is not None
     with _nodes() as agents:
-        case = Case(
-            config=result.config,
-            machine=machine,
-            shape=result.shape,
-            reward_shape=result.reward_shape,
-            overrides=overrides,
-            agents=agents,
-            quick=checks is DoctorChecks.quick,
-        )
+        quick = checks is DoctorChecks.quick
+        case = Case.of(result, machine, overrides, agents, quick=quick)
         reports = run_stages(case, STAGES)
     for text in complaints(reports, Verdict.warn):
         logger.warning("%s", text)

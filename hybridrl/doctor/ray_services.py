@@ -1,9 +1,7 @@
 """The stage of Ray: whether its head can be reached, is Ray, and takes this run's token."""
 
-import os
-
 from hybridrl.controller.agents import Agents, call_all
-from hybridrl.controller.ray_head import head_place
+from hybridrl.controller.ray_head import head_place, ray_address
 from hybridrl.controller.ray_probe import ClusterView, ask, joined_view
 from hybridrl.doctor.findings import Finding, fail, ok
 from hybridrl.doctor.host import heard
@@ -35,15 +33,15 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
         agents: the nodes.
         wanted: cluster.nodes.
     """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        return _without_address(agents)
-    joined = joined_view()
-    place = head_place(address)
-    if place is None:
-        return _with_address_that_ray_finds(agents, address, wanted, joined)
+    address = ray_address()
+    joined = None if address is None else joined_view()
+    place = None if address is None else head_place(address)
     facts, findings = heard("ray.reachable", call_all(agents, ray_facts, place, timeout_s=FACTS_S))
     findings += judge_versions(facts) + judge_tokens(facts)
+    if address is None:
+        return findings + _without_address(agents)
+    if place is None:
+        return findings + _with_address_that_ray_finds(address, wanted, joined)
     several = max(wanted, len(facts)) > 1 and (joined is None or alive_nodes(joined) < wanted)
     findings += judge_reachable(facts, address, several=several)
     if not facts or any(fact.connection.error for fact in facts.values()):
@@ -61,28 +59,23 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
 
 def _without_address(agents: Agents) -> list[Finding]:
     """Ray is not up yet, or the run starts its own."""
-    facts, findings = heard("ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S))
-    findings += judge_versions(facts) + judge_tokens(facts)
     if len(agents.nodes) == 1:
         why = "RAY_ADDRESS is not set: the run starts a Ray of its own, for this machine alone"
     else:
         why = "RAY_ADDRESS is not set: there is no Ray yet"
-    return findings + skip_all(("ray.reachable", "ray.loopback", "ray.port", "ray.nodes"), why)
+    return skip_all(("ray.reachable", "ray.loopback", "ray.port", "ray.nodes"), why)
 
 
 def _with_address_that_ray_finds(
-    agents: Agents, address: str, wanted: int, joined: ClusterView | None
+    address: str, wanted: int, joined: ClusterView | None
 ) -> list[Finding]:
     """RAY_ADDRESS=auto: Ray looks for a head on this machine."""
-    facts, findings = heard("ray.reachable", call_all(agents, ray_facts, None, timeout_s=FACTS_S))
-    findings += judge_versions(facts) + judge_tokens(facts)
     if joined is None:
         what = f"RAY_ADDRESS={address} led to no cluster that this process could join"
         advice = "Set RAY_ADDRESS=<address of the head>:6379, and start the doctor again."
-        return [*findings, fail("ray.reachable", "all", what, advice)]
+        return [fail("ray.reachable", "all", what, advice)]
     why = f"RAY_ADDRESS={address} has been joined"
     return [
-        *findings,
         ok("ray.reachable", "all", why),
         *skip_all(("ray.loopback",), why),
         *judge_view(joined, address, wanted),

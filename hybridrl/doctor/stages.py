@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
@@ -33,6 +34,28 @@ class Case:
     overrides: Sequence[str]
     agents: Agents
     quick: bool
+
+    @classmethod
+    def of(
+        cls,
+        result: Examined,
+        machine: Machine,
+        overrides: Sequence[str],
+        agents: Agents,
+        *,
+        quick: bool,
+    ) -> "Case":
+        """The case of a config that has passed its checks."""
+        assert result.shape is not None
+        return cls(
+            config=result.config,
+            machine=machine,
+            shape=result.shape,
+            reward_shape=result.reward_shape,
+            overrides=overrides,
+            agents=agents,
+            quick=quick,
+        )
 
 
 Check = Callable[[Case], list[Finding]]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.check_sizes import world_size
-from hybridrl.controller.command import ray_address
+from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.stages import Case
 
