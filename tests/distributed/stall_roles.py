@@ -22,14 +22,19 @@ class StallConfig:
 class Staller(Worker):
     config_class = StallConfig  # type: ignore[assignment]
 
+    def __init__(self, config, mesh):
+        super().__init__(config, mesh)
+        self.side = Side(1, mesh, by_columns=False, device="cpu")
+        self.side.take_weights(seed=0)
+        self.resharder = self.side.resharder(bucket_elements=64)
+        self.resharder.sync(0, verify=True)  # the first takes longest, which is no stall
+        self.start = self.resharder._movers[-1].staging.start
+
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, who):
         """Move random weights into a toy engine; rank `who` stops before it sends bucket 3."""
-        side = Side(1, self.mesh, by_columns=False, device="cpu")
-        side.take_weights(seed=0)
-        resharder = side.resharder(bucket_elements=64)
-        staging = resharder._movers[-1].staging
-        start, store = staging.start, dist.distributed_c10d._get_default_store()
+        staging = self.resharder._movers[-1].staging
+        store = dist.distributed_c10d._get_default_store()
 
         def start_or_stop(number):
             if (dist.get_rank(), number) == (who, 2):
@@ -37,11 +42,11 @@ class Staller(Worker):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if dist.get_rank() != who and number == 3:
                 store.set("another rank is in bucket 3", "")
-            return start(number)
+            return self.start(number)
 
         staging.start = start_or_stop
-        resharder.sync(0, verify=True)
-        return side.wrong(side.take_weights(seed=0))
+        self.resharder.sync(0, verify=True)
+        return self.side.wrong(self.side.take_weights(seed=0))
 
     @on_all_ranks(Dispatch.BROADCAST)
     def walk(self, steps, seconds):
