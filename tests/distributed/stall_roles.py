@@ -1,7 +1,7 @@
 """Roles for test_stalls.py: one stops in the middle of a reshard, one takes its time."""
 
-import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,7 +39,8 @@ class Staller(Worker):
         def start_or_stop(number):
             if (dist.get_rank(), number) == (who, 2):
                 store.wait(["another rank is in bucket 3"], timedelta(seconds=20))
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # Sent to the process, it could reach another thread first; this one would go on.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             if dist.get_rank() != who and number == 3:
                 store.set("another rank is in bucket 3", "")
             return self.start(number)
