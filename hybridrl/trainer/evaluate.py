@@ -10,7 +10,7 @@ import torch
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
-from hybridrl.trainer.rewarding import Judge
+from hybridrl.trainer.rewarding import Judge, Rewarded
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -104,26 +104,62 @@ class Evaluator:
         return dict(metrics)
 
     def _request(self, step: int, temperature: float, top_p: float) -> PromptBatch:
-        return PromptBatch(
-            prompts=Ragged.from_rows([prompt.token_ids for prompt in self._prompts], torch.int64),
-            prompt_id=torch.tensor([prompt.prompt_id for prompt in self._prompts]),
-            step=step,
-            responses_per_prompt=1,
-            temperature=temperature,
-            top_p=top_p,
-        )
+        return request_of(self._prompts, step, temperature=temperature, top_p=top_p)
 
     def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
         """Scores of the responses by each rule, under the rule's suffix; training's has none."""
-        rewarded = self._judge.score(self._prompts, batch)
-        items = [
-            (prompt.text, text, prompt.example)
-            for prompt, text in zip(self._prompts, rewarded.texts, strict=True)
-        ]
-        results: dict[str, Scored] = {"": rewarded}
-        results |= {suffix: rule.score(items) for suffix, rule in self._rules.items()}
+        _, results = judged(self._judge, self._rules, self._prompts, batch)
         self._failed += sum(len(result.failures) for result in results.values())
         return {suffix: result.scores for suffix, result in results.items()}
+
+
+def request_of(
+    prompts: Sequence[Prompt],
+    step: int,
+    *,
+    temperature: float,
+    top_p: float,
+    samples: int = 1,
+    first_sample: int = 0,
+) -> PromptBatch:
+    """The request for responses to held-out problems; its seeds are those of the same samples.
+
+    Args:
+        prompts: the problems.
+        step: of the evaluated weights.
+        temperature, top_p: how to sample; temperature 0 decodes greedily.
+        samples: of each problem.
+        first_sample: how many samples of each problem there are already.
+    """
+    return PromptBatch(
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
+        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
+        step=step,
+        responses_per_prompt=samples,
+        temperature=temperature,
+        top_p=top_p,
+        first_sample=torch.full((len(prompts),), first_sample),
+    )
+
+
+def judged(
+    judge: Judge, rules: Mapping[str, Scorer], prompts: list[Prompt], batch: RolloutBatch
+) -> tuple[Rewarded, dict[str, Scored]]:
+    """Responses as text, and what each rule says of them; training's has the name "".
+
+    Args:
+        judge: scores as in training.
+        rules: by name.
+        prompts: prompts[b] belongs to response b.
+        batch: the responses.
+    """
+    rewarded = judge.score(prompts, batch)
+    items = [
+        (prompt.text, text, prompt.example)
+        for prompt, text in zip(prompts, rewarded.texts, strict=True)
+    ]
+    results: dict[str, Scored] = {"": rewarded}
+    return rewarded, results | {name: rule.score(items) for name, rule in rules.items()}
 
 
 def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int]]:
