@@ -37,6 +37,7 @@ from hybridrl.config.load import Examined
 from hybridrl.config.plan_text import plan
 from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.output import spare_standard_output
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
@@ -57,6 +58,7 @@ DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
     signal.signal(signal.SIGTERM, _on_sigterm)
+    spare_standard_output()
     # torch makes a folder for compiled kernels when it is imported; among the temporary files it
     # would be left behind. Workers inherit the variable.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))

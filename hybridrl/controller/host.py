@@ -31,6 +31,7 @@ from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.interfaces import interface_of
+from hybridrl.controller.output import lossy_text
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
@@ -303,14 +304,16 @@ def import_class(path: str) -> type[Any]:
 
 
 def redirect_output(path: Path) -> None:
-    """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash."""
+    """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash.
+
+    Text for which the disk has no room is lost; nobody who prints gets an error.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

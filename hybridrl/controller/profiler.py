@@ -22,9 +22,16 @@ class RankProfiler:
         self._profile.start()
 
     def write(self, path: Path) -> None:
-        """Stop, and write a Chrome trace; a name that ends in .gz is compressed."""
+        """Stop, and write a Chrome trace; a name that ends in .gz is compressed.
+
+        A disk that does not take it costs the trace and no more.
+        """
         self._profile.stop()
         start = time.perf_counter()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+        except OSError as error:
+            logger.warning("%s could not be written: %s", path, error)
+            return
         logger.info("wrote %s in %.1f s", path, time.perf_counter() - start)

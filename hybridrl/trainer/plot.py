@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hybridrl.trainer.spare_files import replace_file
 from hybridrl.trainer.summary import ACCURACY, accuracy_label
 from hybridrl.trainer.tracking import read_metrics
 
@@ -50,7 +51,11 @@ INTERVAL = "eval/ci95"
 
 
 def plot_run(run_dir: Path, title: str) -> Path:
-    """Draw <run>/metrics.png from <run>/metrics.jsonl; returns its path."""
+    """Draw <run>/metrics.png from <run>/metrics.jsonl; returns its path.
+
+    Raises:
+        OSError: the disk does not take it; an older one stays.
+    """
     # Imported here: it takes most of a second, and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -62,9 +67,7 @@ def plot_run(run_dir: Path, title: str) -> Path:
     panels = [*PANELS, _accuracy_panel(rows)]
     for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _draw(axes, panel, rows)
-    path = run_dir / PLOT_FILE
-    figure.savefig(path)
-    return path
+    return replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))
 
 
 def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:

@@ -42,7 +42,7 @@ from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
-from hybridrl.trainer.state import LoopState, write_state
+from hybridrl.trainer.state import LoopState
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -125,7 +125,7 @@ class PPOTrainer:
                     self.reshard()
                     self.evaluate(step)
             self.log(step)
-            write_state(self.reporter.run_dir, self.state(step))
+            self.reporter.keep_state(self.state(step))
         self.save()
         self.reporter.finish()
         return self.evaluator.last_accuracy

@@ -47,6 +47,9 @@ class StepProfiler:
         files = [self._folder / f"step_{step}_rank{rank}.json.gz" for rank in ranks]
         self._pool.run("write_profile", [(str(file),) for file in files], f"profile step {step}")
         phases = self._folder / f"phases_step_{step}.json"
-        write_trace(phases, self._timeline(), f"step {step}")
+        try:
+            write_trace(phases, self._timeline(), f"step {step}")
+        except OSError as error:
+            log.warning("%s could not be written: %s; the run goes on", phases, error)
         others = f" to {files[-1].name}" if len(files) > 1 else ""
         log.info("traces of step %d: %s, %s%s", step, phases, files[0].name, others)

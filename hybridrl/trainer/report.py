@@ -6,9 +6,11 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.console import RunConsole, pick_samples
-from hybridrl.trainer.plot import plot_run
+from hybridrl.trainer.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.spare_files import SpareFiles
+from hybridrl.trainer.state import STATE_FILE, LoopState, write_state
 from hybridrl.trainer.summary import summarize
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Row, Tracker
@@ -45,6 +47,7 @@ class Reporter:
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
+        self._files = SpareFiles()
 
     def phase(self, name: str) -> None:
         """A phase begins."""
@@ -56,7 +59,8 @@ class Reporter:
 
     def log(self, step: int, metrics: Row) -> None:
         """Keep and show one step's metrics, and say what went wrong in it."""
-        metrics = metrics | self._throughput.metrics(metrics)
+        lost = float(self._tracker.lost + self._files.failures)
+        metrics = metrics | self._throughput.metrics(metrics) | {"run/lost_writes": lost}
         self._console.step(self._tracker.log(step, metrics))
         for name, what in WORTH_A_WARNING.items():
             if count := metrics.get(name):
@@ -79,9 +83,13 @@ class Reporter:
             return
         records = _records(prompts, responses, rewarded)
         if keeps:
-            write_rollouts(self.run_dir, step, records)
+            self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         if shows:
             self._console.samples(step, pick_samples(records))
+
+    def keep_state(self, state: LoopState) -> None:
+        """Replace the state file of the loop."""
+        self._files.attempt(STATE_FILE, lambda: write_state(self.run_dir, state))
 
     def saved(self, folder: Path, node: str) -> None:
         """The trained model was written by the first rank, on `node`."""
@@ -93,8 +101,8 @@ class Reporter:
 
     def finish(self) -> None:
         """Draw the curves and sum the run up."""
-        draw(self._config, self.run_dir)
-        for failure in self._tracker.failures():
+        self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
+        for failure in [*self._tracker.failures(), *self._files.lines()]:
             self._console.warn(failure)
         self._console.summary(summarize(self._tracker.rows), self.run_dir)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hybridrl.trainer.spare_files import replace_file
+
 
 @dataclass(frozen=True)
 class RolloutRecord:
@@ -32,9 +34,12 @@ class RolloutRecord:
 
 
 def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -> Path:
-    """Write <run>/rollouts/step_<n>.jsonl, one response a line; returns its path."""
+    """Write <run>/rollouts/step_<n>.jsonl, one response a line; returns its path.
+
+    Raises:
+        OSError: the disk does not take it; no part of it is left.
+    """
     path = run_dir / "rollouts" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+    return replace_file(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))

@@ -4,15 +4,21 @@ Each works in a thread of its own: imports and slow servers delay no step, and w
 there is counted and logged once instead of stopping the run.
 """
 
+import io
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config.schema import TrackingConfig
+from hybridrl.trainer.spare_files import GrowingFile
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +111,19 @@ def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
 
 
 class TensorBoardSink:
-    """TensorBoard event files, by tensorboard's own writer (torch's imports far more)."""
+    """TensorBoard event files, record by record (torch's writer imports far more).
+
+    Raises OSError for each step that the disk does not take; it is written with a later one.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
+        self._file = GrowingFile(folder / name)
+        self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -119,12 +132,13 @@ class TensorBoardSink:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
+        self._file.append(_record(event))
+        if self._file.reason is not None:
+            raise OSError(self._file.reason)
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
 
 
 class WandbSink:
@@ -204,6 +218,15 @@ def open_sinks(
         uri = config.mlflow_uri
         sinks.append(BackgroundSink("MLflow", lambda: MLflowSink(uri, run_name, resolved)))
     return sinks
+
+
+def _record(event: "Event") -> bytes:
+    """An event as it stands in an event file, with its length and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = io.BytesIO()
+    RecordWriter(record).write(event.SerializeToString())
+    return record.getvalue()
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

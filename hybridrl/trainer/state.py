@@ -4,9 +4,10 @@ They stand in <run>/trainer_state.json as they were after the last finished step
 """
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
+
+from hybridrl.trainer.spare_files import replace_file
 
 STATE_FILE = "trainer_state.json"
 
@@ -26,11 +27,13 @@ class LoopState(NamedTuple):
 
 
 def write_state(run_dir: Path, state: LoopState) -> None:
-    """Replace the run's state file, which is whole at any instant."""
-    path = run_dir / STATE_FILE
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(state._asdict()) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    """Replace the run's state file, which is whole at any instant.
+
+    Raises:
+        OSError: the disk does not take it; the old one stays.
+    """
+    text = json.dumps(state._asdict()) + "\n"
+    replace_file(run_dir / STATE_FILE, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def read_state(run_dir: Path) -> LoopState:

@@ -1,6 +1,7 @@
 """metrics.jsonl, one object a step, and the other places metrics go."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.sinks import BackgroundSink, close_all, open_sinks
+from hybridrl.trainer.spare_files import GrowingFile
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -48,26 +52,42 @@ class Tracker:
 
     def __init__(self, run_dir: Path, config: RunConfig) -> None:
         self.rows: list[Row] = []
-        self._file = (run_dir / METRICS_FILE).open("w", encoding="utf-8")
+        self._file = GrowingFile(run_dir / METRICS_FILE)
         resolved = plain(config)
         assert isinstance(resolved, dict)
         self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
-        """Write one step's metrics; numbers that are not finite become null. Returns the row."""
+        """Write one step's metrics; numbers that are not finite become null. Returns the row.
+
+        A row that the disk does not take is written with a later one.
+        """
         row: Row = {"step": step} | dict.fromkeys(PROMISED)
         row |= {name: _finite(value) for name, value in metrics.items()}
         self.rows.append(row)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        had_room = not self._file.waiting
+        self._file.append((json.dumps(row, allow_nan=False) + "\n").encode())
+        if had_room and self._file.waiting:
+            reason = self._file.reason
+            log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
         known = {name: value for name, value in row.items() if value is not None and name != "step"}
         for sink in self._sinks:
             sink.log(step, known)
         return row
 
+    @property
+    def lost(self) -> int:
+        """Rows that are not on disk, and calls of other trackers that failed."""
+        return self._file.waiting + sum(sink.failures for sink in self._sinks)
+
     def failures(self) -> list[str]:
-        """One line for each tracker that did not get everything."""
-        return [_failure(sink) for sink in self._sinks if sink.failures]
+        """One line for metrics.jsonl and each other tracker that did not get everything."""
+        waiting = self._file.waiting
+        rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
+        unwritten = f"{rows} could not be written: {self._file.reason}"
+        return [unwritten] * (waiting > 0) + [
+            _failure(sink) for sink in self._sinks if sink.failures
+        ]
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Write out what is left; other trackers get `timeout_s` for that together."""
