@@ -20,22 +20,20 @@ from hybridrl.config.machine import Machine, torch_threads
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.output import lossy_text
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
-from hybridrl.data.tokenizer import Decode, decoder, load_tokenizer
-from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
-from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.console import RunConsole
-from hybridrl.trainer.conversations import Limits
-from hybridrl.trainer.environment import EnvironmentJudge, turn_tokens
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.header import RunFacts, header_lines
+from hybridrl.trainer.judges import open_judge, open_rules
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter, draw
-from hybridrl.trainer.rewarding import Judge, Rewarder
+from hybridrl.trainer.rewarding import Judge
 from hybridrl.trainer.setup_times import SetupTimes
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
@@ -71,7 +69,7 @@ def train(
         write_manifest(run_dir, config, machine, prompts.data_sets, started=started)
         _show_header(config, run_dir, machine, prompts, console)
         decode = decoder(load_tokenizer(config.model.path))
-        judge = _judge(config, prompts, decode, stack)
+        judge = open_judge(config, prompts, decode, stack)
         evaluator = _evaluator(config, prompts, judge, stack)
         tracker = Tracker(run_dir, config)
         stack.push(
@@ -99,51 +97,11 @@ def train(
         return trainer.fit()
 
 
-def _judge(config: RunConfig, prompts: PromptSets, decode: Decode, stack: ExitStack) -> Judge:
-    """The environment, or without one the reward function."""
-    reward, environment = config.reward, config.environment
-    if environment is None:
-        scorer = RewardScorer(
-            reward.function,
-            reward.args,
-            timeout_s=reward.timeout_s,
-            num_processes=reward.num_processes,
-            failed_score=reward.failed_score,
-        )
-        return Rewarder(decode, stack.enter_context(scorer))
-    pool = EnvironmentPool(
-        environment.function,
-        environment.args,
-        timeout_s=reward.timeout_s,
-        num_processes=reward.num_processes,
-    )
-    return EnvironmentJudge(
-        stack.enter_context(pool),
-        turn_tokens(config.model.path, environment),
-        decode,
-        {prompt.prompt_id: prompt.example for prompt in [*prompts.train, *prompts.held_out]},
-        Limits(environment.max_turns, config.rollout.max_response_tokens),
-        reward.failed_score,
-    )
-
-
 def _evaluator(config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack) -> Evaluator:
-    rules = {
-        name: stack.enter_context(
-            RewardScorer(
-                rule.function,
-                rule.args,
-                timeout_s=config.reward.timeout_s,
-                num_processes=1,
-                failed_score=0.0,
-            )
-        )
-        for name, rule in config.eval.rules.items()
-    }
     return Evaluator(
         prompts.held_out,
         judge,
-        rules,
+        open_rules(config, stack),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         greedy=config.eval.greedy,
@@ -212,6 +170,9 @@ def _route_logging(console: RunConsole, stack: ExitStack) -> None:
     root = logging.getLogger()
     handler = console.logging_handler()
     before = list(root.handlers)
+    for old in before:
+        if isinstance(old, logging.FileHandler):  # else a full disk makes two pages of each line
+            old.setStream(lossy_text(old.baseFilename))
     root.handlers = [
         handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
         for old in before
