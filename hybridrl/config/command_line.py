@@ -5,12 +5,13 @@ are right are composed, so that one report can hold them all.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -26,6 +27,9 @@ from hybridrl.config.keys import did_you_mean
 from hybridrl.config.load import known_keys
 
 CONFIG_NAME = "config"
+
+# Changes a config, composed of groups alone, before values are set in it; gets the groups chosen.
+Underlay = Callable[[DictConfig, Sequence[str]], None]
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,15 @@ class Precomposed:
     overrides: list[str]
 
 
-def precompose(line: CommandLine, config_dir: Path) -> Precomposed:
+def precompose(
+    line: CommandLine, config_dir: Path, underlay: Underlay | None = None
+) -> Precomposed:
     """Look at every override and compose the usable ones.
 
     Args:
         line: the command line; with `has_own_primary` Hydra alone can judge it.
         config_dir: folder of the primary config.
+        underlay: what the overrides of values are set on, instead of the groups' values alone.
     """
     problems: list[str] = []
     parsed = _parsed(line.overrides, problems)
@@ -110,8 +117,13 @@ def precompose(line: CommandLine, config_dir: Path) -> Precomposed:
         base = look.compose(groups, problems)
         if base is None:
             return Precomposed(problems, None, [])
+        if underlay is not None:
+            underlay(base, [o.key_or_group for o in groups])
         usable = [o for o in usable if o in groups or _accept(_key_problem(o, base), problems)]
-        cfg = look.compose(usable, problems)
+        if underlay is None:
+            cfg = look.compose(usable, problems)
+        else:
+            cfg = _with_values(base, [o for o in usable if o not in groups], problems)
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable])
 
 
@@ -198,6 +210,18 @@ class _Look:
             cause = f"\n{error.__cause__}" if error.__cause__ else ""
             problems.append(f"{error}{cause}".strip())
             return None
+
+
+def _with_values(
+    base: DictConfig, overrides: Sequence[Override], problems: list[str]
+) -> DictConfig | None:
+    """The config with values set in it as Hydra does, or None with the reason in `problems`."""
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(list(overrides), base)
+    except (HydraException, OmegaConfBaseException) as error:
+        problems.append(str(error).strip())
+        return None
+    return base
 
 
 def _values(override: Override) -> list[Any]:

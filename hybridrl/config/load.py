@@ -25,7 +25,7 @@ from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.typed import Builder, element_class, optional_class
-from hybridrl.config.validate import run_checks
+from hybridrl.config.validate import Checks, run_checks
 
 MAX_REWARD_PROCESSES = 8
 # What vLLM itself takes on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
@@ -55,6 +55,7 @@ def examine(
     machine: Machine,
     read_model: Callable[[str], dict[str, Any]],
     given: Given,
+    checks: Checks = run_checks,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
 
@@ -63,6 +64,7 @@ def examine(
         machine: what the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
         given: which keys were set by hand.
+        checks: of the typed config; a run's unless others are given.
     """
     report = Report()
     for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
@@ -72,7 +74,7 @@ def examine(
     _resolve(config, machine, report)
     shape = _shape(config, read_model, report)
     reward_shape = _reward_shape(config, read_model, report)
-    run_checks(config, machine, shape, reward_shape, given, report)
+    checks(config, machine, shape, reward_shape, given, report)
     return Examined(config, shape, reward_shape, report)
 
 

@@ -126,6 +126,20 @@ REWARD_MODEL = (
     "rollout.max_response_tokens",
     "fsdp.ulysses_size",
 )
+# What an evaluation must have right, too: it trains nothing.
+OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
+    sizes.mesh_problems,
+    sizes.uneven_problems,
+    sizes.engine_problems,
+    layout_problems,
+    sizes.port_problems,
+    offload_problems,
+    resources.kv_cache_problems,
+    mixture_problems,
+    environment_problems,
+    sizes.length_problems,
+    sizes.tensor_parallel_problems,
+)
 EFFECT_NEEDS = (
     "algorithm.advantage",
     "algorithm.kl.coef",
@@ -148,6 +162,8 @@ EFFECT_NEEDS = (
     *RANKS,
     TP,
 )
+
+Checks = Callable[[RunConfig, Machine, ModelShape | None, ModelShape | None, Given, Report], None]
 
 
 def run_checks(
@@ -181,6 +197,30 @@ def run_checks(
         checks.append((memory_problems(config, shape, machine, reward_shape), MEMORY))
         if reward_shape is not None:
             checks.append((reward_shape_problems(config, shape, reward_shape), REWARD_MODEL))
+        found += _applicable(report, checks)
+    for problem in found:
+        report.add(problem)
+    _check_files(config, report)
+
+
+def run_evaluation_checks(
+    config: RunConfig,
+    machine: Machine,
+    shape: ModelShape | None,
+    reward_shape: ModelShape | None,
+    given: Given,
+    report: Report,
+) -> None:
+    """Add every problem that an evaluation would have to `report`; as `run_checks`."""
+    of_config = [pair for pair in CONFIG_CHECKS if pair[0] in OF_EVALUATIONS]
+    of_model = [pair for pair in MODEL_CHECKS if pair[0] in OF_EVALUATIONS]
+    found = [
+        *_applicable(report, ((check(config), needs) for check, needs in of_config)),
+        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
+        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
+    ]
+    if shape is not None:
+        checks = ((check(config, shape), needs) for check, needs in of_model)
         found += _applicable(report, checks)
     for problem in found:
         report.add(problem)
