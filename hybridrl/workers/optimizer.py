@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -37,6 +39,18 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     else:
         remaining = 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+
+
+class GradientStep(NamedTuple):
+    """An optimizer step as scalars on the device, the same on all ranks.
+
+    Attributes:
+        norm: the gradients' global norm before clipping.
+        skipped: 1 where loss or norm was not finite, so that no step was taken; else 0.
+    """
+
+    norm: Tensor
+    skipped: Tensor
 
 
 class Optimizer:
@@ -79,25 +93,32 @@ class Optimizer:
             group["lr"] = lr
         return lr
 
-    def apply_gradients(self) -> Tensor:
+    def gradient_norm(self) -> Tensor:
+        """The gradients' global norm, a scalar on the device, the same on all ranks; collective."""
+        norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def apply_gradients(self, loss: Tensor) -> GradientStep:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
-        Gradients whose norm is not finite are dropped: weights and moments stay as they are.
-        Nothing here waits for the device: AdamW's kernel divides gradients by grad_scale and does
-        nothing where found_inf is 1, which is how torch.amp.GradScaler speaks to it.
+        Where the gradients' norm or the loss of any rank is not finite, the gradients are dropped:
+        weights and moments stay as they are, on all ranks. Nothing here waits for the device:
+        AdamW's kernel divides gradients by grad_scale and does nothing where found_inf is 1, which
+        is how torch.amp.GradScaler speaks to it.
 
-        Returns:
-            The gradients' global norm before clipping, a scalar on the device, the same on all
-            ranks.
+        Args:
+            loss: a scalar on the device: the sum of this rank's losses of the step.
         """
-        norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self.gradient_norm()
+        skipped = torch.stack([norm.float(), loss.float()]).isfinite().all().logical_not().float()
+        # A loss can be NaN on one rank where no gradient is: nothing of it reaches the norm.
+        dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
         self.adamw.grad_scale = (norm / self.config.max_grad_norm).clamp(min=1.0)
-        self.adamw.found_inf = norm.isfinite().logical_not().float()
+        self.adamw.found_inf = skipped
         self.moments.wait()
         self.adamw.step()
         self.adamw.zero_grad()
-        return norm
+        return GradientStep(norm, skipped)
 
     def drop_gradients(self) -> None:
         """Clear the gradients without a step: weights and moments stay as they are."""

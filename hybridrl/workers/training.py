@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from hybridrl.data.totals import Totals
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
-from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.optimizer import GradientStep, Optimizer
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,23 @@ class Training:
         self.losses: list[Tensor] = []
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
-        self.grad_norms: list[Tensor] = []
+        self.steps: list[GradientStep] = []
 
     def take_step(self, mini: MiniBatch) -> None:
         """One optimizer step on a mini-batch; a collective over all ranks.
 
         None where no token counts: momentum and weight decay would move the weights all the same.
         """
+        before = len(self.losses)
         self.accumulate_gradients(mini)
-        position.at("optimizer step", len(self.grad_norms) + 1)
+        position.at("optimizer step", len(self.steps) + 1)
         if mini.totals.tokens:
-            self.grad_norms.append(self.optimizer.apply_gradients())
+            loss = torch.stack(self.losses[before:]).sum()
+            self.steps.append(self.optimizer.apply_gradients(loss))
         else:
             self.optimizer.drop_gradients()
-            self.grad_norms.append(torch.zeros((), device=self.device))
+            zero = torch.zeros((), device=self.device)
+            self.steps.append(GradientStep(norm=zero, skipped=zero))
 
     def accumulate_gradients(self, mini: MiniBatch) -> None:
         """The gradient of a mini-batch, the same however it is spread over ranks and micros.
@@ -88,7 +92,7 @@ class Training:
         self.num_tokens += mini.totals.tokens
         # A mini-batch without a single token has gradient 0, not NaN.
         totals = Totals(*(max(count, 1) for count in mini.totals))
-        part = f"mini-batch {len(self.grad_norms) + 1}, micro-batch"
+        part = f"mini-batch {len(self.steps) + 1}, micro-batch"
         for index, micro in enumerate(mini.micros):
             position.at(part, index + 1, len(mini.micros))
             begin_micro_batch(self.model, self.fsdp, last=index == len(mini.micros) - 1)
@@ -101,8 +105,9 @@ class Training:
 
         Returns:
             loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
-            grad_norm: mean before clipping, 0 of mini-batches without a token that counts; NaN if
-            none was finite. skipped_steps: those not taken, because their gradient was not finite.
+            grad_norm: mean before clipping of the steps taken, 0 of mini-batches without a token
+            that counts; NaN if none was taken. skipped_steps: those not taken, because loss or
+            gradient was not finite; skipped_last: how many of these are the last in a row.
         """
         position.at("metrics")
         total = torch.stack(self.losses).sum()
@@ -110,15 +115,17 @@ class Training:
         shared = self.fsdp.ulysses_size
         everywhere = sum_over_ranks({"loss": total, **self.sums}, self.device)
         sums = {name: value / shared for name, value in everywhere.items()}
-        loss = sums.pop("loss") / len(self.grad_norms)
-        norms = torch.stack(self.grad_norms).tolist()
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        loss = sums.pop("loss") / len(self.steps)
+        norms = torch.stack([step.norm for step in self.steps]).tolist()
+        skipped = [flag > 0 for flag in torch.stack([s.skipped for s in self.steps]).tolist()]
+        taken = [norm for norm, skip in zip(norms, skipped, strict=True) if not skip]
         return {
             "loss": loss,
             **{name: value / max(self.num_tokens, 1) for name, value in sums.items()},
             **(max_over_ranks(self.maxima, self.device) if self.maxima else {}),
-            "grad_norm": sum(finite) / len(finite) if finite else math.nan,
-            "skipped_steps": float(len(norms) - len(finite)),
+            "grad_norm": sum(taken) / len(taken) if taken else math.nan,
+            "skipped_steps": float(sum(skipped)),
+            "skipped_last": float(sum(1 for _ in takewhile(bool, reversed(skipped)))),
         }
 
     def _remember(self, loss: Tensor, stats: LossStats) -> None:
