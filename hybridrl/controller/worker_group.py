@@ -239,6 +239,30 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         *([] if config.reward_model is not None else ["reward_model"]),
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
+    pool, groups = start_roles(config, configs, run_dir)
+    return Workers(
+        pool=pool,
+        actor=groups["actor"],
+        critic=groups.get("critic"),
+        rollout=groups["rollout"],
+        ref=groups.get("ref"),
+        reward_model=groups.get("reward_model"),
+    )
+
+
+def start_roles(
+    config: RunConfig, configs: Mapping[str, Any], run_dir: Path
+) -> tuple[Pool, dict[str, WorkerGroup]]:
+    """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
+
+    Args:
+        config: says where.
+        configs: of the roles, by name; rollout, which is built first, and actor are among them.
+        run_dir: for the processes' logs.
+
+    Returns:
+        The pool, which the caller closes, and each role's group.
+    """
     rollout = import_class(config.rollout.worker)
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]
     pool_config = PoolConfig(
@@ -259,11 +283,4 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         undo.callback(pool.close)
         groups = _build_run(pool, configs, config.fsdp, imported)
         undo.pop_all()
-    return Workers(
-        pool=pool,
-        actor=groups["actor"],
-        critic=groups.get("critic"),
-        rollout=groups["rollout"],
-        ref=groups.get("ref"),
-        reward_model=groups.get("reward_model"),
-    )
+    return pool, groups

@@ -32,7 +32,8 @@ PACKAGES = (
     "pyarrow",
 )
 
-_HIDDEN = "***"
+# Stands in place of a secret.
+HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(^|[._-])(token|password|passwd|secret|credentials?|api_?key)$", re.I)
 # user:password@ or token@ in a URI.
 _URI_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
@@ -82,7 +83,7 @@ def plain(value: Any, name: str = "") -> Any:
     in a URI is one, too.
     """
     if value is not None and _SECRET_NAME.search(name):
-        return _HIDDEN
+        return HIDDEN
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name), f.name) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -93,7 +94,7 @@ def plain(value: Any, name: str = "") -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _URI_LOGIN.sub(f"{_HIDDEN}@", str(value))
+    return _URI_LOGIN.sub(f"{HIDDEN}@", str(value))
 
 
 def versions() -> dict[str, str]:
@@ -137,5 +138,5 @@ def _without_secret(argument: str) -> str:
     """A command-line argument with the value of a secret key hidden."""
     assigned = _ASSIGNMENT.match(argument)
     if assigned and _SECRET_NAME.search(assigned.group(2)):
-        return f"{assigned.group(0)}{_HIDDEN}"
-    return _URI_LOGIN.sub(f"{_HIDDEN}@", argument)
+        return f"{assigned.group(0)}{HIDDEN}"
+    return _URI_LOGIN.sub(f"{HIDDEN}@", argument)
