@@ -62,7 +62,6 @@ COMMON = [
     "eval.every_steps=0",
     "eval.greedy=false",
     "trainer.samples_every_steps=0",
-    "trainer.save_rollouts_every_steps=0",
     "trainer.save_final_model=false",
     "tracking.tensorboard=false",
 ]

@@ -202,7 +202,6 @@ def _rollout(args: argparse.Namespace, model: ModelConfig) -> RolloutConfig:
         max_num_seqs=8,
         enforce_eager=True,
         sleep=SleepMode.all,
-        straggler_ratio=0.0,
         reshard_bucket_mb=args.bucket_mb,
         verify_reshard=True,
     )

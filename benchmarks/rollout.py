@@ -151,7 +151,6 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
         max_num_seqs=args.prompts * args.responses,
         enforce_eager=args.eager,
         sleep=SleepMode.none,
-        straggler_ratio=0.0,
         reshard_bucket_mb=64,
         verify_reshard=False,
     )

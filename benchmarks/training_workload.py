@@ -7,15 +7,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import TINY
-from hybridrl.config.algorithm_schema import KLConfig, LossConfig
+from hybridrl.config.algorithm_schema import (
+    AlgorithmConfig,
+    KLConfig,
+    LossConfig,
+    OverlongConfig,
+    RolloutCorrectionConfig,
+)
 from hybridrl.config.choices import (
     Accumulation,
     Aggregation,
+    CorrectionLevel,
+    CorrectionMethod,
     DType,
     Init,
     KLEstimator,
     KLPlacement,
-    KLSchedule,
     Layout,
     LRSchedule,
     Offload,
@@ -106,28 +113,44 @@ def fsdp_config(arguments: argparse.Namespace, *, compiled: bool) -> FSDPConfig:
     )
 
 
+def algorithm_config() -> AlgorithmConfig:
+    """GRPO without a KL penalty."""
+    return AlgorithmConfig(
+        advantage="grpo",
+        gamma=1.0,
+        lam=1.0,
+        pass_k=4,
+        whiten_advantages=False,
+        loss=LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
+        aggregation=Aggregation.token_mean,
+        rollout_correction=RolloutCorrectionConfig(
+            method=CorrectionMethod.none, level=CorrectionLevel.token, low=0.5, high=2.0
+        ),
+        overlong=OverlongConfig(buffer_tokens=0, penalty=1.0, train_on_truncated=True),
+        max_sampling_rounds=1,
+        kl=KLConfig(
+            placement=KLPlacement.reward,
+            estimator=KLEstimator.k1,
+            coef=0.0,
+            target=None,
+            horizon=1000,
+        ),
+    )
+
+
 def actor_config(folder: Path, fsdp: FSDPConfig, size: Size, ranks: int) -> ActorConfig:
     """An actor with random weights, of the shape that folder/config.json describes."""
     return ActorConfig(
         worker="hybridrl.workers.actor.ActorWorker",
         model=ModelConfig(path=str(folder), init=Init.random, seed=0),
         fsdp=fsdp,
-        kl=KLConfig(
-            placement=KLPlacement.reward,
-            estimator=KLEstimator.k1,
-            coef=0.0,
-            schedule=KLSchedule.fixed,
-            target=1.0,
-            horizon=1000,
-        ),
+        algorithm=algorithm_config(),
         lora=None,
         total_steps=100,
         temperature=1.0,
         mini_batch_size=ranks * size.sequences,
         epochs=1,
         max_tokens_per_gpu=size.max_tokens,
-        loss=LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
-        aggregation=Aggregation.token_mean,
         max_response_tokens=size.max_tokens - size.prompt,
         entropy_coef=0.0,
         log_prob_chunk_tokens=size.chunk_tokens,

@@ -125,7 +125,6 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
         "max_num_seqs": 16,
         "enforce_eager": case.enforce_eager,
         "sleep": SleepMode.all,
-        "straggler_ratio": 0.7,
         "reshard_bucket_mb": 1,
         "verify_reshard": True,
     }

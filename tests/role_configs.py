@@ -3,26 +3,33 @@
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.algorithm_schema import KLConfig, LossConfig
+from hybridrl.config.algorithm_schema import (
+    AlgorithmConfig,
+    KLConfig,
+    LossConfig,
+    OverlongConfig,
+    RolloutCorrectionConfig,
+)
 from hybridrl.config.choices import (
     Accumulation,
     Aggregation,
+    CorrectionLevel,
+    CorrectionMethod,
     DType,
     Init,
     KLEstimator,
     KLPlacement,
-    KLSchedule,
     Layout,
     LRSchedule,
     Offload,
 )
 from hybridrl.config.schema import (
     ActorConfig,
-    CheckpointConfig,
     CriticConfig,
     FSDPConfig,
     LoRAConfig,
     ModelConfig,
+    ModelPathConfig,
     OptimConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -79,27 +86,43 @@ def lora_config(rank: int = 0, **changes: Any) -> LoRAConfig | None:
     return LoRAConfig(rank=rank, **(values | changes))
 
 
+def algorithm_config() -> AlgorithmConfig:
+    """PPO with a KL penalty in the loss."""
+    return AlgorithmConfig(
+        advantage="gae",
+        gamma=1.0,
+        lam=1.0,
+        pass_k=4,
+        whiten_advantages=True,
+        loss=LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
+        aggregation=Aggregation.token_mean,
+        rollout_correction=RolloutCorrectionConfig(
+            method=CorrectionMethod.none, level=CorrectionLevel.token, low=0.5, high=2.0
+        ),
+        overlong=OverlongConfig(buffer_tokens=0, penalty=1.0, train_on_truncated=True),
+        max_sampling_rounds=1,
+        kl=KLConfig(
+            placement=KLPlacement.loss,
+            estimator=KLEstimator.k3,
+            coef=0.1,
+            target=None,
+            horizon=1000,
+        ),
+    )
+
+
 def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.actor.ActorWorker",
         "model": model_config(folder),
         "fsdp": fsdp,
-        "kl": KLConfig(
-            placement=KLPlacement.loss,
-            estimator=KLEstimator.k3,
-            coef=0.1,
-            schedule=KLSchedule.fixed,
-            target=1.0,
-            horizon=1000,
-        ),
+        "algorithm": algorithm_config(),
         "lora": lora_config(),
         "total_steps": 10,
         "temperature": 0.8,
         "mini_batch_size": 8,
         "epochs": 1,
         "max_tokens_per_gpu": 64,
-        "loss": LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
-        "aggregation": Aggregation.token_mean,
         "max_response_tokens": 16,
         "entropy_coef": 0.01,
         "log_prob_chunk_tokens": 7,
@@ -114,7 +137,6 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
         "model": model_config(folder),
         "fsdp": fsdp,
         "total_steps": 10,
-        "seed": 3,
         "value_clip": 0.2,
         "optim": optim_config(),
     }
@@ -136,7 +158,7 @@ def reference_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> Referenc
 def reward_model_config(folder: Path, fsdp: FSDPConfig) -> RewardModelConfig:
     return RewardModelConfig(
         worker="hybridrl.workers.reward_model.RewardModelWorker",
-        model=CheckpointConfig(path=str(folder)),
+        model=ModelPathConfig(path=str(folder)),
         fsdp=fsdp,
         weight=1.0,
     )

@@ -9,7 +9,6 @@ from hybridrl.config.choices import (
     CorrectionMethod,
     KLEstimator,
     KLPlacement,
-    KLSchedule,
 )
 
 
@@ -20,8 +19,7 @@ class KLConfig:
     placement: KLPlacement
     estimator: KLEstimator
     coef: float
-    schedule: KLSchedule
-    target: float
+    target: float | None
     horizon: int
 
 

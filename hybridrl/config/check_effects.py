@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hybridrl.config.check_sizes import world_size, world_text
 from hybridrl.config.choices import (
     Accelerator,
     CorrectionMethod,
     Init,
-    KLSchedule,
     Layout,
     LRSchedule,
 )
 from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
-from hybridrl.config.estimators import SETTINGS, estimator_of, taking
+from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
 from hybridrl.config.given import Given, Source
 from hybridrl.config.layout import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
@@ -55,19 +53,19 @@ def effect_problems(config: RunConfig, given: Given) -> Iterator[str]:
 def _idle(config: RunConfig) -> Iterator[Idle]:
     kl = config.algorithm.kl
     if kl.coef == 0:
-        others = ("placement", "estimator", "schedule", "target", "horizon")
+        others = ("placement", "estimator", "target", "horizon")
         yield Idle(
             ("ref", *(f"algorithm.kl.{name}" for name in others)),
             "algorithm.kl.coef",
             "algorithm.kl.coef = 0, which leaves the reference out",
             "set algorithm.kl.coef above 0",
         )
-    elif kl.schedule is KLSchedule.fixed:
+    elif kl.target is None:
         yield Idle(
-            ("algorithm.kl.target", "algorithm.kl.horizon"),
-            "algorithm.kl.schedule",
-            "algorithm.kl.schedule = fixed",
-            "set algorithm.kl.schedule=adaptive",
+            ("algorithm.kl.horizon",),
+            "algorithm.kl.target",
+            "algorithm.kl.target = null",
+            "set algorithm.kl.target, the KL that is wanted",
         )
     yield from _idle_estimator(config)
     optims = {"actor": config.actor.optim}
@@ -85,11 +83,11 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
     yield from _idle_lora(config)
     yield from _idle_rollout(config)
     yield from _idle_layout(config)
-    if config.model.init is Init.pretrained:
+    if config.model.init is Init.pretrained and not uses_critic(config):
         yield Idle(
             ("model.seed",),
             "model.init",
-            "model.init = pretrained",
+            "model.init = pretrained and no critic",
             "set model.init=random",
         )
     yield from _idle_data(config.data)
@@ -236,11 +234,4 @@ def _idle_rollout(config: RunConfig) -> Iterator[Idle]:
             "placement.slots_on_nodes",
             f"placement.slots_on_nodes = {config.placement.slots_on_nodes}",
             "set placement.slots_on_nodes=null",
-        )
-    if world_size(config) == config.rollout.tensor_parallel_size:
-        yield Idle(
-            ("rollout.straggler_ratio",),
-            "cluster.gpus_per_node",
-            f"one rollout engine ({world_text(config)})",
-            "take more GPUs",
         )

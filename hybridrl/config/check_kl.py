@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from hybridrl.config.choices import KLEstimator, KLPlacement, KLSchedule
+from hybridrl.config.choices import KLEstimator, KLPlacement
 from hybridrl.config.schema import RunConfig
 
 # The adaptive coefficient's controller clips its error to this share (Ziegler et al. 2019, section
@@ -40,7 +40,7 @@ def kl_problems(config: RunConfig) -> Iterator[str]:
         )
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
     shortest = int(MAX_RELATIVE_ERROR * responses) + 1
-    if kl.schedule is KLSchedule.adaptive and kl.horizon < shortest:
+    if kl.target is not None and kl.horizon < shortest:
         yield (
             f"algorithm.kl.horizon = {kl.horizon}, but a step has {responses} responses: the "
             "coefficient could fall to 0 in one step and would never rise again.\n"

@@ -21,13 +21,6 @@ class KLEstimator(StrEnum):
     k3_straight_through = "k3_straight_through"
 
 
-class KLSchedule(StrEnum):
-    """How the KL coefficient changes over the run."""
-
-    fixed = "fixed"
-    adaptive = "adaptive"
-
-
 class Aggregation(StrEnum):
     """How the losses of tokens become the loss of a mini-batch (algorithms/aggregation.py)."""
 

@@ -11,8 +11,7 @@ LINKS: dict[str, dict[str, str]] = {
         "model": "model",
         "fsdp": "fsdp",
         "lora": "lora",
-        "kl": "algorithm.kl",
-        "loss": "algorithm.loss",
+        "algorithm": "algorithm",
     },
     "critic": {"model": "model", "fsdp": "fsdp"},
     "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
@@ -22,8 +21,7 @@ LINKS: dict[str, dict[str, str]] = {
 REASONS = {
     "model": "every role must start from the same weights",
     "fsdp": "roles must shard alike, or the reshard plan is wrong",
-    "loss": "its settings are checked where algorithm names the loss",
-    "kl": "the penalty in the reward and in the loss must be the same",
+    "algorithm": "loss and penalty are checked, and reported, as algorithm has them",
     "lora": "the reference is the model under the actor's adapters",
 }
 

@@ -6,11 +6,10 @@ A role's worker class names its dataclass as `config_class`; a subclass of both 
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.algorithm_schema import AlgorithmConfig, KLConfig, LossConfig
+from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.choices import (
     Accelerator,
     Accumulation,
-    Aggregation,
     DoctorChecks,
     DType,
     Init,
@@ -135,9 +134,7 @@ class ActorConfig(RoleConfig):
     model: ModelConfig
     fsdp: FSDPConfig
     lora: LoRAConfig | None
-    kl: KLConfig
-    loss: LossConfig
-    aggregation: Aggregation
+    algorithm: AlgorithmConfig
     max_response_tokens: int
     total_steps: int
     temperature: float
@@ -156,7 +153,6 @@ class CriticConfig(RoleConfig):
     model: ModelConfig
     fsdp: FSDPConfig
     total_steps: int
-    seed: int
     value_clip: float
     optim: OptimConfig
 
@@ -173,8 +169,8 @@ class ReferenceConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
-    """conf/reward_model: model, a checkpoint of its own."""
+class ModelPathConfig:
+    """conf/reward_model: model, a folder of its own."""
 
     path: str
 
@@ -183,7 +179,7 @@ class CheckpointConfig:
 class RewardModelConfig(RoleConfig):
     """conf/reward_model."""
 
-    model: CheckpointConfig
+    model: ModelPathConfig
     fsdp: FSDPConfig
     weight: float
 
@@ -206,7 +202,6 @@ class RolloutConfig(RoleConfig):
     max_num_seqs: int | None
     enforce_eager: bool
     sleep: SleepMode
-    straggler_ratio: float
     reshard_bucket_mb: int
     verify_reshard: bool
 
@@ -241,8 +236,9 @@ class TrainerConfig:
     critic_warmup_steps: int
     max_log_prob_diff: float
     samples_every_steps: int
-    save_rollouts_every_steps: int
     save_final_model: bool
+    max_skipped_steps: int
+    max_restarts: int
     profile_steps: list[int]
 
 
@@ -273,6 +269,17 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig:
+    """conf/checkpoint. on_sigterm is in seconds."""
+
+    every_steps: int
+    keep_last: int
+    keep_best: str | None
+    on_sigterm: float
+    allow_config_changes: bool
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
 
@@ -283,6 +290,7 @@ class RunConfig:
     """
 
     seed: int
+    resume: str
     run: RunSection
     hardware: HardwareConfig
     model: ModelConfig
@@ -302,4 +310,5 @@ class RunConfig:
     eval: EvalConfig
     environment: EnvironmentConfig | None
     tracking: TrackingConfig
+    checkpoint: CheckpointConfig
     doctor: DoctorConfig

@@ -10,6 +10,7 @@ from hybridrl.config import check_losses as losses
 from hybridrl.config import check_resources as resources
 from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
+from hybridrl.config.check_checkpoint import resume_problems, retention_problems
 from hybridrl.config.check_data import mixture_problems
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_environment import environment_problems
@@ -63,6 +64,8 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mini_batch_problems, MINI_BATCHES),
     (sizes.mini_batch_rank_problems, MINI_BATCHES),
     (kl_problems, (*RESPONSES, "algorithm.kl")),
+    (resume_problems, ("resume",)),
+    (retention_problems, ("checkpoint.keep_best",)),
     (
         group_problems,
         ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),
@@ -143,7 +146,7 @@ OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
 EFFECT_NEEDS = (
     "algorithm.advantage",
     "algorithm.kl.coef",
-    "algorithm.kl.schedule",
+    "algorithm.kl.target",
     "algorithm.loss",
     "algorithm.rollout_correction",
     "algorithm.overlong",

@@ -49,7 +49,6 @@ def shrunk(case: Case, run_dir: Path) -> list[str]:
         "eval.greedy=false",
         f"rollout.max_response_tokens={tokens}",
         "trainer.save_final_model=false",
-        "trainer.save_rollouts_every_steps=0",
         "trainer.samples_every_steps=0",
         "trainer.profile_steps=[]",
         "tracking.tensorboard=false",

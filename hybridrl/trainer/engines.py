@@ -10,6 +10,8 @@ from hybridrl.data.batch import EngineStats
 
 # Steps in a row that an engine has to be slow, so that one hiccup raises no alarm.
 WINDOW = 3
+# Share of the other engines' median tokens per second below which an engine is slow.
+SLOW = 0.5
 # Rollouts before the same engine is warned of again.
 QUIET = 50
 
@@ -39,12 +41,10 @@ class StragglerAlarm:
     """Warns of an engine that samples much slower than the others, several steps in a row.
 
     Args:
-        ratio: share of the other engines' median tokens per second below which to warn; 0: never.
         where: engine index -> ranks, node and GPUs it runs on, for the warning.
     """
 
-    def __init__(self, ratio: float, where: Callable[[int], str]) -> None:
-        self._ratio = ratio
+    def __init__(self, where: Callable[[int], str]) -> None:
         self._where = where
         self._last: deque[Sequence[EngineStats]] = deque(maxlen=WINDOW)
         self._quiet: dict[int, int] = {}
@@ -60,7 +60,7 @@ class StragglerAlarm:
         return [
             f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
             f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
-            f"{WINDOW} steps it has been below rollout.straggler_ratio = {self._ratio:g} of that. "
+            f"{WINDOW} steps it has been below {SLOW:g} of that. "
             f"They wait for it; look for another process on its GPU, a hot or throttled GPU, or a "
             f"busy host."
             for k in slow
@@ -70,7 +70,7 @@ class StragglerAlarm:
         """Whether it sampled in each step of the window, and always too slowly."""
         return all(
             step[engine].tokens > 0
-            and step[engine].tokens_per_second < self._ratio * _median_of_others(step, engine)
+            and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)
             for step in self._last
         )
 

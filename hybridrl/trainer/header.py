@@ -116,8 +116,9 @@ def _method(config: RunConfig) -> str:
     if kl.coef == 0:
         penalty = "no KL penalty"
     else:
+        aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
         where = "reward" if kl.placement is KLPlacement.reward else "loss"
-        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}, {kl.schedule.value}"
+        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}{aim}"
     estimator = config.algorithm.advantage
     loss = config.algorithm.loss
     settings = ", ".join(f"{name} {value}" for name, value in loss.args.items())

@@ -8,7 +8,7 @@ from typing import Protocol
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
 from hybridrl.algorithms.masked import masked_mean
 from hybridrl.config.algorithm_schema import KLConfig
-from hybridrl.config.choices import KLPlacement, KLSchedule
+from hybridrl.config.choices import KLPlacement
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -123,7 +123,7 @@ class KLPenalty:
         mask = batch.response_mask.values
         per_token = k3(batch.old_log_probs.values, batch.ref_log_probs.values)
         used = self._coef
-        if self._config.schedule is KLSchedule.adaptive:
+        if self._config.target is not None:
             self._coef = adapt_coef(
                 used,
                 current=float(per_token[mask].sum()) / len(batch),
@@ -146,5 +146,5 @@ class KLPenalty:
         """
         if coef is None:
             raise ValueError("algorithm.kl.coef > 0, but the state has no KL penalty")
-        if self._config.schedule is KLSchedule.adaptive:
+        if self._config.target is not None:
             self._coef = coef

@@ -92,9 +92,7 @@ class PPOTrainer:
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
         self.lengths = ResponseLengths()
-        self.stragglers = StragglerAlarm(
-            config.rollout.straggler_ratio, lambda engine: engine_place(workers.rollout, engine)
-        )
+        self.stragglers = StragglerAlarm(lambda engine: engine_place(workers.rollout, engine))
         self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
         self.profiler = StepProfiler(

@@ -17,8 +17,8 @@ from hybridrl.trainer.tracking import Row, Tracker
 
 # Counts that stop no run but should not pass unseen.
 WORTH_A_WARNING = {
-    "actor/skipped_steps": "updates of the actor skipped: the gradient was not finite",
-    "critic/skipped_steps": "updates of the critic skipped: the gradient was not finite",
+    "actor/skipped_steps": "updates of the actor skipped: loss or gradient was not finite",
+    "critic/skipped_steps": "updates of the critic skipped: loss or gradient was not finite",
     "eval/failed": "judgements of held-out responses failed: the accuracies count them as wrong",
 }
 
@@ -69,23 +69,18 @@ class Reporter:
     def saw_responses(
         self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
     ) -> None:
-        """Keep or show the step's rollouts where they are due; warn of failed rewards."""
-        trainer = self._config.trainer
-        shows = is_due(trainer.samples_every_steps, step)
-        keeps = is_due(trainer.save_rollouts_every_steps, step)
+        """Keep and show the step's rollouts where they are due; warn of failed rewards."""
         if rewarded.failures:
             first = rewarded.failures[0]
             self._console.warn(
                 f"step {step}: {len(rewarded.failures)} of {len(prompts)} rewards failed and got "
                 f"{self._config.reward.failed_score:g}; the first: {first.kind}: {first.reason}"
             )
-        if not (shows or keeps):
+        if not is_due(self._config.trainer.samples_every_steps, step):
             return
         records = _records(prompts, responses, rewarded)
-        if keeps:
-            self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
-        if shows:
-            self._console.samples(step, pick_samples(records))
+        self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
+        self._console.samples(step, pick_samples(records))
 
     def keep_state(self, state: LoopState) -> None:
         """Replace the state file of the loop."""

@@ -27,7 +27,7 @@ from hybridrl.distributed.packing import to_device
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
 from hybridrl.workers.token_losses import TokenLosses
 from hybridrl.workers.training import LossStats, Training
@@ -36,7 +36,7 @@ from hybridrl.workers.training import LossStats, Training
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(TrainedWorker):
     """Trains the policy. One instance per rank, each holding one FSDP shard.
 
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
@@ -60,8 +60,8 @@ class ActorWorker(ModelWorker):
             self.model, config.optim, config.total_steps, config.fsdp.offload
         )
         self.kl_coef = 0.0
-        self.loss = TokenLosses(config.loss)
-        self.aggregate = AGGREGATIONS[config.aggregation]
+        self.loss = TokenLosses(config.algorithm.loss)
+        self.aggregate = AGGREGATIONS[config.algorithm.aggregation]
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -140,7 +140,7 @@ class ActorWorker(ModelWorker):
                 ref_log_probs,
                 mask,
                 coef=self.kl_coef,
-                estimator=self.config.kl.estimator,
+                estimator=self.config.algorithm.kl.estimator,
             )
             terms.append(penalty.values)
             sums |= penalty.sums

@@ -12,12 +12,12 @@ from hybridrl.data.totals import Totals
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
 from hybridrl.workers.training import LossStats, Training
 
 
-class CriticWorker(ModelWorker):
+class CriticWorker(TrainedWorker):
     """Trains the value function. One instance per rank, each holding one FSDP shard.
 
     To change the objective, subclass, override `value_loss`, and set
@@ -29,7 +29,7 @@ class CriticWorker(ModelWorker):
 
     def __init__(self, config: CriticConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
-        self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.seed)
+        self.model = load_sharded_critic(config.model, config.fsdp, mesh, config.model.seed)
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
         self.optimizer = Optimizer(
             self.model, config.optim, config.total_steps, config.fsdp.offload

@@ -18,7 +18,7 @@ ONE_PROBLEM = [
     (["++critic.fsdp.dp_replicate=1"], ["critic.fsdp is a copy", "Remove critic.fsdp.*"]),
     (["++ref.fsdp=${actor.fsdp}"], ["ref.fsdp = ${actor.fsdp}", "${fsdp}"]),
     (["++rollout.model.path=x"], ["rollout.model is a copy", "path=x (shared: embedded)"]),
-    (["++actor.kl.coef=0.5"], ["actor.kl is a copy", "coef=0.5", "algorithm.kl.*"]),
+    (["++actor.algorithm.lam=0.5"], ["actor.algorithm is a copy", "lam=0.5", "algorithm.*"]),
     (["fsdp.dp_shard=3"], ["fsdp.dp_shard = 3", "1 rank", "dp_shard=null"]),
     (["fsdp.dp_replicate=2"], ["fsdp.dp_replicate = 2", "does not divide", "one of 1"]),
     (
@@ -87,10 +87,10 @@ ONE_PROBLEM = [
     (["+recipe.trainer.total_steps=3"], ["# @package _global_", "first line"]),
     (["algorithm.kl.placement=loss"], ["algorithm.kl.estimator = k1", "gradient of 0", "k2"]),
     (
-        ["algorithm.kl.schedule=adaptive", "algorithm.kl.horizon=100"],
+        ["algorithm.kl.target=6", "algorithm.kl.horizon=100"],
         ["algorithm.kl.horizon = 100", "512 responses", "at least 103"],
     ),
-    (["algorithm.kl.target=3"], ["algorithm.kl.target", "no effect", "schedule = fixed"]),
+    (["algorithm.kl.horizon=3"], ["algorithm.kl.horizon", "no effect", "target = null"]),
     (
         ["algorithm.kl.coef=0", "algorithm.kl.estimator=k3"],
         ["algorithm.kl.estimator", "no effect", "coef = 0"],
@@ -98,8 +98,10 @@ ONE_PROBLEM = [
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
     (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
     (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot give memory back"]),
-    (["rollout.straggler_ratio=0.5"], ["rollout.straggler_ratio", "no effect", "one rollout eng"]),
-    (["model.seed=3"], ["model.seed", "no effect", "set model.init=random"]),
+    (
+        ["model.seed=3", "algorithm.advantage=grpo"],
+        ["model.seed", "no effect", "set model.init=random"],
+    ),
     (["fsdp.layout=plain"], ["fsdp.layout", "no effect", "tensor_parallel_size = 1"]),
     (
         [
@@ -166,7 +168,7 @@ def test_all_mistakes_are_in_one_report():
         "rollout.tensor_parallel_size=3",
         "+actor.foo=1",
         "data.train_files=/nowhere.jsonl",
-        "algorithm.kl.target=3",
+        "algorithm.kl.horizon=3",
     ]
     found = "\n".join(problems("hardware=cpu", *cases))
     for words in (
@@ -177,7 +179,7 @@ def test_all_mistakes_are_in_one_report():
         "4 attention heads",
         "actor.foo = 1",
         "/nowhere.jsonl",
-        "algorithm.kl.target",
+        "algorithm.kl.horizon",
     ):
         assert words in found
 
@@ -380,7 +382,7 @@ def test_a_model_too_large_for_the_gpus_is_refused():
 def test_roles_share_the_nodes_and_nulls_are_resolved():
     config = examined(["hardware=cpu", "cluster.gpus_per_node=4", "fsdp.dp_replicate=2"]).config
     assert config.actor.fsdp is config.critic.fsdp is config.ref.fsdp is config.fsdp
-    assert config.actor.kl is config.algorithm.kl
+    assert config.actor.algorithm is config.algorithm
     assert config.rollout.model is config.model
     assert (config.fsdp.dp_replicate, config.fsdp.dp_shard) == (2, 2)
     assert config.hardware.accelerator is Accelerator.cpu

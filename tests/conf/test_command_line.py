@@ -60,7 +60,7 @@ def overrides_of(*argv: str) -> list[str]:
         (["seed=1,2"], ["several values need --multirun"]),
         (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
         (["actor.model.path=x"], ["Set model.path=x"]),
-        (["actor.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
+        (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
         (["a=b=c'"], ["a=b=c': not an override"]),
         (["~nothing"], ["nothing", "does not exist"]),
         (["+seed=3"], ["seed", "already"]),

@@ -123,7 +123,7 @@ def test_dataclasses_and_yaml_have_the_same_keys():
         "reward.args",
         "eval.rules",
         "algorithm.loss.args",
-        "actor.loss.args",
+        "actor.algorithm.loss.args",
     }
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
     adapters = re.compile(r"^(actor|ref)\.lora\.")
@@ -148,7 +148,7 @@ def test_every_number_has_a_range():
     """Shared nodes are checked where they stand, not in each role."""
     number = {int, float, int | None, float | None}
     number |= {list[float], list[int], list[int] | None}
-    shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|kl|lora|loss)\.")
+    shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|lora|algorithm)\.")
 
     def hint_of(key: str) -> object:
         cls: typing.Any = schema.RunConfig

@@ -17,7 +17,7 @@ def test_what_pulls_may_act_in_the_loss(estimator):
     overrides = ["hardware=cpu", "algorithm.kl.placement=loss"]
     found = examined([*overrides, f"algorithm.kl.estimator={estimator}"])
     assert found.report.problems == []
-    assert found.config.actor.kl.estimator == estimator
+    assert found.config.actor.algorithm.kl.estimator == estimator
 
 
 def test_k1_in_the_loss_is_offered_its_straight_through_form():

@@ -18,7 +18,7 @@ CPU = "hardware=cpu"
 def test_every_loss_composes_and_passes_all_checks(name):
     found = examined([CPU, f"algorithm/loss={name}"])
     assert found.report.problems == []
-    assert found.config.actor.loss is found.config.algorithm.loss
+    assert found.config.actor.algorithm is found.config.algorithm
 
 
 def test_every_built_in_loss_has_a_file():
@@ -90,7 +90,7 @@ CORRECTION = "algorithm.rollout_correction"
             ["algorithm.max_sampling_rounds = 2", "responses_per_prompt = 1"],
         ),
         (["algorithm.max_sampling_rounds=0"], ["algorithm.max_sampling_rounds = 0", "at least 1"]),
-        (["++actor.loss.args.clip_low=0.1"], ["actor.loss", "copy", "algorithm.loss"]),
+        (["++actor.algorithm.loss.function=gspo"], ["actor.algorithm", "copy", "set algorithm.*"]),
         (["+actor.clip_ratio=0.1"], ["actor.clip_ratio", "unknown key"]),
     ],
     ids=lambda value: " ".join(value),

@@ -16,7 +16,7 @@ RECIPE = ["+recipe=calculator_tool", *SMALL[1:], "eval.greedy=false"]
 # A whole line, words before the numbers aside.
 ONE_OPERATION = re.compile(r"(?m)^(?:[^\d\n]*[a-z,] )?(\d+) ([-+*/]) (\d+) = (\S+)\n")
 OPERATIONS = {"+": add, "-": sub, "*": mul, "/": truediv}
-WATCHED = ["trainer.save_rollouts_every_steps=1", "rollout.max_response_tokens=64"]
+WATCHED = ["trainer.samples_every_steps=1", "rollout.max_response_tokens=64"]
 
 
 def assert_trained_in_turns(run: Run) -> None:

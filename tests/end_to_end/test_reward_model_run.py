@@ -26,7 +26,7 @@ def test_the_reward_model_alone_decides(tmp_path):
     overrides = [
         *("+recipe=gsm8k_grpo", *SMALL[1:], "reward=none", "reward_model=default"),
         *(f"reward_model.model.path={folder}", f"reward_model.weight={WEIGHT}"),
-        *("eval.greedy=false", "trainer.save_rollouts_every_steps=1"),
+        *("eval.greedy=false", "trainer.samples_every_steps=1"),
         *("trainer.save_final_model=false", "data.num_eval_problems=4"),
     ]
     with started(tmp_path / "run", *overrides) as run:

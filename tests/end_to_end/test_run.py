@@ -33,7 +33,7 @@ PROMISED = [
 def finished(tmp_path_factory) -> tuple[Run, str]:
     """One small run of the recipe, ended, and what it printed."""
     run_dir = tmp_path_factory.mktemp("end_to_end") / "run"
-    with started(run_dir, *SMALL, "trainer.save_rollouts_every_steps=1") as run:
+    with started(run_dir, *SMALL, "trainer.samples_every_steps=1") as run:
         output = run.output()
         assert run.process.returncode == 0, output
         run.assert_nothing_left()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.config.algorithm_schema import KLConfig
-from hybridrl.config.choices import KLEstimator, KLPlacement, KLSchedule
+from hybridrl.config.choices import KLEstimator, KLPlacement
 from hybridrl.trainer.kl_control import KLPenalty, NoReference
 from tests.batches import batch_of
 
@@ -16,8 +16,7 @@ def control(placement: str, schedule: str) -> KLPenalty:
         placement=KLPlacement(placement),
         estimator=KLEstimator.k1,
         coef=0.1,
-        schedule=KLSchedule(schedule),
-        target=0.01,
+        target=0.01 if schedule == "adaptive" else None,
         horizon=20,
     )
     return KLPenalty(config, reference=None)  # the group is only named by scores()

@@ -28,7 +28,6 @@ def config(**changes):
         "max_num_seqs": 24,
         "enforce_eager": False,
         "sleep": SleepMode.all,
-        "straggler_ratio": 0.7,
         "reshard_bucket_mb": 1,
         "verify_reshard": True,
     }
