@@ -39,7 +39,7 @@ def look() -> Machine:
 def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
     """What can be composed of the line's overrides, `hardware` chosen where they name none."""
     if not names_hardware(line.overrides):
-        line.overrides.extend(_hardware_overrides(look()))
+        line.overrides.extend(hardware_overrides(look()))
     return precompose(line, conf_dir())
 
 
@@ -53,7 +53,7 @@ def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
     return result
 
 
-def _hardware_overrides(machine: Machine) -> list[str]:
+def hardware_overrides(machine: Machine) -> list[str]:
     """hardware=gpu if there is a GPU, else hardware=cpu, and why."""
     address = ray_address()
     where = f"the Ray cluster at {address}" if address else "this machine"
