@@ -1,0 +1,244 @@
+"""manifest.json: what a checkpoint is of, and every file of it with size and checksum.
+
+Read as untrusted input: whatever has another shape is refused before anything is done with it.
+The manifest has its own SHA-256, and is refused unless it is byte by byte what `write` makes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint.durable import write_file
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
+
+FORMAT = "hybridrl checkpoint 1"
+
+_LARGEST = 64 * 2**20  # bytes: 400,000 files
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# Paths stay inside the folder, and print as they are.
+_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+=@-]{1,255}"
+_PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written.
+
+    Attributes:
+        size: bytes.
+        sha256: of its content, 64 lower-case hex digits.
+    """
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of.
+
+    Attributes:
+        step: the training step after which it was taken.
+        created: when, in ISO format with time zone.
+        config: the run's, plain JSON, secrets hidden.
+        versions: of the packages that decide a run's numbers.
+        world_size: ranks that wrote it.
+        metrics: of the step; NaN and infinity are written as null.
+        files: all but the manifest, by path in the folder, with `/`.
+    """
+
+    step: int
+    created: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    world_size: int
+    metrics: dict[str, float | None]
+    files: dict[str, FileRecord]
+
+    @property
+    def config_hash(self) -> str:
+        """SHA-256 of the config as JSON with sorted keys: equal for equal configs."""
+        text = json.dumps(self.config, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write a checkpoint's manifest and wait until the disk has it.
+
+    Raises:
+        OSError: the disk is full, read-only or broken.
+    """
+    write_file(folder / MANIFEST, encode(manifest))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's text; the last field is the SHA-256 of the same text without that field."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "metrics": {name: _finite(value) for name, value in manifest.metrics.items()},
+        "versions": manifest.versions,
+        "config": manifest.config,
+        "config_hash": manifest.config_hash,
+        "files": {
+            name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())
+        },
+    }
+    own = hashlib.sha256(_text(body)).hexdigest()
+    return _text(body | {"sha256": own})
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: there is none, it cannot be read, or it is not as it was written.
+    """
+    data = _bytes(folder)
+    try:
+        body = json.loads(data)
+        problem = _problem(body)
+        if problem is not None:
+            raise DamagedCheckpoint(folder, MANIFEST, problem)
+        manifest = _manifest(body)
+        unchanged = encode(manifest) == data
+    except RecursionError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, "is nested too deeply") from error
+    except DamagedCheckpoint:
+        raise
+    except ValueError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, f"is not JSON: {error}") from error
+    if not unchanged:
+        reason = "is not as it was written: its own sha256 does not match"
+        raise DamagedCheckpoint(folder, MANIFEST, reason)
+    return manifest
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=2) + "\n").encode()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _bytes(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    try:
+        facts = os.lstat(path)
+        if not stat.S_ISREG(facts.st_mode):
+            raise DamagedCheckpoint(folder, MANIFEST, "is not a regular file")
+        if facts.st_size > _LARGEST:
+            reason = f"has {facts.st_size:,} bytes, expected at most {_LARGEST:,}"
+            raise DamagedCheckpoint(folder, MANIFEST, reason)
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, "is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, f"cannot be read: {error.strerror}") from error
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    fields = {field.name: body[field.name] for field in dataclasses.fields(Manifest)}
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    return Manifest(**fields | {"files": files})
+
+
+def _problem(body: Any) -> str | None:
+    """What is wrong with the shape of a manifest, or None."""
+    if not isinstance(body, dict):
+        return f"holds {_shown(body)}, expected an object"
+    found = body.get("format")
+    if found != FORMAT:
+        return f'has format {_shown(found)}, this version of hybridrl reads "{FORMAT}"'
+    if body.keys() != _SHAPE.keys():
+        return f"has the fields {_shown(sorted(body))}, expected {sorted(_SHAPE)}"
+    for name, (is_right, expected) in _SHAPE.items():
+        if not is_right(body[name]):
+            return f"has {name} = {_shown(body[name])}, expected {expected}"
+    for name, record in body["files"].items():
+        if not _is_path(name):
+            return (
+                f"lists {_shown(name)}, expected {DRIVER}, {STATE}/... or another plain path "
+                f"inside the folder"
+            )
+        if not _is_record(record):
+            return f"has {name} = {_shown(record)}, expected a size in bytes and a sha256"
+    return None
+
+
+def _shown(value: Any) -> str:
+    """A value of unknown origin in few, printable characters."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+
+
+def _is_time(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _is_metric(value: Any) -> bool:
+    if value is None:
+        return True
+    # Not math.isfinite, which fails on integers that are no float.
+    limit = sys.float_info.max
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -limit <= value <= limit
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _is_path(name: str) -> bool:
+    return name != MANIFEST and _PATH.fullmatch(name) is not None
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != {"size", "sha256"}:
+        return False
+    return _is_count(value["size"]) and _is_sha256(value["sha256"])
+
+
+def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+
+
+_SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "format": (_is_text, "text"),
+    "step": (_is_count, "a step's number"),
+    "created": (_is_time, "a time in ISO format with its zone"),
+    "world_size": (_is_count, "a number of ranks"),
+    "metrics": (_is_table(_is_metric), "finite numbers or null by name"),
+    "versions": (_is_table(_is_text), "texts by name"),
+    "config": (_is_table(lambda _: True), "an object"),
+    "config_hash": (_is_sha256, "64 hex digits"),
+    "files": (_is_table(lambda _: True), "size and sha256 by path"),
+    "sha256": (_is_sha256, "64 hex digits"),
+}

@@ -1,0 +1,72 @@
+"""What crashes left in a run's folder of checkpoints."""
+
+import os
+from pathlib import Path
+
+from hybridrl.checkpoint.durable import exists, remove, sync_folder
+from hybridrl.checkpoint.names import (
+    NEW_LATEST,
+    PARTIAL,
+    REMOVED,
+    REPLACED,
+    hidden_name,
+    hidden_step_of,
+    step_name,
+    step_of,
+)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, rising; none if there is no such folder."""
+    return sorted(s for s in map(step_of, _names(folder)) if s is not None)
+
+
+def hidden_steps_in(folder: Path, suffix: str) -> list[int]:
+    """Steps of the folders in between with this suffix, rising."""
+    steps = (hidden_step_of(name, suffix) for name in _names(folder))
+    return sorted(step for step in steps if step is not None)
+
+
+def clean(folder: Path) -> None:
+    """Remove what an unfinished save or deletion left; nobody may be saving.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    for step in hidden_steps_in(folder, PARTIAL):
+        remove(folder / hidden_name(step, PARTIAL))
+    remove(folder / NEW_LATEST)
+    finish_deletions(folder)
+    restore_replaced(folder)
+
+
+def finish_deletions(folder: Path) -> None:
+    """Remove what an unfinished deletion left.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    for step in hidden_steps_in(folder, REMOVED):
+        remove(folder / hidden_name(step, REMOVED))
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give checkpoints that were set aside their names back, unless their successors have them.
+
+    Raises:
+        OSError: something cannot be renamed or removed.
+    """
+    for step in hidden_steps_in(folder, REPLACED):
+        aside, final = folder / hidden_name(step, REPLACED), folder / step_name(step)
+        if exists(final):
+            remove(aside)
+        else:
+            os.rename(aside, final)
+            sync_folder(folder)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,119 @@
+"""Is a checkpoint what was written? Sizes first, which is fast, then checksums."""
+
+import hashlib
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from hybridrl.checkpoint import manifest as manifests
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step, step_of
+
+# Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
+_READERS = 8
+
+
+def digest(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file; to be called by the process that wrote it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        found = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), found.hexdigest())
+
+
+def verify(folder: Path, *, checksums: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose files are all as it says.
+
+    A file in state/ that the manifest does not list is damage, for whoever loads the state reads
+    all that is there; elsewhere it is left alone. Links and devices are damage anywhere.
+
+    Args:
+        folder: of the checkpoint.
+        checksums: read every file; without, only names and sizes are compared.
+
+    Raises:
+        DamagedCheckpoint: the first file at fault.
+    """
+    manifest = manifests.read(folder)
+    _check_step(folder, manifest)
+    for name in sorted(manifest.files):
+        _check_size(folder, name, manifest.files[name])
+    _check_unlisted(folder, manifest)
+    if checksums:
+        _check_content(folder, manifest)
+    return manifest
+
+
+def _check_step(folder: Path, manifest: Manifest) -> None:
+    name = folder.name
+    promised = step_of(name)
+    if promised is None:
+        promised = promised_step(name)
+    if promised is not None and promised != manifest.step:
+        reason = f"is of step {manifest.step}, the folder's name says {promised}"
+        raise DamagedCheckpoint(folder, MANIFEST, reason)
+
+
+def _check_size(folder: Path, name: str, record: FileRecord) -> None:
+    facts = _lstat(folder, name)
+    if facts is None:
+        reason = f"is missing, the manifest says {record.size:,} bytes"
+    elif stat.S_ISLNK(facts.st_mode):
+        reason = "is, or lies behind, a symbolic link; expected a file in the folder itself"
+    elif not stat.S_ISREG(facts.st_mode):
+        reason = "is not a regular file"
+    elif facts.st_size != record.size:
+        reason = f"has {facts.st_size:,} bytes, the manifest says {record.size:,}"
+    else:
+        return
+    raise DamagedCheckpoint(folder, name, reason)
+
+
+def _lstat(folder: Path, name: str) -> os.stat_result | None:
+    """What is at a path of the manifest, or the first link on the way to it."""
+    path, facts = folder, None
+    for part in PurePosixPath(name).parts:
+        path /= part
+        try:
+            facts = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
+        if stat.S_ISLNK(facts.st_mode):
+            return facts
+    return facts
+
+
+def _check_unlisted(folder: Path, manifest: Manifest) -> None:
+    top = folder / STATE
+    if top.is_symlink():
+        raise DamagedCheckpoint(folder, STATE, "is a symbolic link, expected a folder")
+    for at, folders, files in os.walk(top):
+        links = [name for name in folders if Path(at, name).is_symlink()]
+        for name in sorted(files + links):
+            relative = Path(at, name).relative_to(folder).as_posix()
+            if relative not in manifest.files:
+                shown = relative if relative.isprintable() else ascii(relative)
+                raise DamagedCheckpoint(folder, shown, "is not in the manifest")
+
+
+def _check_content(folder: Path, manifest: Manifest) -> None:
+    def check(name: str) -> None:
+        expected = manifest.files[name].sha256
+        try:
+            found = digest(folder / name).sha256
+        except OSError as error:
+            raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
+        if found != expected:
+            reason = f"has the sha256 {found}, the manifest says {expected}"
+            raise DamagedCheckpoint(folder, name, reason)
+
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(check, sorted(manifest.files)):
+            pass

@@ -1,0 +1,61 @@
+"""Small real checkpoints, light enough for child processes that are killed."""
+
+import random
+from pathlib import Path
+
+from hybridrl.checkpoint import commit, names
+from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.verification import digest
+
+SHARDS = tuple(f"state/shard-{k:05d}-model-00001-of-00001.safetensors" for k in (1, 2))
+FILES = (*SHARDS, names.DRIVER)
+SIZE = 4096  # bytes of each file of the state
+
+
+def save(run_dir: Path, step: int, phases: list[str] | None = None, **metrics: float) -> Path:
+    """Save a checkpoint as a run does.
+
+    Args:
+        run_dir: the run's directory.
+        step: after which it is taken.
+        phases: gets the name of each phase as it begins.
+        metrics: of the step.
+    """
+    began = [] if phases is None else phases
+    began.append("begin")
+    partial = commit.begin(run_dir, step)
+    began.append("state")
+    for name in SHARDS:
+        (partial / name).write_bytes(content(step, name))
+    began.append("driver")
+    (partial / names.DRIVER).write_bytes(content(step, names.DRIVER))
+    began.append("commit")
+    return commit.commit(partial, manifest_of(partial, step, **metrics))
+
+
+def content(step: int, name: str) -> bytes:
+    """The bytes of a file of the checkpoint of a step."""
+    return random.Random(f"{step} {name}").randbytes(SIZE)
+
+
+def manifest_of(folder: Path, step: int, **metrics: float | None) -> Manifest:
+    """The manifest of the files that are in a folder."""
+    return manifest(step, {name: digest(folder / name) for name in FILES}, **metrics)
+
+
+def manifest(step: int, files: dict[str, FileRecord], **metrics: float | None) -> Manifest:
+    """A manifest of these files."""
+    return Manifest(
+        step=step,
+        created="2026-01-02T03:04:05+00:00",
+        config={"seed": 1, "actor": {"lr": 1e-06, "sizes": [1, 2]}},
+        versions={"python": "3.11.7", "torch": "2.11.0"},
+        world_size=2,
+        metrics=metrics,
+        files=files,
+    )
+
+
+def hidden(run_dir: Path) -> list[str]:
+    """Names of what is hidden among a run's checkpoints."""
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir() if p.name[0] == ".")
