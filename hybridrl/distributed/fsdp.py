@@ -201,7 +201,7 @@ def _dim_cut(param: DTensor) -> int:
     return placement.dim
 
 
-def _checkpoint_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """What comes from a checkpoint, under its names there; tied tensors once."""
     if isinstance(root, TokenLogProbs):
         return list(checkpoint_parameters(root.lm))
@@ -258,7 +258,7 @@ def _shard(
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
     """By columns what fsdp.columns names, and A of its adapter; by rows everything else."""
     names = set(fsdp.columns or [])
-    by_columns = {param for name, param in _checkpoint_parameters(root) if name in names}
+    by_columns = {param for name, param in parameters_in_checkpoint(root) if name in names}
     by_columns |= {
         layer.lora_A.weight
         for layer in adapters(root).values()
@@ -280,7 +280,7 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
-    for name, param in _checkpoint_parameters(root):
+    for name, param in parameters_in_checkpoint(root):
         _keep_shard(param, first(name, param.shape))
 
 

@@ -1,8 +1,10 @@
 """What all roles have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import RoleConfig
@@ -48,6 +50,28 @@ class Worker:
 
     def rest(self) -> None:
         """Leave the device to another role, as far as fsdp.offload says; nothing by default."""
+
+    def training_state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of this role for training to go on as if never interrupted.
+
+        Nothing by default. A checkpoint is loaded into these very tensors, under any sharding.
+        Plain tensors must be the same on all ranks. An override adds to what `super` returns.
+
+        Returns:
+            Tensors and DTensors by key; their contents need only be there inside `state_at_hand`.
+        """
+        return {}
+
+    @contextmanager
+    def state_at_hand(self) -> Iterator[None]:
+        """Inside, the contents of `training_state` are there; by default they always are."""
+        yield
+
+    def expect_state(self, keys: Collection[str]) -> None:
+        """Make `training_state` have those of a checkpoint's keys that may or may not be there.
+
+        Does nothing by default; called inside `state_at_hand`, before a checkpoint is loaded.
+        """
 
     def close(self) -> None:
         """Free what would outlive the process, such as shared memory; nothing by default."""

@@ -1,5 +1,7 @@
 """The value function: estimates of each token's return, and clipped updates towards returns."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -7,14 +9,14 @@ from hybridrl.algorithms.losses import value_loss
 from hybridrl.config.schema import CriticConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import RankBatch
+from hybridrl.data.schedule import MiniBatch, RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.training import LossStats, Training
+from hybridrl.workers.training import Loss, LossStats, Training
 
 
 class CriticWorker(TrainedWorker):
@@ -87,6 +89,14 @@ class CriticWorker(TrainedWorker):
         )
         reported = {"clip_fraction": sums["value_clip_fraction"], "error": sums["value_error"]}
         return loss, LossStats(reported | moments(returns, old_values, mask))
+
+    def outputs(self, micro: RolloutBatch) -> Tensor:
+        """V(s_t) before each response token, [R] float32."""
+        return self.forward(micro)
+
+    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
+        """What `update` minimises: `value_loss` over all sampled tokens."""
+        return batch.mini_batches(), self.value_loss
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """V(s_t) before each response token, [R] float32, on the worker's device."""

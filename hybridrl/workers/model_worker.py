@@ -1,6 +1,7 @@
 """What actor, critic, reference and reward model share: a sharded model on the rank's device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,12 +13,17 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import gathered_once
+from hybridrl.distributed.accumulation import gathered_once, reshard
+from hybridrl.distributed.fsdp import parameters_in_checkpoint
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
 from hybridrl.distributed.packing import Packed, pack, to_device
 from hybridrl.distributed.sequence_parallel import sequence_group
 from hybridrl.workers.base import Worker
+from hybridrl.workers.optimizer import Optimizer
+
+# Prefixes of keys of the training state.
+WEIGHTS, OPTIM = "weights.", "optim."
 
 
 class ModelWorker(Worker):
@@ -87,3 +93,54 @@ class ModelWorker(Worker):
         with gathered_once(self.model, self.config.fsdp):
             result = batch.map_first_epoch(one)
         return result.like(result.values.cpu())
+
+
+class TrainedWorker(ModelWorker):
+    """A worker whose model is trained."""
+
+    optimizer: Optimizer
+
+    def training_state(self) -> dict[str, Tensor]:
+        """The trained weights, and AdamW's state where it has taken a step.
+
+        Returns:
+            weights.<name>, the checkpoint's name where the weight has one; optim.step.<name>,
+            optim.exp_avg.<name>, optim.exp_avg_sq.<name>. Moments are sharded as their weight is.
+        """
+        parameters = trained_parameters(self.model)
+        weights = {f"{WEIGHTS}{name}": param.detach() for name, param in parameters.items()}
+        moments = self.optimizer.state_of(parameters)
+        return weights | {f"{OPTIM}{key}": tensor for key, tensor in moments.items()}
+
+    @contextmanager
+    def state_at_hand(self) -> Iterator[None]:
+        """Inside, weights and moments are on the device, whatever fsdp.offload says."""
+        self.begin()
+        with self.optimizer.on_device():
+            self.optimizer.moments.wait()
+            yield
+
+    def expect_state(self, keys: Collection[str]) -> None:
+        """Give AdamW a state for exactly the weights of which a checkpoint has one."""
+        self.optimizer.expect_state(
+            {
+                param: f"{OPTIM}step.{name}" in keys
+                for name, param in trained_parameters(self.model).items()
+            }
+        )
+
+
+def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's shards of what is trained, as parameters of the root.
+
+    Returns:
+        Tied ones once, by their names in a checkpoint, or in the model if none has them: adapters,
+        the critic's head.
+    """
+    reshard(root)
+    in_checkpoint = {param: name for name, param in parameters_in_checkpoint(root)}
+    return {
+        in_checkpoint[param] if param in in_checkpoint else name.removeprefix("lm."): param
+        for name, param in root.named_parameters()
+        if param.requires_grad
+    }

@@ -1,7 +1,7 @@
 """AdamW, its learning rate as a function of the step, and the clipped step itself."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -124,3 +124,32 @@ class Optimizer:
         """Clear the gradients without a step: weights and moments stay as they are."""
         self.moments.wait()
         self.adamw.zero_grad()
+
+    def state_of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """AdamW's own tensors, as <kind>.<name>: step, exp_avg and exp_avg_sq.
+
+        Args:
+            parameters: by name; those without a step yet have no state.
+        """
+        return {
+            f"{kind}.{name}": tensor
+            for name, param in parameters.items()
+            for kind, tensor in self.adamw.state.get(param, {}).items()
+        }
+
+    def expect_state(self, has_state: Mapping[nn.Parameter, bool]) -> None:
+        """Make or drop AdamW's state, so that a checkpoint's can be loaded into it.
+
+        Args:
+            has_state: whether a parameter is to have one; a new one is zero, as AdamW's first is.
+        """
+        for param, expected in has_state.items():
+            if not expected:
+                self.adamw.state.pop(param, None)
+            elif param not in self.adamw.state:
+                values = param.detach()
+                self.adamw.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
+                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
+                }

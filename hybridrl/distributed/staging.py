@@ -1,0 +1,150 @@
+"""A copy of this rank's shards in host memory, for whose making alone training waits.
+
+stage(tensors)     device -> host, one copy after the other; the memory is used again each time
+contents(shard)    the bytes, for whoever writes them
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from threading import Thread
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hybridrl.distributed import position
+from hybridrl.distributed.offload import HostBuffer
+
+logger = logging.getLogger(__name__)
+
+# Where a shard begins in the buffer: copies from and to unaligned addresses are slow.
+ALIGNMENT = 64
+
+
+class StagedShard(NamedTuple):
+    """What this rank has of a tensor.
+
+    Attributes:
+        size: of the whole tensor.
+        offsets: where the shard begins in it.
+        shape: of the shard.
+        dtype: of both.
+        start: where its bytes begin in the buffer.
+    """
+
+    size: torch.Size
+    offsets: torch.Size
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shard."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Staging:
+    """Host memory for one copy of a state, page-locked where the device is a GPU.
+
+    Args:
+        device: where the tensors lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = HostBuffer(pinned=device.type == "cuda")
+        self._prepared: Future[None] = Future()
+        self._prepared.set_result(None)
+        self.shards: dict[str, StagedShard] = {}
+        self._end = 0
+
+    def prepare(self, num_bytes: int) -> None:
+        """Begin to have so much memory, in a thread: page-locking takes a second for each GB or so.
+
+        Whoever stages before it is done waits for it.
+        """
+        self._prepared.result()
+        done = self._prepared = Future()
+
+        def grow() -> None:
+            start = time.perf_counter()
+            try:
+                with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
+                    self._host.grow(num_bytes)
+            except BaseException as error:  # whoever stages gets it
+                done.set_exception(error)
+                return
+            seconds = time.perf_counter() - start
+            logger.info("%.2f GiB of host memory in %.1f s", num_bytes / 2**30, seconds)
+            done.set_result(None)
+
+        Thread(target=grow, name="prepare staging", daemon=True).start()
+
+    def clear(self) -> None:
+        """Forget what was staged; the memory stays."""
+        self.shards, self._end = {}, 0
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add copies of tensors, DTensors by their local parts; waits until they are made.
+
+        A plain tensor is the same on all ranks that have its key.
+
+        Args:
+            tensors: by key; their contents must be on the device.
+        """
+        self._prepared.result()
+        added: list[tuple[Tensor, StagedShard]] = []
+        for key, tensor in tensors.items():
+            assert key not in self.shards, key
+            local, shard = _shard(tensor, self._end)
+            self.shards[key] = shard
+            self._end += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
+            added.append((local, shard))
+        self._host.grow(self._end)
+        for number, (local, shard) in enumerate(added, 1):
+            position.at("staged tensor", number, len(added))
+            self._copy(local, shard)
+        if self._is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is staged."""
+        return sum(shard.num_bytes for shard in self.shards.values())
+
+    def contents(self, shard: StagedShard) -> Iterator[memoryview]:
+        """A shard's bytes in order, piece by piece."""
+        for piece in self._host.slices(shard.start, shard.num_bytes):
+            yield memoryview(piece.numpy())
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _copy(self, local: Tensor, shard: StagedShard) -> None:
+        flat, done = local.contiguous().view(-1).view(torch.uint8), 0
+        for on_host in self._host.slices(shard.start, shard.num_bytes):
+            on_host.copy_(flat[done : done + len(on_host)], non_blocking=True)
+            done += len(on_host)
+
+
+def _shard(tensor: Tensor, start: int) -> tuple[Tensor, StagedShard]:
+    """The local part of a tensor, and what it is."""
+    if not isinstance(tensor, DTensor):
+        begin = torch.Size([0] * tensor.ndim)
+        return tensor, StagedShard(tensor.shape, begin, tensor.shape, tensor.dtype, start)
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    local = tensor.to_local()
+    assert local.shape == torch.Size(shape), (local.shape, shape)
+    shard = StagedShard(tensor.shape, torch.Size(offsets), torch.Size(shape), tensor.dtype, start)
+    return local, shard
