@@ -7,15 +7,24 @@ USAGE = """usage: hybridrl <command> [arguments]
 
   train    python -m hybridrl.main: one run, or with -m a sweep
   doctor   python -m hybridrl.doctor: check the machines and the config before a run
+  export   write a checkpoint as a folder that transformers and vLLM load
+  eval     score a checkpoint or a model on a data set: pass@1, pass@k, completions
+  replay   repeat the batch that a run was stopped for
 
-hybridrl train +recipe=gsm8k_ppo, hybridrl doctor --help
+hybridrl train +recipe=gsm8k_ppo, hybridrl <any other> --help
 """
 EXIT_USAGE = 2
 
 
 def main() -> None:
     """Run the command that the first argument names, on the arguments behind it."""
-    commands: dict[str, Callable[[], None]] = {"train": _train, "doctor": _doctor}
+    commands: dict[str, Callable[[], None]] = {
+        "train": _train,
+        "doctor": _doctor,
+        "export": _export,
+        "eval": _eval,
+        "replay": _replay,
+    }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):
         sys.stdout.write(USAGE)
@@ -35,6 +44,24 @@ def _train() -> None:
 
 def _doctor() -> None:
     from hybridrl.doctor.main import main
+
+    main()
+
+
+def _export() -> None:
+    from hybridrl.trainer.export_command import main
+
+    main()
+
+
+def _eval() -> None:
+    from hybridrl.trainer.eval_command import main
+
+    main()
+
+
+def _replay() -> None:
+    from hybridrl.trainer.replay_command import main
 
     main()
 

@@ -104,15 +104,18 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
     """
-    state = {
-        key: torch.empty(found.shape, dtype=found.dtype)
-        for key, found in stored_tensors(folder).items()
-        if key.startswith(prefix)
-    }
+    stored = stored_tensors(folder)
+    chosen = {key: found for key, found in stored.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): value for key, value in read_some(folder, chosen).items()}
+
+
+def read_some(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Some of the tensors that `stored_tensors` has found, whole, on CPU; as `read_whole`."""
+    state = {key: torch.empty(found.shape, dtype=found.dtype) for key, found in stored.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         _load(state, folder, None, alone=True)
-    return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

@@ -1,21 +1,66 @@
-"""Writing a trained model as an ordinary Hugging Face folder, and adapters as peft reads them."""
+"""Writing a trained model as an ordinary Hugging Face folder, and adapters as peft reads them.
+
+weights: names and shapes -> shards of 5 GB -> each is read, cast and written, then forgotten
+"""
 
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from huggingface_hub import save_torch_state_dict
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridrl.checkpoint.durable import remove, sync_file, sync_folder
+from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
+from hybridrl.models.exported import RECORD
 
 # Where adapters lie in the folder of the model that they were merged into.
 ADAPTER_FOLDER = "adapter"
 # What stands beside the weights: tokenizer, chat template, generation config.
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+
+
+class Weights(Protocol):
+    """A model's weights, which need not be in memory all at once."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Shapes by checkpoint name, in the order in which they are to be written."""
+        ...
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some of them, float32 on CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Weights that are in memory.
+
+    Attributes:
+        tensors: float32 on CPU, by checkpoint name.
+    """
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes by checkpoint name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some of them."""
+        return {name: self.tensors[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -46,35 +91,99 @@ class AdapterFiles:
             base_model_name_or_path=self.base,
             inference_mode=True,
         ).save_pretrained(str(folder))
-        save_file(self.weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(self.weights, folder / "adapter_model.safetensors", metadata=METADATA)
 
 
 def write_hf_folder(
     weights: dict[str, Tensor], source: Path, target: Path, adapter: AdapterFiles | None = None
 ) -> None:
+    """Write weights that are in memory, float32; see `write_model`."""
+    write_model(InMemory(weights), source, target, adapter)
+
+
+def write_model(
+    weights: Weights,
+    source: Path,
+    target: Path,
+    adapter: AdapterFiles | None = None,
+    *,
+    dtype: DType = DType.float32,
+    record: Mapping[str, Any] | None = None,
+) -> None:
     """Write weights with the configuration and tokenizer of the model they came from.
 
-    The folder appears under its name only when it is complete; one that was there is replaced.
+    The folder appears under its name only when the disk has all of it; one that was there is
+    replaced. Host memory: one shard of at most 5 GB, or the largest tensor, beside what `weights`
+    keeps.
 
     Args:
-        weights: float32, by checkpoint name.
+        weights: of the causal LM; tied tensors once.
         source: folder of the model that was loaded.
         target: the folder to write.
         adapter: adapters that are merged into `weights`; they are written to target/adapter.
+        dtype: of the weights in the folder.
+        record: written to hybridrl_export.json: what the folder is an export of.
+
+    Raises:
+        OSError: the disk does not take it; what was at `target` is as it was.
     """
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with ExitStack() as stack:
+        remove(partial)
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy_around(source, partial, dtype)
+        _write_weights(weights, partial, getattr(torch, dtype.value))
+        if adapter is not None:
+            adapter.write(partial / ADAPTER_FOLDER)
+        if record is not None:
+            (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        _sync(partial)
+        _put_in_place(partial, target)
+
+
+def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
+    """Everything but the weights."""
     for path in sorted(source.iterdir()):
-        if path.suffix in COPIED_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, partial / path.name)
-    config = json.loads((source / "config.json").read_text())
+        is_ours = path.name == RECORD or path.name.endswith(".index.json")
+        if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = "float32"
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_torch_state_dict(weights, partial, metadata={"format": "pt"})
-    if adapter is not None:
-        adapter.write(partial / ADAPTER_FOLDER)
+    config["dtype"] = dtype.value
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
+    empty = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, shape in weights.shapes.items()
+    }
+    split = split_torch_state_dict_into_shards(empty)
+    for file, names in split.filename_to_tensors.items():
+        shard = weights.read(names)
+        shard = {name: shard[name].to(dtype).contiguous() for name in names}
+        save_file(shard, folder / file, metadata=METADATA)
+        del shard
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has all files and their names."""
+    for at, _, files in os.walk(folder):
+        for name in files:
+            sync_file(Path(at, name))
+        sync_folder(Path(at))
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    aside = target.with_name(f".{target.name}.replaced")
+    remove(aside)
     if target.exists():
-        shutil.rmtree(target)
+        os.rename(target, aside)
     os.rename(partial, target)
+    sync_folder(target.parent)
+    remove(aside)

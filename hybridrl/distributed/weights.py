@@ -69,7 +69,7 @@ class CheckpointWeights:
 
     def __init__(self, auto: Auto, folder: Path, device: torch.device) -> None:
         self._device = device
-        self._weights = _read(auto, folder) if dist.get_rank() == 0 else {}
+        self._weights = read_checkpoint(auto, folder) if dist.get_rank() == 0 else {}
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """The named tensor, broadcast from rank 0."""
@@ -138,8 +138,12 @@ def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(param.shape) for name, param in named}
 
 
-def _read(auto: Auto, folder: Path) -> dict[str, Tensor]:
-    """The checkpoint's weights in float32 on CPU, by checkpoint name."""
+def read_checkpoint(auto: Auto, folder: Path) -> dict[str, Tensor]:
+    """A model's weights in float32 on CPU, by checkpoint name; tied ones once.
+
+    Raises:
+        ConfigError: the folder lacks some.
+    """
     model, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))

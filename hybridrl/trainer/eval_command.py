@@ -1,0 +1,145 @@
+"""`hybridrl eval`: checks what was asked for, starts Ray, shows and writes what came of it."""
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridrl.config.command_line import parse_argv
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.installation import check_installation
+from hybridrl.config.load import Examined
+from hybridrl.config.machine import Machine
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.command import look
+from hybridrl.models.resolve import absolute_path, model_folder
+from hybridrl.trainer.commands import UsageError, run_command
+from hybridrl.trainer.eval_config import evaluation_config
+from hybridrl.trainer.eval_options import EvalOptions, Split, parse_options
+from hybridrl.trainer.eval_subject import Subject, find_subject
+
+if TYPE_CHECKING:
+    from hybridrl.data.prompt_sets import PromptSets
+    from hybridrl.data.prompts import Prompt
+    from hybridrl.trainer.eval_session import Case
+
+LOG = "eval.log"
+
+
+def main() -> None:
+    """The command; leaves by SystemExit unless all goes well."""
+    run_command(lambda: _evaluate(sys.argv[1:]))
+
+
+def _evaluate(argv: Sequence[str]) -> None:
+    options = parse_options(argv)
+    subject = find_subject(options.subject)
+    machine = look()
+    config_dir = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+    line = parse_argv([*config_dir, *options.overrides])
+    examined = evaluation_config(line, subject, machine)
+    check_installation(examined.config.hardware.accelerator)
+    _run(options, subject, examined, machine)
+
+
+def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Machine) -> None:
+    # Heavy imports come only now.
+    from hybridrl.controller.ray_runtime import ray_runtime
+    from hybridrl.trainer.eval_report import results_of, table_of, write_results
+    from hybridrl.trainer.eval_session import Answers, Case, evaluate
+
+    config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
+    model_folder(config.model)  # a download, if any, is made once and not by every worker
+    prompts = _prompts(examined.config)
+    asked = _asked(prompts, options)
+    case = Case(options, subject, config, prompts, asked, _output_folder(options, subject))
+    console = Console(highlight=False, markup=False)
+    console.print(_headline(case), soft_wrap=True)
+
+    def progress(samples: int, answers: Answers) -> None:
+        speed = answers.tokens / answers.seconds
+        done = f"{samples} of {options.samples} samples of each problem"
+        console.print(f"{done}, {answers.tokens:,} tokens, {speed:,.0f} tokens/s", soft_wrap=True)
+
+    _log_to(case.output / LOG)
+    with ray_runtime(config.cluster, config.hardware.accelerator):
+        config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
+        answers = evaluate(case, progress)
+    results = results_of(case, answers)
+    path = write_results(case, answers, results, machine, started)
+    console.print(table_of(results))
+    if answers.failed:
+        console.print(f"{answers.failed} judgements failed and count as wrong", soft_wrap=True)
+    console.print(f"{path} after {time.perf_counter() - begin:.0f} s", soft_wrap=True)
+
+
+def _prompts(config: RunConfig) -> "PromptSets":
+    """The problems of a config.
+
+    Raises:
+        ConfigError: whatever is wrong with the data.
+    """
+    from hybridrl.data.prompt_sets import examine_prompts
+    from hybridrl.trainer.environment import stop_problems
+
+    path, limit = config.model.path, config.rollout.max_prompt_tokens
+    prompts, problems = examine_prompts(config.data, path, limit)
+    if config.environment is not None:
+        problems += stop_problems(path, config.environment)
+    if prompts is None or problems:
+        raise ConfigError(*problems)
+    return prompts
+
+
+def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
+    """Those that are answered.
+
+    Raises:
+        UsageError: there are not as many as --problems.
+    """
+    half = prompts.train if options.split is Split.train else prompts.held_out
+    if options.problems is not None and options.problems > len(half):
+        raise UsageError(
+            f"--problems {options.problems}: the split {options.split.value} has {len(half)} "
+            f"(data.num_eval_problems limits held_out).\nLower --problems."
+        )
+    return half[: options.problems]
+
+
+def _output_folder(options: EvalOptions, subject: Subject) -> Path:
+    """The folder for the results, made.
+
+    Raises:
+        UsageError: there is something in it.
+    """
+    now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder = options.output or Path("evals", subject.name, now)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"--output {folder}: there is something already. Name a new folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _headline(case: "Case") -> str:
+    options, subject = case.options, case.subject
+    what = subject.model if subject.folder is None else str(subject.folder)
+    sampling = "greedy" if options.greedy else f"temperature {case.temperature:g}"
+    asked = f"{len(case.asked)} problems ({options.split.value})"
+    return f"{what}: {asked}, {options.samples} samples each, {sampling} -> {case.output}"
+
+
+def _log_to(file: Path) -> None:
+    """Warnings go to the terminal, everything to a file."""
+    to_terminal = logging.StreamHandler()
+    to_terminal.setLevel(logging.WARNING)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[logging.FileHandler(file), to_terminal],
+        force=True,
+    )

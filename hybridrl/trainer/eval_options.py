@@ -1,0 +1,136 @@
+"""What is typed after `hybridrl eval`: the model, flags, and overrides of the config."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hybridrl.trainer.commands import UsageError
+
+DESCRIPTION = """\
+Score a checkpoint or any Hugging Face model on a data set: mean score and pass@k, with the
+completions.
+
+  hybridrl eval outputs/x                                 newest good checkpoint of a run
+  hybridrl eval outputs/x/checkpoints/step_00000020       that one
+  hybridrl eval outputs/x data=gsm8k rollout.temperature=0.6 --samples 8
+  hybridrl eval Qwen/Qwen2.5-0.5B-Instruct data=gsm8k --greedy
+
+A checkpoint is scored as its run's evaluations do: data, reward, limits and seed are the run's.
+Overrides come on top, as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
+"""
+EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 130 Ctrl-C, 143 SIGTERM."
+
+
+class Split(StrEnum):
+    """Which problems are asked."""
+
+    held_out = "held_out"
+    train = "train"
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """An evaluation as it was asked for.
+
+    Attributes:
+        subject: a checkpoint, a run's directory, a model's folder or its name on the hub.
+        overrides: of the config.
+        config_dir: a folder with more config files.
+        samples: of each problem.
+        ks: of pass@k, rising.
+        greedy: whether to decode greedily.
+        problems: how many are asked; None: all.
+        output: the folder to write; None: evals/<name>/<time>.
+        split: which problems.
+        correct_at: the score from which a sample is correct.
+    """
+
+    subject: str
+    overrides: list[str]
+    config_dir: str | None
+    samples: int
+    ks: list[int]
+    greedy: bool
+    problems: int | None
+    output: Path | None
+    split: Split
+    correct_at: float
+
+
+def parse_options(argv: Sequence[str]) -> EvalOptions:
+    """The options of an argv; a wrong flag ends the program with code 2.
+
+    Raises:
+        UsageError: flags that contradict each other.
+    """
+    args = _parser().parse_intermixed_args(list(argv))
+    ks = _default_ks(args.samples) if args.k is None else sorted(set(args.k))
+    problems = _contradictions(args.samples, ks, greedy=args.greedy)
+    if problems:
+        raise UsageError(*problems)
+    return EvalOptions(
+        subject=args.subject,
+        overrides=args.overrides,
+        config_dir=args.config_dir,
+        samples=args.samples,
+        ks=ks,
+        greedy=args.greedy,
+        problems=args.problems,
+        output=args.output,
+        split=args.split,
+        correct_at=args.correct_at,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybridrl eval",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
+    add("--samples", type=_positive, default=1, metavar="N", help="of each problem (1)")
+    add("--k", type=_ks, metavar="1,4,8", help="pass@k for these k (1, 2, 4... up to N)")
+    add("--greedy", action="store_true", help="the likeliest token every time; one sample")
+    add("--problems", type=_positive, metavar="N", help="ask the first N problems only (all)")
+    add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
+    add("--correct-at", type=float, default=1.0, metavar="SCORE", help="correct from here on (1)")
+    add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
+    add("--config-dir", metavar="DIR", help="a folder with config groups of your own")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}, expected a whole number from 1 on")
+    return int(text)
+
+
+def _ks(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _default_ks(samples: int) -> list[int]:
+    """1, 2, 4... up to the number of samples."""
+    return [2**power for power in range(samples.bit_length())]
+
+
+def _contradictions(samples: int, ks: Sequence[int], *, greedy: bool) -> list[str]:
+    problems = []
+    if greedy and samples > 1:
+        problems.append(
+            f"--greedy with --samples {samples}: greedy decoding gives the same response each "
+            f"time.\nLeave out --samples, or --greedy to sample at rollout.temperature."
+        )
+    if ks[-1] > samples:
+        problems.append(
+            f"--k {ks[-1]} with --samples {samples}: pass@{ks[-1]} is estimated from at least "
+            f"{ks[-1]} samples of each problem.\nAdd --samples {ks[-1]}, or lower --k."
+        )
+    return problems
