@@ -5,8 +5,9 @@
     python -m hybridrl.main +recipe=gsm8k_ppo run.dry=true             the plan alone
     python -m hybridrl.main +recipe=gsm8k_ppo --cfg job                the composed config
 
-Exit codes: 0 done, 1 failed, 2 the config is wrong, 130 Ctrl-C, 143 SIGTERM. Nothing heavy is
-imported before the config has passed its checks, so that a wrong key is answered at once.
+Exit codes: 0 done, 1 failed, 2 the config is wrong, 75 SIGTERM, and a checkpoint was written, 130
+Ctrl-C, 143 SIGTERM. Nothing heavy is imported before the config has passed its checks, so that a
+wrong key is answered at once.
 """
 
 import importlib
@@ -19,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from hybridrl.config.check_checkpoint import AUTO, auto_problem
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command_line import CONFIG_NAME, CommandLine, parse_argv
@@ -34,23 +36,26 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given, given_keys, recipe_files
 from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined
+from hybridrl.config.machine import Machine
 from hybridrl.config.plan_text import plan
 from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import spare_standard_output
 from hybridrl.controller.ray_head import ray_address
-from hybridrl.controller.signals import Interrupted
+from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
+from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
 
 if TYPE_CHECKING:
+    from hybridrl.checkpoint.find import Found
     from hybridrl.data.prompt_sets import PromptSets
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED, EXIT_CONFIG = 1, 2
+EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
 # What data.prompts reads; with one of these wrong, looking at the data makes no sense.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
@@ -73,6 +78,9 @@ def main() -> None:
         _show(error)
         sys.exit(EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, Preempted) and interrupt.checkpoint is not None:
+            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {interrupt.checkpoint}\n")
+            sys.exit(EXIT_PREEMPTED)
         signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
         sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
         sys.exit(128 + signum)
@@ -87,7 +95,7 @@ def job(cfg: DictConfig) -> float:
     except ConfigError as error:
         _show(error)
         metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
-    except WorkerError as error:  # tells the whole story itself
+    except (WorkerError, RunStopped) as error:  # tells the whole story itself
         log.error("%s", error)
         metric, error_text, code = math.nan, str(error), EXIT_FAILED
     except Exception as error:  # the outermost frame: whatever it is, the next job must run
@@ -120,6 +128,9 @@ def run(cfg: DictConfig) -> float:
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
     result = examined(cfg, machine, Given() if in_sweep else given)
+    key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
+    if problem := auto_problem(result.config, state.overrides.hydra, key):
+        result.report.add(problem)
     if result.report.problems or cfg.run.dry:
         _check_data(result)
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
@@ -135,21 +146,55 @@ def run(cfg: DictConfig) -> float:
     model_folder(config.model)  # a download, if any, is made once and not by every worker
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
+    prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
+    for left in range(config.trainer.max_restarts, -1, -1):
+        try:
+            return _train(prepared, list(state.overrides.task), folder)
+        except WorkerError as error:
+            if not left:
+                raise
+            log.error("%s", error)
+            log.warning(
+                "The run starts anew from its last checkpoint, if there is one; %d more "
+                "times after this (trainer.max_restarts)",
+                left - 1,
+            )
+            config.resume = AUTO
+    raise AssertionError("the last attempt returns or raises")
+
+
+class Prepared(NamedTuple):
+    """What is known of a run before anything is started.
+
+    Attributes:
+        result: the checked config.
+        machine: what the run may use.
+        setup: times what happens before the loop.
+    """
+
+    result: Examined
+    machine: Machine
+    setup: SetupTimes
+
+
+def _train(prepared: Prepared, overrides: list[str], folder: Path) -> float:
+    """Start Ray and the workers, train, and end them; the final held-out accuracy."""
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.doctor.preflight import preflight
 
-    overrides = list(state.overrides.task)
+    result, machine, setup = prepared
+    config = result.config
     if not ray_address():
         preflight(result, machine, overrides)
     setup.mark("checks")
     with ThreadPoolExecutor(1) as meanwhile:  # for seconds Ray's start does nothing but wait
-        preparing = meanwhile.submit(_prepare_session, result)
+        preparing = meanwhile.submit(_prepare_session, result, folder)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
             if ray_address():
                 preflight(result, machine, overrides)
-            prompts = preparing.result()
+            prompts, found = preparing.result()
             setup.mark("checks")
             # Workers may start elsewhere.
             config.model.path = absolute_path(config.model.path)
@@ -157,8 +202,7 @@ def run(cfg: DictConfig) -> float:
                 config.reward_model.model.path = absolute_path(config.reward_model.model.path)
             from hybridrl.trainer.session import train
 
-            folder = Path(state.runtime.output_dir)
-            return train(config, folder, machine, prompts, setup)
+            return train(config, folder, machine, prompts, setup, found)
 
 
 def _checked_overrides(line: CommandLine) -> list[str]:
@@ -193,11 +237,16 @@ def _check_data(result: Examined) -> "PromptSets":
     return prompts
 
 
-def _prepare_session(result: Examined) -> "PromptSets":
-    """The prompts of a config, as `_check_data`; then torch and the like are imported."""
+def _prepare_session(result: Examined, folder: Path) -> "tuple[PromptSets, Found | None]":
+    """The prompts of a config, as `_check_data`, and the checkpoint it goes on from.
+
+    torch and the like are imported in between.
+    """
     prompts = _check_data(result)
     importlib.import_module("hybridrl.trainer.session")
-    return prompts
+    from hybridrl.trainer.resume import find_checkpoint
+
+    return prompts, find_checkpoint(result.config, folder)
 
 
 def _look_at_data(result: Examined) -> "PromptSets | None":

@@ -1,6 +1,7 @@
 """From the composed config to a typed, resolved RunConfig, or to every problem it has."""
 
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -76,6 +77,21 @@ def examine(
     reward_shape = _reward_shape(config, read_model, report)
     checks(config, machine, shape, reward_shape, given, report)
     return Examined(config, shape, reward_shape, report)
+
+
+def typed_again(config: Mapping[str, Any]) -> RunConfig:
+    """A resolved config as dataclasses, from the plain data that a run has written of it.
+
+    Raises:
+        ConfigError: it is not one, or has something to resolve, which nobody wrote there.
+    """
+    report = Report()
+    if "${" in json.dumps(config):
+        raise ConfigError("the config has a value with ${...}, which a run resolves before.")
+    typed = _typed(OmegaConf.create(dict(config)), report)
+    if report.problems:
+        raise ConfigError(*report.problems)
+    return typed
 
 
 def _typed(cfg: DictConfig, report: Report) -> RunConfig:

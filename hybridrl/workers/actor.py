@@ -28,8 +28,8 @@ from hybridrl.distributed.packing import to_device
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.replaying import ReplayedWorker
 from hybridrl.workers.token_losses import TokenLosses
 from hybridrl.workers.training import Loss, LossStats, Training
 
@@ -37,7 +37,7 @@ from hybridrl.workers.training import Loss, LossStats, Training
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
 
 
-class ActorWorker(TrainedWorker):
+class ActorWorker(ReplayedWorker):
     """Trains the policy. One instance per rank, each holding one FSDP shard.
 
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and

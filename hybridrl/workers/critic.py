@@ -14,12 +14,12 @@ from hybridrl.data.totals import Totals
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
-from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
+from hybridrl.workers.replaying import ReplayedWorker
 from hybridrl.workers.training import Loss, LossStats, Training
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(ReplayedWorker):
     """Trains the value function. One instance per rank, each holding one FSDP shard.
 
     To change the objective, subclass, override `value_loss`, and set

@@ -1,19 +1,26 @@
 """Updates at the edges: losses that are not finite, mini-batches without a token, clipping."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
+from hybridrl.trainer.replay import examine
+from hybridrl.trainer.replay_batch import ReplayBatch
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.saver import SaverConfig, SaverWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config
+from tests.run_configs import run_config
 from tests.tiny_hf import tiny_folder
-from tests.training_batches import scheduled, training_batch
+from tests.training_batches import RESPONSES, scheduled, training_batch
 
 
 def my_part(batch):
@@ -75,7 +82,68 @@ def skipped_update(folder, mesh, spec):
     }
 
 
-def odd_updates(folder):
+class HereAndThere:
+    """A worker group of the ranks themselves: each calls its worker, and gets what all return."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.num_shards = dist.get_world_size()
+
+    def call(self, method, *args):
+        rank = dist.get_rank()
+        whole = args[0] if args and isinstance(args[0], ScheduledBatch) else None
+        if whole is not None:
+            args = (whole.shard(self.num_shards)[rank], *args[1:])
+        results = [None] * self.num_shards
+        dist.all_gather_object(results, getattr(self.worker, method)(*args))
+        return results if whole is None else whole.join(results)
+
+
+def replays(folder, mesh, spec, disk):
+    """What replays find: an advantage that is NaN, a loss that is, weights, and nothing."""
+    batch, actor = training_batch(), ActorWorker(actor_config(folder, spec), mesh)
+    group, config = HereAndThere(actor), run_config()
+    dealt = scheduled(batch, num_ranks=2, mini_batch_size=4, max_tokens=30)
+
+    def findings(batch, worker=group):
+        return examine(ReplayBatch("actor", 3, 0.1, batch, dealt.ranks, config), worker)
+
+    before, found = state_of(actor), {"nothing": findings(batch)}
+    advantages = batch.advantages.values.clone()
+    advantages[sum(RESPONSES[:5]) + 1] = float("nan")
+    poisoned = replace(batch, advantages=batch.responses.like(advantages))
+    found["advantage"] = findings(poisoned)
+    found["loss"] = findings(batch, HereAndThere(NaNForShortest(actor.config, mesh)))
+    found["unchanged"] = same(before, state_of(actor))
+    saver = SaverWorker(SaverConfig(), mesh)
+    saver.connect({"actor": actor, "saver": saver})
+    save(saver, f"{disk}/good")
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            actor.optimizer.parameters[0].to_local()[0, 0] = float("inf")
+    save(saver, f"{disk}/bad")
+    group.call("load_weights", f"{disk}/good", "actor")
+    found["restored"] = same(before, state_of(actor))
+    group.call("load_weights", f"{disk}/bad", "actor")
+    found["weights"] = findings(batch)
+    return found
+
+
+def save(saver, folder):
+    Path(folder).mkdir(exist_ok=True)
+    saver.begin_save(folder)
+    assert saver.finish_save().error is None
+
+
+class NaNForShortest(ActorWorker):
+    """The loss of the response with a single token is NaN."""
+
+    def policy_loss(self, micro, totals):
+        loss, stats = super().policy_loss(micro, totals)
+        return loss * (float("nan") if 1 in micro.responses.lengths else 1.0), stats
+
+
+def odd_updates(folder, disk):
     """Metrics, and names of the weights that changed, of one odd update after the other."""
     spec = fsdp_config(dp_shard=dist.get_world_size())
     mesh = build_mesh(spec, "cpu")
@@ -99,13 +167,14 @@ def odd_updates(folder):
         weights = later
     found["critic"] = critic.update(my_part(batches["masked"]), step=1)
     found["skipped"] = skipped_update(folder, mesh, spec)
+    found["replays"] = replays(folder, mesh, spec, disk)
     return found
 
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
     folder = tiny_folder("llama", tmp_path_factory.mktemp("update") / "llama")
-    return run_on_ranks(odd_updates, 2, folder)
+    return run_on_ranks(odd_updates, 2, folder, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture
@@ -144,3 +213,30 @@ def test_a_mini_batch_without_tokens_has_loss_and_gradient_zero(found):
     assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0.0
     assert metrics["actor/log_ratio_max"] == 0.0
     assert found["critic"]["critic/loss"] == found["critic"]["critic/grad_norm"] == 0.0
+
+
+def test_a_replay_names_the_response_and_its_field(found):
+    replayed = found["replays"]["advantage"]
+    (response,) = replayed.responses
+    assert response.response == 5
+    assert response.bad == ["advantages", "loss", "gradient"]
+    (micro,) = [micro for micro in replayed.micro_batches if not math.isfinite(micro.result.loss)]
+    assert 5 in micro.rows
+    assert not replayed.weights
+
+
+def test_a_replay_finds_the_response_on_which_the_loss_alone_fails(found):
+    (response,) = found["replays"]["loss"].responses
+    assert (response.response, RESPONSES[response.response]) == (2, 1)
+    assert response.bad == ["loss", "gradient"]
+
+
+def test_a_replay_names_weights_that_are_not_finite(found):
+    ((name, count),) = found["replays"]["weights"].weights.items()
+    assert (name, count) == ("lm.model.embed_tokens.weight", 1)
+
+
+def test_a_replay_of_a_good_update_finds_nothing_and_changes_nothing(found):
+    assert found["replays"]["nothing"].is_finite
+    assert found["replays"]["unchanged"]
+    assert found["replays"]["restored"]
