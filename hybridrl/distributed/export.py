@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ ADAPTER_FOLDER = "adapter"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
+SHARD_BYTES = 5 * 10**9
 
 
 class Weights(Protocol):
@@ -91,7 +93,7 @@ class AdapterFiles:
             base_model_name_or_path=self.base,
             inference_mode=True,
         ).save_pretrained(str(folder))
-        save_file(self.weights, folder / "adapter_model.safetensors", metadata=METADATA)
+        _save(self.weights, folder / "adapter_model.safetensors")
 
 
 def write_hf_folder(
@@ -109,12 +111,12 @@ def write_model(
     *,
     dtype: DType = DType.float32,
     record: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights with the configuration and tokenizer of the model they came from.
 
     The folder appears under its name only when the disk has all of it; one that was there is
-    replaced. Host memory: one shard of at most 5 GB, or the largest tensor, beside what `weights`
-    keeps.
+    replaced. Host memory: two shards, of 5 GB or the largest tensor, beside what `weights` keeps.
 
     Args:
         weights: of the causal LM; tied tensors once.
@@ -123,6 +125,7 @@ def write_model(
         adapter: adapters that are merged into `weights`; they are written to target/adapter.
         dtype: of the weights in the folder.
         record: written to hybridrl_export.json: what the folder is an export of.
+        shard_bytes: largest file of weights, unless a single tensor is larger.
 
     Raises:
         OSError: the disk does not take it; what was at `target` is as it was.
@@ -133,7 +136,7 @@ def write_model(
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_around(source, partial, dtype)
-        _write_weights(weights, partial, getattr(torch, dtype.value))
+        _write_weights(weights, partial, getattr(torch, dtype.value), shard_bytes)
         if adapter is not None:
             adapter.write(partial / ADAPTER_FOLDER)
         if record is not None:
@@ -155,20 +158,25 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
+def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     empty = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in weights.shapes.items()
     }
-    split = split_torch_state_dict_into_shards(empty)
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
         shard = weights.read(names)
-        shard = {name: shard[name].to(dtype).contiguous() for name in names}
-        save_file(shard, folder / file, metadata=METADATA)
-        del shard
+        _save({name: shard[name].to(dtype).contiguous() for name in names}, folder / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata=METADATA)
+    except SafetensorError as error:  # says "I/O error" of what is an OSError elsewhere
+        raise OSError(f"{file.name}: {error}") from error
 
 
 def _sync(folder: Path) -> None:

@@ -22,8 +22,8 @@ generation config. Adapters are merged, and stand beside it in peft's format (DI
   hybridrl export outputs/x model                              newest good checkpoint of a run
   hybridrl export outputs/x/checkpoints/step_00000020 model    that one
 
-Needs neither GPU nor Ray. Host memory: 5 GB (one shard) or the largest tensor; with adapters also
-the model that they adapt, 4 bytes a parameter.
+Needs neither GPU nor Ray. Host memory: 10 GB (two shards) or the model, whichever is less; with
+adapters also the model that they adapt, 4 bytes a parameter.
 """
 EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 Ctrl-C."
 
@@ -31,7 +31,7 @@ EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 
 def main() -> None:
     """The command; leaves by SystemExit unless all goes well."""
     args = _parser().parse_args()
-    run_command(lambda: _export(args.checkpoint, args.folder, args.dtype, args.model))
+    run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +50,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
+def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
+    """Write the checkpoint that a path means to a folder, and say what was written.
+
+    Args:
+        checkpoint: a checkpoint's folder, or a run's directory for its newest one.
+        folder: where; an earlier export there is replaced.
+        dtype: of the weights.
+        base: the model that was trained, if it is not where the run had it.
+
+    Raises:
+        ConfigError: a path means nothing, the checkpoint is damaged, or the folder is in use.
+        SystemExit: the disk did not take it.
+    """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
     check_target(folder)

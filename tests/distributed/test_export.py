@@ -1,0 +1,176 @@
+"""hybridrl export: folders that transformers loads, with the very weights that were trained."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.choices import DType, Init
+from hybridrl.config.errors import ConfigError
+from hybridrl.distributed.export import InMemory, write_model
+from hybridrl.trainer.export_command import export
+from tests.distributed.export_cases import STEP, Trained, checkpoint
+from tests.role_configs import lora_config
+from tests.tiny_hf import tiny_folder
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Iterator[dict[str, Trained]]:
+    """Checkpoints of models with tied and untied heads, of adapters, and of random weights."""
+    folder = tmp_path_factory.mktemp("export")
+    llama = tiny_folder("llama", folder / "llama")
+    qwen2 = tiny_folder("qwen2", folder / "qwen2")
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        yield {
+            "untied": checkpoint(folder / "untied", llama),
+            "tied": checkpoint(folder / "tied", qwen2),
+            "adapted": checkpoint(folder / "adapted", qwen2, lora=lora_config(4)),
+            "drawn": checkpoint(folder / "drawn", llama, lora=lora_config(4), init=Init.random),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def exported(case: Trained, target: Path, dtype: DType = DType.float32) -> Path:
+    export(case.run_dir, target, dtype, None)
+    return target
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "adapted", "drawn"])
+def test_transformers_loads_the_trained_bits(cases, name, tmp_path, capsys):
+    case = cases[name]
+    folder = exported(case, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    found = dict(model.named_parameters())
+    assert found.keys() == case.weights.keys()
+    for weight, expected in case.weights.items():
+        torch.testing.assert_close(found[weight].detach(), expected, rtol=0, atol=0)
+    said = capsys.readouterr().out
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert f"step {STEP}, {len(found)} tensors as float32, {size / 1e6:,.1f} MB" in said
+
+
+def test_logits_are_those_of_the_trained_model(cases, tmp_path):
+    case = cases["tied"]
+    folder = exported(case, tmp_path / "model")
+    trained = AutoModelForCausalLM.from_pretrained(tiny_folder("qwen2", tmp_path / "base"))
+    before = trained(IDS).logits
+    trained.load_state_dict(case.weights, strict=False)
+    logits = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+    assert (logits == trained(IDS).logits).all()
+    assert not torch.allclose(logits, before)
+
+
+def test_what_stands_around_the_weights_is_the_models(cases, tmp_path):
+    folder = exported(cases["untied"], tmp_path / "model")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "hybridrl_export.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    record = json.loads((folder / "hybridrl_export.json").read_text())
+    assert record["step"] == STEP
+    assert record["checkpoint"] == str(cases["untied"].folder)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_adapters_stand_beside_it_as_peft_reads_them(cases, tmp_path):
+    from peft import PeftModel
+
+    case = cases["adapted"]
+    folder = exported(case, tmp_path / "model")
+    written = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == case.adapters.keys()
+    assert all((written[name] == case.adapters[name]).all() for name in written)
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")(IDS).logits
+    merged = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_rounded_from_the_trained_bits(cases, tmp_path):
+    case = cases["untied"]
+    folder = exported(case, tmp_path / "model", DType.bfloat16)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, weight in load_file(folder / "model.safetensors").items():
+        assert (weight == case.weights[name].bfloat16()).all()
+
+
+def test_large_models_are_written_in_several_shards(cases, tmp_path):
+    weights, source = cases["untied"].weights, tmp_path / "source"
+    tiny_folder("llama", source)
+    write_model(InMemory(weights), source, tmp_path / "model", shard_bytes=20_000)
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 21_500 for path in shards)  # with their headers
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all((found[name] == weight).all() for name, weight in weights.items())
+
+
+def test_folder_in_use_is_refused_but_an_earlier_export_replaced(cases, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    exported(cases["tied"], target)
+    (target / "of_the_first").touch()
+    exported(cases["untied"], target)
+    assert not (target / "of_the_first").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (target / "hybridrl_export.json").unlink()
+    with pytest.raises(ConfigError, match=f"not empty(.|\n)*rm -r {target}"):
+        exported(cases["untied"], target)
+
+
+def test_damaged_file_is_named_and_nothing_is_written(cases, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(cases["tied"].run_dir, run_dir)
+    (shard,) = run_dir.glob("checkpoints/*/state/*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"state/{shard.name} has the sha256"):
+        export(shard.parents[1], tmp_path / "model", DType.float32, None)
+    with pytest.raises(ConfigError, match=f"state/{shard.name} has the sha256"):
+        export(run_dir, tmp_path / "model", DType.float32, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_another_model_than_was_trained_is_refused(cases, tmp_path):
+    with pytest.raises(ConfigError, match=r"has besides(.|\n)*--model PATH"):
+        other = str(tiny_folder("llama", tmp_path / "llama"))
+        export(cases["tied"].run_dir, tmp_path / "model", DType.float32, other)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_disk_that_takes_no_more_leaves_the_earlier_export(cases, tmp_path, capsys):
+    target = exported(cases["tied"], tmp_path / "model")
+    before = (target / "model.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match="1"), files_of_at_most(10_000):
+        exported(cases["untied"], target)
+    assert "could not be written" in capsys.readouterr().err
+    assert (target / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
