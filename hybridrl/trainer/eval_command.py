@@ -72,7 +72,7 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
         answers = evaluate(case, progress)
     results = results_of(case, answers)
     path = write_results(case, answers, results, machine, started)
-    console.print(table_of(results))
+    (console if console.is_terminal else Console(width=160)).print(table_of(results))
     if answers.failed:
         console.print(f"{answers.failed} judgements failed and count as wrong", soft_wrap=True)
     console.print(f"{path} after {time.perf_counter() - begin:.0f} s", soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from hybridrl.config.machine import Machine
 from hybridrl.trainer.eval_completions import rule_name
 from hybridrl.trainer.eval_session import Answers, Case
-from hybridrl.trainer.eval_statistics import Estimate, GroupResult, group_results
+from hybridrl.trainer.eval_statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.manifest import plain, versions
 
@@ -74,18 +74,16 @@ def write_results(
 
 
 def table_of(results: Results) -> Table:
-    """The results, a row for each rule and group."""
-    first = next(iter(next(iter(results.values())).values()))
+    """The results on all problems by each rule, then on groups of them by training's rule."""
+    all_problems = [(rule_name(rule), of_rule[ALL]) for rule, of_rule in results.items()]
+    groups = [(group, result) for group, result in results[""].items() if group != ALL]
     table = Table(box=box.SIMPLE)
-    for heading in ("rule", "problems"):
-        table.add_column(heading)
-    for heading in ("n", "score", *(f"pass@{k}" for k in first.pass_at)):
-        table.add_column(heading, justify="right")
-    for rule, of_rule in results.items():
-        for group, result in of_rule.items():
-            estimates = [result.score, *result.pass_at.values()]
-            cells = [_cell(estimate) for estimate in estimates]
-            table.add_row(rule_name(rule), group, str(result.problems), *cells)
+    table.add_column("")
+    for heading in ("problems", "score", *(f"pass@{k}" for k in all_problems[0][1].pass_at)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, result in [*all_problems, *groups]:
+        cells = [_cell(estimate) for estimate in (result.score, *result.pass_at.values())]
+        table.add_row(name, str(result.problems), *cells, end_section=name == all_problems[-1][0])
     return table
 
 

@@ -1,0 +1,60 @@
+"""pass@k against all subsets, and what groups, rules and intervals are made of."""
+
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from hybridrl.trainer.eval_statistics import ALL, group_results, pass_at_k
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_one(n):
+    for c in range(n + 1):
+        correct = [index < c for index in range(n)]
+        for k in range(1, n + 1):
+            share = fmean(any(chosen) for chosen in combinations(correct, k))
+            assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_one_is_the_share_of_correct_samples():
+    assert [pass_at_k(8, c, 1) for c in range(9)] == [c / 8 for c in range(9)]
+
+
+def test_pass_at_k_stays_exact_with_many_samples():
+    # 1 - C(990, 100) / C(1000, 100), as a product of its ratios
+    none = 1.0
+    for index in range(100):
+        none *= (990 - index) / (1000 - index)
+    assert pass_at_k(1000, 10, 100) == pytest.approx(1 - none, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 0, 5), (4, 0, 0), (4, 5, 1), (4, -1, 1)])
+def test_out_of_range_is_named(n, c, k):
+    with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
+        pass_at_k(n, c, k)
+
+
+# Two samples each of four problems.
+SCORES = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.5, 1.0]]
+
+
+def test_results_are_means_over_problems():
+    results = group_results(SCORES, {"hard": [1, 3]}, [1, 2], 1.0)
+    everyone, hard = results[ALL], results["hard"]
+    assert (everyone.problems, hard.problems) == (4, 2)
+    # Problem means 0.5, 0, 1, 0.75; correct 1, 0, 2, 1 of 2.
+    assert everyone.score.value == 2.25 / 4
+    assert everyone.pass_at[1].value == (0.5 + 0 + 1 + 0.5) / 4
+    assert everyone.pass_at[2].value == 3 / 4
+    assert hard.pass_at[2].value == 1 / 2
+
+
+def test_intervals_are_of_the_spread_over_problems():
+    # pass@2 is 1, 0, 1, 1: variance 3/16; 1.96 sqrt(3/16 / 4)
+    estimate = group_results(SCORES, {}, [2], 1.0)[ALL].pass_at[2]
+    assert estimate.ci95 == pytest.approx(1.96 * (3 / 64) ** 0.5)
+
+
+def test_threshold_decides_what_is_correct():
+    assert group_results(SCORES, {}, [1], 0.5)[ALL].pass_at[1].value == (0.5 + 0 + 1 + 1) / 4
