@@ -1,7 +1,7 @@
 """Whether a run can be resumed as asked, and checkpoints be kept as asked."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hybridrl.config.schema import RunConfig
@@ -19,6 +19,24 @@ def resume_problems(config: RunConfig) -> Iterator[str]:
             f"run: there is no such folder (seen from {Path.cwd()}).\n"
             f"Set resume=<run>/checkpoints/step_<n>, or resume=<run> for its newest checkpoint."
         )
+
+
+def auto_problem(config: RunConfig, hydra_overrides: Collection[str], key: str) -> str | None:
+    """What is wrong with resume=auto where the run's directory is not given.
+
+    Args:
+        config: the run.
+        hydra_overrides: what of Hydra's own config the command line sets.
+        key: of the directory: hydra.run.dir, or hydra.sweep.dir in a sweep.
+    """
+    given = any(text.lstrip("+").startswith(f"{key}=") for text in hydra_overrides)
+    if config.resume != AUTO or given:
+        return None
+    return (
+        f"resume = auto, but {key} is not given: each start has a directory of its own, so there "
+        f"is never a checkpoint to go on from.\n"
+        f"Set {key}=<directory>, the same at each start, or resume=<path of a checkpoint>."
+    )
 
 
 def retention_problems(config: RunConfig) -> Iterator[str]:

@@ -4,6 +4,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -59,6 +60,67 @@ class SignalGuard:
             signal.signal(signum, previous)
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             raise Interrupted(self._received or signal.SIGINT) from None
+
+
+class Preempted(Interrupted):
+    """The run has ended as SIGTERM asked it to, in time for a checkpoint.
+
+    Args:
+        checkpoint: to go on from; None: it could not be written.
+    """
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        super().__init__(signal.SIGTERM)
+        self.checkpoint = checkpoint
+
+
+class Preemption:
+    """While it is entered, SIGTERM asks for an end within a time instead of ending at once.
+
+    When the time is over, or at the next SIGTERM, `Interrupted` is raised wherever the program is.
+    To be entered in the main thread, inside a `SignalGuard`.
+
+    Args:
+        grace_s: the time, in seconds; 0: SIGTERM ends at once.
+
+    Attributes:
+        is_asked: whether SIGTERM has come.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.is_asked = False
+        self._grace_s = grace_s
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Preemption":
+        if self._grace_s > 0:
+            for signum, handler in ((signal.SIGTERM, self._ask), (signal.SIGALRM, self._end)):
+                self._previous[signum] = signal.signal(signum, handler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            self._end(signum, frame)
+        self.is_asked = True
+        logger.warning(
+            "SIGTERM: what is under way is ended, and a checkpoint written, within %g s",
+            self._grace_s,
+        )
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+
+    def _end(self, signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.SIGTERM)
 
 
 @contextmanager

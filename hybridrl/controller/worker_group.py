@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.schema import FSDPConfig, RunConfig
+from hybridrl.config.schema import FSDPConfig, RoleConfig, RunConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
 from hybridrl.controller.importing import import_in_thread
@@ -21,6 +21,8 @@ from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
 # vLLM first: it measures its memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
+# Keeps the state of the roles built before it.
+SAVER = "hybridrl.workers.saver.SaverWorker"
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
@@ -189,8 +191,12 @@ def _build_run(
     rollout = build_role(pool, "rollout", configs["rollout"])
     imported.result()
     spec = replace(fsdp, columns=rollout.call("columns", fsdp))
-    sharded = {role: replace(c, fsdp=spec) for role, c in configs.items() if role != "rollout"}
-    return {"rollout": rollout, **build_roles(pool, sharded)}
+    others = {
+        role: replace(own, fsdp=spec) if hasattr(own, "fsdp") else own
+        for role, own in configs.items()
+        if role != "rollout"
+    }
+    return {"rollout": rollout, **build_roles(pool, others)}
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,7 @@ class Workers:
     rollout: WorkerGroup
     ref: WorkerGroup | None
     reward_model: WorkerGroup | None
+    saver: WorkerGroup
 
     def close(self) -> None:
         """End all worker processes; see `Pool.close`."""
@@ -239,6 +246,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         *([] if config.reward_model is not None else ["reward_model"]),
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
+    configs["saver"] = RoleConfig(worker=SAVER)
     pool, groups = start_roles(config, configs, run_dir)
     return Workers(
         pool=pool,
@@ -247,6 +255,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         rollout=groups["rollout"],
         ref=groups.get("ref"),
         reward_model=groups.get("reward_model"),
+        saver=groups["saver"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,17 @@ class ResponseLengths:
 
     seen: dict[int, Mean] = field(default_factory=dict)
     overall: Mean = field(default_factory=Mean)
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON: `overall` and, by prompt id, `seen` as [count, total]."""
+        seen = {str(prompt_id): [m.count, m.total] for prompt_id, m in self.seen.items()}
+        return {"overall": [self.overall.count, self.overall.total], "seen": seen}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "ResponseLengths":
+        """The lengths of which `state` was told."""
+        seen = {int(prompt_id): Mean(*mean) for prompt_id, mean in state["seen"].items()}
+        return cls(seen, Mean(*state["overall"]))
 
     def expect(self, prompts: PromptBatch) -> PromptBatch:
         """The prompts with the tokens that each is expected to cost."""

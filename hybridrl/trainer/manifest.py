@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import hybridrl
+from hybridrl.checkpoint.find import Found
 from hybridrl.config.schema import RunConfig
 
 MANIFEST_FILE = "manifest.json"
+# What is kept of a start when the run is resumed.
+START = ("started", "argv", "resumed_from", "versions", "git", "hardware")
 
 PACKAGES = (
     "hybridrl",
@@ -47,6 +50,7 @@ def write_manifest(
     data: Any = None,
     *,
     started: datetime,
+    found: Found | None = None,
     argv: Sequence[str] = tuple(sys.argv),
 ) -> Path:
     """Write <run>/manifest.json; returns its path.
@@ -57,6 +61,7 @@ def write_manifest(
         hardware: what the run has: dataclasses, mappings and plain values.
         data: the run's data sets in numbers, likewise.
         started: when the run began, with its time zone.
+        found: the checkpoint it goes on from; earlier starts stay listed.
         argv: the command line.
     """
     manifest = {
@@ -64,6 +69,7 @@ def write_manifest(
         "seed": config.seed,
         "started": started.isoformat(timespec="seconds"),
         "argv": [_without_secret(argument) for argument in argv],
+        "resumed_from": None if found is None else str(found.folder),
         "config": plain(config),
         "versions": versions(),
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
@@ -72,8 +78,17 @@ def write_manifest(
         "platform": platform.platform(),
     }
     path = run_dir / MANIFEST_FILE
+    manifest["earlier_starts"] = [] if found is None else _starts(path)
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The starts that a run's manifest knows, its own last."""
+    if not path.is_file():
+        return []
+    known = json.loads(path.read_text(encoding="utf-8"))
+    return [*known["earlier_starts"], {name: known[name] for name in START}]
 
 
 def plain(value: Any, name: str = "") -> Any:

@@ -5,7 +5,7 @@
     score       old_log_probs, ref_log_probs, values, model scores; meanwhile rewards -> scores
     advantage   rewards -> advantages, returns
     update      critic and actor, packed micro-batches
-    log, evaluate
+    log, evaluate, checkpoint
 
 The trainer runs in the driver process: it holds no weights and calls the roles by name.
 """
@@ -21,6 +21,7 @@ from hybridrl.config.estimators import estimator_of
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
+from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
@@ -30,19 +31,22 @@ from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
+from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place, straddling
 from hybridrl.trainer.environment import turn_metrics
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
 from hybridrl.trainer.mismatch import check_rollout_log_probs
+from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
+from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
-from hybridrl.trainer.state import LoopState
+from hybridrl.trainer.state import LoopState, loop_state
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -58,6 +62,8 @@ class PPOTrainer:
         prompts: training prompts, in order.
         judge: where rewards come from.
         evaluator: held-out accuracy.
+        checkpoints: what is kept to go on from.
+        preemption: whether the run is asked to end.
         reporter: what the user sees and keeps.
     """
 
@@ -70,6 +76,8 @@ class PPOTrainer:
         prompts: PromptSource,
         judge: Judge,
         evaluator: Evaluator,
+        checkpoints: Checkpointer,
+        preemption: Preemption,
         reporter: Reporter,
     ) -> None:
         self.config = config
@@ -88,6 +96,8 @@ class PPOTrainer:
         self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
+        self.checkpoints = checkpoints
+        self.preemption = preemption
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
@@ -101,32 +111,77 @@ class PPOTrainer:
             reporter.run_dir,
             lambda: self.phases.timeline,
         )
+        self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.metrics: dict[str, float | None] = {}
         self.weight_version = 0
         self.rollout_version: int | None = None
 
-    def fit(self) -> float:
-        """Train for trainer.total_steps; return the final held-out accuracy."""
+    def fit(self, resume: Resume | None = None) -> float:
+        """Train up to trainer.total_steps; return the final held-out accuracy.
+
+        Args:
+            resume: what to go on from; None: the run begins.
+
+        Raises:
+            Preempted: SIGTERM has come, and a checkpoint was written.
+            RunStopped: too many updates in a row were not finite.
+        """
         last = self.config.trainer.total_steps
-        with self.phases.step():
-            self.reshard()
-            self.evaluate(step=0)
-        self.log(step=0)
-        for step in range(1, last + 1):
+        if resume is None:
+            self.begin()
+        else:
+            self.go_on(resume)
+        for step in range(self.done.step + 1, last + 1):
             with self.profiler.step(step), self.phases.step():
                 self.reshard()
                 sampled = self.rollout(step)
+                self.leave_if_asked()
                 scheduled = self.score(sampled, step)
                 scheduled = self.advantage(scheduled, step)
+                self.leave_if_asked()
                 self.update(scheduled, step)
                 if step == last or is_due(self.config.eval.every_steps, step):
                     self.reshard()
                     self.evaluate(step)
+                self.checkpoint(step)
             self.log(step)
-            self.reporter.keep_state(self.state(step))
+            self.guard.check()
+            self.leave_if_asked()
+        self.checkpoints.finish()
         self.save()
         self.reporter.finish()
         return self.evaluator.last_accuracy
+
+    def begin(self) -> None:
+        """Evaluate the model as it is."""
+        with self.phases.step():
+            self.reshard()
+            self.evaluate(step=0)
+        self.log(step=0)
+        self.done = self.state(step=0)
+
+    def go_on(self, resume: Resume) -> None:
+        """Be as the run was when the checkpoint was taken; its metrics have been told."""
+        for note in self.checkpoints.load(resume.found):
+            self.reporter.warn(note)
+        self.done = state = resume.state
+        self.prompts.seek(state.prompts_taken)
+        if state.kl_coef is not None and self.kl.coef is not None:
+            self.kl.restore(state.kl_coef)
+        self.lengths = ResponseLengths.restored(state.lengths)
+        self.guard.skipped = SkippedSteps(**state.skipped)
+        self.weight_version = state.weight_version
+        self.evaluator.last_accuracy = resume.last_accuracy
+        told = dict(self.metrics)
+        self.reshard()
+        self.metrics = told
+        if not state.rollout_is_current:
+            self.rollout_version = self.workers.rollout.call("sleep")[0]
+
+    def leave_if_asked(self) -> None:
+        """End here if SIGTERM has come: until the update, weights are those of the step before."""
+        if self.preemption.is_asked:
+            raise Preempted(self.checkpoints.leave(self.done))
 
     def reshard(self) -> None:
         """Bring vLLM's weights up to the actor's, unless they are."""
@@ -235,6 +290,7 @@ class PPOTrainer:
         self.weight_version += trains_policy
         for outcome in outcomes.values():
             self.metrics |= outcome.value
+        self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
         self.metrics |= self.kl.adapt(scheduled.batch)
 
     def evaluate(self, step: int) -> None:
@@ -243,14 +299,30 @@ class PPOTrainer:
             generate = lambda prompts: self._generate(prompts).batch  # noqa: E731
             self.metrics |= self.evaluator.evaluate(step, generate)
 
+    def checkpoint(self, step: int) -> None:
+        """Begin a checkpoint where one is due, and end the one before when it is written."""
+        self.done = self.state(step)
+        with self.phases.section("checkpoint"):
+            self.checkpoints.after_step(self.done)
+        self.metrics["checkpoint/failed"] = float(self.checkpoints.failures)
+
     def log(self, step: int) -> None:
         """Hand the step's metrics over and begin anew."""
-        self.reporter.log(step, self.metrics | self.phases.metrics())
+        row = self.reporter.log(step, self.metrics | self.phases.metrics())
+        self.checkpoints.logged(step, row)
         self.metrics = {}
 
     def state(self, step: int) -> LoopState:
         """What later steps take from those up to `step`, beside the workers' own state."""
-        return LoopState(step, self.prompts.position, self.kl.coef)
+        return loop_state(
+            step,
+            self.prompts.position,
+            self.kl.coef,
+            self.weight_version,
+            self.rollout_version,
+            self.lengths,
+            self.guard.skipped,
+        )
 
     def save(self) -> None:
         """Write the trained model as an ordinary HF folder."""

@@ -10,7 +10,6 @@ from hybridrl.trainer.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.spare_files import SpareFiles
-from hybridrl.trainer.state import STATE_FILE, LoopState, write_state
 from hybridrl.trainer.summary import summarize
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Row, Tracker
@@ -57,14 +56,16 @@ class Reporter:
         """Something the user should look at; the run goes on."""
         self._console.warn(text)
 
-    def log(self, step: int, metrics: Row) -> None:
-        """Keep and show one step's metrics, and say what went wrong in it."""
+    def log(self, step: int, metrics: Row) -> Row:
+        """Keep and show one step's metrics, and say what went wrong in it; returns the row."""
         lost = float(self._tracker.lost + self._files.failures)
         metrics = metrics | self._throughput.metrics(metrics) | {"run/lost_writes": lost}
-        self._console.step(self._tracker.log(step, metrics))
+        row = self._tracker.log(step, metrics)
+        self._console.step(row)
         for name, what in WORTH_A_WARNING.items():
             if count := metrics.get(name):
                 self._console.warn(f"step {step}: {count:.0f} {what}")
+        return row
 
     def saw_responses(
         self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
@@ -81,10 +82,6 @@ class Reporter:
         records = _records(prompts, responses, rewarded)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
-
-    def keep_state(self, state: LoopState) -> None:
-        """Replace the state file of the loop."""
-        self._files.attempt(STATE_FILE, lambda: write_state(self.run_dir, state))
 
     def saved(self, folder: Path, node: str) -> None:
         """The trained model was written by the first rank, on `node`."""

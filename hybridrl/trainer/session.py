@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hybridrl.checkpoint.find import Found
 from hybridrl.config.check_sizes import world_size
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import Machine, torch_threads
@@ -21,10 +22,12 @@ from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import lossy_text
+from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.console import RunConsole
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.header import RunFacts, header_lines
@@ -33,6 +36,7 @@ from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter, draw
+from hybridrl.trainer.resume import Resume, read_resume
 from hybridrl.trainer.rewarding import Judge
 from hybridrl.trainer.setup_times import SetupTimes
 from hybridrl.trainer.throughput import Throughput
@@ -44,7 +48,12 @@ TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
 def train(
-    config: RunConfig, run_dir: Path, machine: Machine, prompts: PromptSets, setup: SetupTimes
+    config: RunConfig,
+    run_dir: Path,
+    machine: Machine,
+    prompts: PromptSets,
+    setup: SetupTimes,
+    found: Found | None = None,
 ) -> float:
     """Run PPO as configured; to be called inside `ray_runtime`.
 
@@ -54,6 +63,7 @@ def train(
         machine: what the run may use.
         prompts: the run's.
         setup: times what happens before the loop.
+        found: the checkpoint to go on from; None: the run begins.
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
@@ -66,12 +76,13 @@ def train(
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
         started = datetime.now(UTC)
-        write_manifest(run_dir, config, machine, prompts.data_sets, started=started)
-        _show_header(config, run_dir, machine, prompts, console)
+        resume = None if found is None else read_resume(config, found)
+        write_manifest(run_dir, config, machine, prompts.data_sets, started=started, found=found)
+        _show_header(config, run_dir, machine, prompts, resume, console)
         decode = decoder(load_tokenizer(config.model.path))
         judge = open_judge(config, prompts, decode, stack)
         evaluator = _evaluator(config, prompts, judge, stack)
-        tracker = Tracker(run_dir, config)
+        tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
         stack.push(
             lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
         )
@@ -79,6 +90,7 @@ def train(
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
         setup.mark("workers", workers.pool.start_times.seconds)
+        preemption = stack.enter_context(Preemption(_grace_s(config)))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
@@ -88,13 +100,20 @@ def train(
             prompt_source(prompts, config.data, config.seed),
             judge,
             evaluator,
+            Checkpointer(config, run_dir, workers.saver, console.warn),
+            preemption,
             reporter,
         )
         setup.mark("driver")
         hosts = [("", host.describe()) for host in workers.pool.hosts]
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
-        return trainer.fit()
+        return trainer.fit(resume)
+
+
+def _grace_s(config: RunConfig) -> float:
+    """Seconds that SIGTERM leaves; none where there are no checkpoints."""
+    return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
 
 
 def _evaluator(config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack) -> Evaluator:
@@ -132,7 +151,12 @@ def _throughput(config: RunConfig, machine: Machine) -> Throughput:
 
 
 def _show_header(
-    config: RunConfig, run_dir: Path, machine: Machine, prompts: PromptSets, console: RunConsole
+    config: RunConfig,
+    run_dir: Path,
+    machine: Machine,
+    prompts: PromptSets,
+    resume: Resume | None,
+    console: RunConsole,
 ) -> None:
     assert config.fsdp.dp_shard is not None
     num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
@@ -150,7 +174,8 @@ def _show_header(
         notes=prompts.notes,
         reward_parameters=reward_parameters,
     )
-    console.header(config.run.name, header_lines(config, facts))
+    lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
+    console.header(config.run.name, lines)
 
 
 def _draw_unfinished(

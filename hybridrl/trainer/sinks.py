@@ -5,6 +5,7 @@ there is counted and logged once instead of stopping the run.
 """
 
 import io
+import json
 import logging
 import os
 import socket
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config.schema import TrackingConfig
-from hybridrl.trainer.spare_files import GrowingFile
+from hybridrl.trainer.spare_files import GrowingFile, replace_file
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -26,6 +28,11 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 200
 # Characters of a failure that are shown.
 MAX_REASON = 200
+# Ids of the run with trackers that keep it elsewhere.
+TRACKERS_FILE = "trackers.json"
+# A metric that every step has.
+EVERY_STEP = "time/step_s"
+_REMEMBERING = Lock()
 
 
 class Sink(Protocol):
@@ -114,16 +121,25 @@ class TensorBoardSink:
     """TensorBoard event files, record by record (torch's writer imports far more).
 
     Raises OSError for each step that the disk does not take; it is written with a later one.
+
+    Args:
+        folder: of the files.
+        last: the step after which a run goes on: readers forget what earlier files have of later
+            ones. None: it begins.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, folder: Path, last: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(parents=True, exist_ok=True)
         seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
         self._file = GrowingFile(folder / name)
         self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
+        if last is not None:
+            begins = SessionLog(status=SessionLog.START)
+            event = Event(wall_time=seconds, step=last + 1, session_log=begins)
+            self._file.append(_record(event))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -142,16 +158,36 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run in a Weights & Biases project."""
+    """A run in a Weights & Biases project.
 
-    def __init__(self, project: str, name: str, folder: Path, config: dict[str, Any]) -> None:
+    A run that goes on sends the steps after its checkpoint again; those that are there already stay
+    as they are, for W&B takes no step twice.
+
+    Args:
+        project: of the run.
+        name: of the run.
+        folder: of the run; its W&B id is kept there.
+        config: kept beside the metrics.
+        goes_on: whether the run of that id is continued.
+    """
+
+    def __init__(
+        self, project: str, name: str, folder: Path, config: dict[str, Any], *, goes_on: bool
+    ) -> None:
         import wandb
 
         # A login prompt would wait for an answer that nobody gives.
         settings = wandb.Settings(init_timeout=60, login_timeout=10, console="off", silent=True)
         self._run = wandb.init(
-            project=project, name=name, dir=str(folder), config=config, settings=settings
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=config,
+            settings=settings,
+            id=known_run(folder, "wandb") if goes_on else None,
+            resume="allow" if goes_on else None,
         )
+        remember_run(folder, "wandb", self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send scalars."""
@@ -163,25 +199,46 @@ class WandbSink:
 
 
 class MLflowSink:
-    """A run of an MLflow experiment named like the run."""
+    """A run of an MLflow experiment named like the run.
 
-    def __init__(self, uri: str, name: str, config: dict[str, Any]) -> None:
+    Args:
+        uri: of the tracking server.
+        name: of the experiment.
+        folder: of the run; its MLflow id is kept there.
+        config: kept as parameters.
+        goes_on: whether the run of that id is continued; steps that it has are not sent again.
+    """
+
+    def __init__(
+        self, uri: str, name: str, folder: Path, config: dict[str, Any], *, goes_on: bool
+    ) -> None:
         # MLflow's own defaults keep trying a dead server for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
+        self._last = -1
+        known = known_run(folder, "mlflow") if goes_on else None
+        if known is not None:
+            self._run_id = known
+            self._client.update_run(known, status="RUNNING")
+            sent = self._client.get_metric_history(known, EVERY_STEP)
+            self._last = max((metric.step for metric in sent), default=-1)
+            return
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
             experiment.experiment_id if experiment else self._client.create_experiment(name)
         )
         self._run_id = self._client.create_run(experiment_id).info.run_id
+        remember_run(folder, "mlflow", self._run_id)
         for key, value in _flat(config).items():
             self._client.log_param(self._run_id, key, value[:500])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send scalars in one request."""
+        if step <= self._last:
+            return
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -195,8 +252,27 @@ class MLflowSink:
         self._client.set_terminated(self._run_id)
 
 
+def known_run(folder: Path, tracker: str) -> str | None:
+    """The id that a run has with a tracker, as `remember_run` has kept it; None: it has none."""
+    path = folder / TRACKERS_FILE
+    return json.loads(path.read_text(encoding="utf-8")).get(tracker) if path.is_file() else None
+
+
+def remember_run(folder: Path, tracker: str, run_id: str) -> None:
+    """Keep the id that a run has with a tracker, so that it can go on under it."""
+    path = folder / TRACKERS_FILE
+    with _REMEMBERING:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        text = json.dumps(known | {tracker: run_id})
+        replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
 def open_sinks(
-    config: TrackingConfig, run_name: str, run_dir: Path, resolved: dict[str, Any]
+    config: TrackingConfig,
+    run_name: str,
+    run_dir: Path,
+    resolved: dict[str, Any],
+    last: int | None = None,
 ) -> list[BackgroundSink]:
     """The sinks that conf/tracking asks for.
 
@@ -205,18 +281,22 @@ def open_sinks(
         run_name: run.name.
         run_dir: where files go.
         resolved: the run's config as plain data without secrets, to be kept beside the metrics.
+        last: the step after which the run goes on; None: it begins.
     """
     sinks = []
+    goes_on = last is not None
     if config.tensorboard:
         sinks.append(
-            BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard"))
+            BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", last))
         )
     if config.wandb_project is not None:
         project = config.wandb_project
-        sinks.append(BackgroundSink("W&B", lambda: WandbSink(project, run_name, run_dir, resolved)))
+        open_wandb = lambda: WandbSink(project, run_name, run_dir, resolved, goes_on=goes_on)  # noqa: E731
+        sinks.append(BackgroundSink("W&B", open_wandb))
     if config.mlflow_uri is not None:
         uri = config.mlflow_uri
-        sinks.append(BackgroundSink("MLflow", lambda: MLflowSink(uri, run_name, resolved)))
+        open_mlflow = lambda: MLflowSink(uri, run_name, run_dir, resolved, goes_on=goes_on)  # noqa: E731
+        sinks.append(BackgroundSink("MLflow", open_mlflow))
     return sinks
 
 

@@ -1,50 +1,76 @@
-"""What the loop itself remembers from step to step, beside weights and moments: a few numbers.
-
-They stand in <run>/trainer_state.json as they were after the last finished step.
-"""
+"""What the driver's loop remembers from step to step, beside the workers' weights and moments."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from hybridrl.trainer.spare_files import replace_file
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.names import DRIVER
+from hybridrl.data.lengths import ResponseLengths
+from hybridrl.trainer.nonfinite import SkippedSteps
 
-STATE_FILE = "trainer_state.json"
 
-
-class LoopState(NamedTuple):
+@dataclass(frozen=True)
+class LoopState:
     """All that a later step takes from earlier ones.
+
+    What else is drawn (mini-batches, samples) is a function of the seed and the step.
 
     Attributes:
         step: the last finished training step.
         prompts_taken: position in the run's sequence of prompts, refilled ones included.
         kl_coef: weight of the KL penalty in the next step; None without a reference.
+        weight_version: updates of the actor so far.
+        rollout_is_current: whether vLLM holds these weights, so that no reshard comes next.
+        lengths: of responses so far, by which prompts are dealt to engines (`ResponseLengths`).
+        skipped: optimizer steps skipped in a row (`SkippedSteps`).
     """
 
     step: int
     prompts_taken: int
     kl_coef: float | None
+    weight_version: int
+    rollout_is_current: bool
+    lengths: dict[str, Any]
+    skipped: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """As JSON; floats keep their bits."""
+        return (json.dumps(asdict(self)) + "\n").encode()
 
 
-def write_state(run_dir: Path, state: LoopState) -> None:
-    """Replace the run's state file, which is whole at any instant.
+def loop_state(
+    step: int,
+    prompts_taken: int,
+    kl_coef: float | None,
+    weight_version: int,
+    rollout_version: int | None,
+    lengths: ResponseLengths,
+    skipped: SkippedSteps,
+) -> LoopState:
+    """The state after a step, which later steps do not change."""
+    return LoopState(
+        step,
+        prompts_taken,
+        kl_coef,
+        weight_version,
+        rollout_version == weight_version,
+        lengths.state(),
+        asdict(skipped),
+    )
+
+
+def read_state(checkpoint: Path) -> LoopState:
+    """The state that a checkpoint holds.
 
     Raises:
-        OSError: the disk does not take it; the old one stays.
+        DamagedCheckpoint: the file is not one that `LoopState.encode` makes.
     """
-    text = json.dumps(state._asdict()) + "\n"
-    replace_file(run_dir / STATE_FILE, lambda new: new.write_text(text, encoding="utf-8"))
-
-
-def read_state(run_dir: Path) -> LoopState:
-    """The state after the run's last finished step.
-
-    Raises:
-        FileNotFoundError: no step was finished.
-        ValueError: the file does not hold exactly the fields of a state.
-    """
-    text = (run_dir / STATE_FILE).read_text(encoding="utf-8")
-    fields = json.loads(text)
-    if fields.keys() != set(LoopState._fields):
-        raise ValueError(f"{STATE_FILE} has {sorted(fields)}, expected {LoopState._fields}")
-    return LoopState(**fields)
+    body = json.loads((checkpoint / DRIVER).read_bytes())
+    names = [field.name for field in fields(LoopState)]
+    if not isinstance(body, Mapping) or sorted(body) != sorted(names):
+        reason = f"has {sorted(body)}, this version of hybridrl reads {sorted(names)}"
+        raise DamagedCheckpoint(checkpoint, DRIVER, reason)
+    return LoopState(**body)

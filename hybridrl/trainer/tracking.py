@@ -3,14 +3,14 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.sinks import BackgroundSink, close_all, open_sinks
-from hybridrl.trainer.spare_files import GrowingFile
+from hybridrl.trainer.spare_files import GrowingFile, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +45,25 @@ class Tracker:
     Args:
         run_dir: existing directory of the run.
         config: the run; says which trackers, and is kept beside the metrics.
+        before: steps of a run that goes on; what is known of later ones is given up.
 
     Attributes:
         rows: all steps so far, as in metrics.jsonl.
+
+    Raises:
+        OSError: metrics.jsonl cannot be written.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
-        self.rows: list[Row] = []
-        self._file = GrowingFile(run_dir / METRICS_FILE)
+    def __init__(self, run_dir: Path, config: RunConfig, before: Sequence[Row] = ()) -> None:
+        self.rows: list[Row] = list(before)
+        path = run_dir / METRICS_FILE
+        if before:
+            replace_file(path, lambda new: new.write_bytes(b"".join(map(_line, before))))
+        self._file = GrowingFile(path, path.stat().st_size if before else 0)
         resolved = plain(config)
         assert isinstance(resolved, dict)
-        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved)
+        last = int(before[-1]["step"] or 0) if before else None
+        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved, last)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
         """Write one step's metrics; numbers that are not finite become null. Returns the row.
@@ -66,7 +74,7 @@ class Tracker:
         row |= {name: _finite(value) for name, value in metrics.items()}
         self.rows.append(row)
         had_room = not self._file.waiting
-        self._file.append((json.dumps(row, allow_nan=False) + "\n").encode())
+        self._file.append(_line(row))
         if had_room and self._file.waiting:
             reason = self._file.reason
             log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
@@ -103,6 +111,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             rows.append(json.loads(line))
     return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl, in order; none where there is no such file."""
+    return read_metrics(path) if path.is_file() else []
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def _finite(value: float | None) -> float | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybridrl.checkpoint.find import newest_good
 from hybridrl.trainer.state import read_state
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import SMALL, Run, started
@@ -98,8 +99,9 @@ def test_run_directory_holds_the_record(finished):
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert manifest["seed"] == 1
     assert manifest["config"]["trainer"]["total_steps"] == 2
-    state = read_state(run_dir)
-    assert state[:2] == (2, 2 * 8)
+    found = newest_good(run_dir)
+    state = read_state(found.folder)
+    assert (state.step, state.prompts_taken, found.manifest.step) == (2, 2 * 8, 2)
     assert state.kl_coef == manifest["config"]["algorithm"]["kl"]["coef"]
     assert (run_dir / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert list(run_dir.glob("logs/*_rank0.log"))

@@ -32,8 +32,7 @@ TRACKER = """
 import json
 from hybridrl.trainer.report import Reporter
 from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.spare_files import SpareFiles
-from hybridrl.trainer.state import LoopState, read_state, write_state
+from hybridrl.trainer.spare_files import SpareFiles, replace_file
 from hybridrl.trainer.plot import plot_run
 from hybridrl.trainer.tracking import Tracker, read_metrics
 from tests.run_configs import run_config
@@ -43,7 +42,8 @@ files = SpareFiles()
 record = RolloutRecord(1, "p", "q", "r" * 9000, "a", 1.0, 4)
 def keep(step):
     files.attempt("rollouts/", lambda: write_rollouts(disk, step, [record]))
-    files.attempt("trainer_state.json", lambda: write_state(disk, LoopState(step, step, None)))
+    number = lambda new: new.write_text(str(step))
+    files.attempt("number", lambda: replace_file(disk / "number", number))
     if step in (1, 3):
         files.attempt("metrics.png", lambda: plot_run(disk, "title"))
 def settle():
@@ -59,7 +59,7 @@ for step in range(8):
     if step == 6:
         found["while_full"] = [row["step"] for row in read_metrics(disk / "metrics.jsonl")]
         found["failures"] = [*tracker.failures()[:1], *files.lines()]
-        found["state_while_full"] = read_state(disk).step
+        found["number_while_full"] = (disk / "number").read_text()
         free()
     tracker.log(step, long)
     keep(step)
@@ -67,7 +67,7 @@ for step in range(8):
 tracker.close()
 found["rows"] = [row["step"] for row in read_metrics(disk / "metrics.jsonl")]
 found["equal"] = read_metrics(disk / "metrics.jsonl") == tracker.rows
-found["state"] = read_state(disk).step
+found["number"] = (disk / "number").read_text()
 found["files"] = sorted(str(p.relative_to(disk)) for p in disk.rglob("*") if p.is_file())
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 (events,) = (disk / "tensorboard").glob("events*")
@@ -147,19 +147,19 @@ def test_each_kind_of_lost_file_is_told_once_and_counted(tracked):
     assert found["failures"] == [
         f"4 rows of metrics.jsonl could not be written: {room}",
         f"rollouts/ could not be written 4 times: {room}",
-        f"trainer_state.json could not be written 4 times: {room}",
+        f"number could not be written 4 times: {room}",
         f"metrics.png could not be written 1 time: {room}",
     ]
-    for what in ("metrics.jsonl cannot", "rollouts/ could", "trainer_state.json could"):
+    for what in ("metrics.jsonl cannot", "rollouts/ could", "number could"):
         assert told.count(f"{what}") == 1
 
 
 def test_no_half_file_is_left_and_older_ones_stay(tracked):
     found, _ = tracked
-    assert (found["state_while_full"], found["state"]) == (1, 7)
+    assert (found["number_while_full"], found["number"]) == ("1", "7")
     kept = [f"rollouts/step_{step}.jsonl" for step in (0, 1, 6, 7)]
     (events,) = [name for name in found["files"] if name.startswith("tensorboard/")]
-    expected = ["metrics.jsonl", "metrics.png", *kept, events, "trainer_state.json"]
+    expected = ["metrics.jsonl", "metrics.png", *kept, events, "number"]
     assert sorted(found["files"]) == sorted(expected)
 
 

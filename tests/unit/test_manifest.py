@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from hybridrl.checkpoint.find import Found
 from hybridrl.config.machine import GPU, Machine, Node
 from hybridrl.data.prompt_sets import DataSetFacts
 from hybridrl.trainer.manifest import git_state, plain, versions, write_manifest
@@ -34,7 +35,7 @@ def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     assert manifest["started"] == "2026-01-02T03:04:05+00:00"
     assert manifest["argv"] == argv
     assert manifest["config"]["rollout"]["seed"] == 7
-    assert manifest["config"]["actor"]["kl"]["estimator"] == "k1"
+    assert manifest["config"]["algorithm"]["kl"]["estimator"] == "k1"
     assert manifest["config"]["actor"]["worker"] == "hybridrl.workers.actor.ActorWorker"
     assert manifest["data"][0]["left_out"] == {"repeated": 3}
     assert manifest["hardware"]["nodes"][0]["gpus"][0]["name"] == "H200"
@@ -86,3 +87,17 @@ def test_package_installed_inside_another_repository_has_no_commit(tmp_path):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "__init__.py").write_text("")
     assert git_state(tmp_path / "site-packages") is None
+
+
+def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_path):
+    found = Found(tmp_path / "checkpoints" / "step_00000002", None)
+    for checkpoint, hour in ((None, 3), (found, 4), (found, 5)):
+        write_manifest(
+            tmp_path, run_config(), {}, started=STARTED.replace(hour=hour), found=checkpoint
+        )
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["resumed_from"] == str(found.folder)
+    assert [start["started"][11:13] for start in manifest["earlier_starts"]] == ["03", "04"]
+    assert manifest["earlier_starts"][0]["resumed_from"] is None
+    write_manifest(tmp_path, run_config(), {}, started=STARTED)
+    assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []

@@ -1,12 +1,15 @@
-"""The loop's own state: written after each step, and enough to go on from."""
+"""What the loop remembers: as it was, bit for bit, when it is read again."""
 
 import json
 
 import pytest
 from test_kl_control import control, scored
 
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.data.lengths import Mean, ResponseLengths
 from hybridrl.trainer.kl_control import NoReference
-from hybridrl.trainer.state import STATE_FILE, LoopState, read_state, write_state
+from hybridrl.trainer.nonfinite import SkippedSteps
+from hybridrl.trainer.state import loop_state, read_state
 
 
 def test_an_adaptive_coefficient_goes_on_as_if_nothing_had_happened():
@@ -34,21 +37,29 @@ def test_a_penalty_and_none_do_not_mix():
         NoReference().restore(0.1)
 
 
-@pytest.mark.parametrize("coef", [None, 0.1 + 0.2])
-def test_the_file_gives_back_what_was_written_last(coef, tmp_path):
-    write_state(tmp_path, LoopState(step=1, prompts_taken=64, kl_coef=0.5))
-    state = LoopState(step=2, prompts_taken=130, kl_coef=coef)
-    write_state(tmp_path, state)
-    assert read_state(tmp_path) == state
-    assert [file.name for file in tmp_path.iterdir()] == [STATE_FILE]
+@pytest.mark.parametrize(("coef", "rollout_version"), [(None, 3), (0.1 + 0.2, 2)])
+def test_the_file_gives_back_what_was_written(coef, rollout_version, tmp_path):
+    lengths = ResponseLengths({7: Mean(4, 95), 2**40: Mean(1, 3)}, Mean(5, 98))
+    skipped = SkippedSteps({"actor": 2, "critic": 0}, {"actor": 5})
+    state = loop_state(6, 130, coef, 3, rollout_version, lengths, skipped)
+    (tmp_path / "driver.json").write_bytes(state.encode())
+    assert (read := read_state(tmp_path)) == state
+    assert read.rollout_is_current is (rollout_version == 3)
+    assert ResponseLengths.restored(read.lengths) == lengths
+    assert SkippedSteps(**read.skipped) == skipped
 
 
-def test_a_file_with_other_fields_is_refused(tmp_path):
-    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 1}))
-    with pytest.raises(ValueError, match=STATE_FILE):
-        read_state(tmp_path)
+def test_what_is_remembered_does_not_move_with_the_run():
+    lengths, skipped = ResponseLengths({7: Mean(1, 9)}, Mean(1, 9)), SkippedSteps({"actor": 1})
+    before = loop_state(1, 8, None, 1, 1, lengths, skipped)
+    text = before.encode()
+    lengths.seen[8] = Mean(2, 9)
+    skipped.count["actor"] = 2
+    assert before.encode() == text
 
 
-def test_without_a_finished_step_there_is_none(tmp_path):
-    with pytest.raises(FileNotFoundError):
+@pytest.mark.parametrize("body", [{"step": 1}, [], "x"])
+def test_a_file_with_other_fields_is_refused_by_name(body, tmp_path):
+    (tmp_path / "driver.json").write_text(json.dumps(body))
+    with pytest.raises(DamagedCheckpoint, match=r"driver\.json"):
         read_state(tmp_path)

@@ -1,0 +1,100 @@
+"""What differs between the config a checkpoint was made with and the one it is resumed with."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hybridrl.config.keys import leaves
+from hybridrl.config.links import LINKS
+
+# Keys and sections that decide where and how fast a run goes, what it shows and what it keeps, but
+# not what is computed, up to rounding.
+FREE = frozenset(
+    {
+        *("resume", "run", "hardware", "cluster", "placement", "eval", "tracking", "doctor"),
+        "checkpoint",
+        "actor.log_prob_chunk_tokens",
+        "actor.max_tokens_per_gpu",
+        "ref.log_prob_chunk_tokens",
+        "reward.num_processes",
+        "reward.timeout_s",
+    }
+)
+FREE_FSDP = frozenset(
+    {
+        *("dp_shard", "dp_replicate", "reshard_after_forward", "activation_checkpointing"),
+        *("accumulation", "layout", "tensor_parallel_size", "columns", "ulysses_size", "offload"),
+        "compile",
+    }
+)
+FREE_ROLLOUT = frozenset(
+    {
+        *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mb", "max_num_seqs"),
+        *("enforce_eager", "sleep", "reshard_bucket_mb", "verify_reshard"),
+    }
+)
+FREE_TRAINER = frozenset(
+    {
+        *("total_steps", "samples_every_steps", "save_final_model", "max_log_prob_diff"),
+        *("max_skipped_steps", "max_restarts", "profile_steps"),
+    }
+)
+_FREE_IN = {"fsdp": FREE_FSDP, "rollout": FREE_ROLLOUT, "trainer": FREE_TRAINER}
+
+
+class Change(NamedTuple):
+    """A key with another value.
+
+    Attributes:
+        key: dotted.
+        before, now: values as plain JSON; MISSING where there is no such key.
+        matters: whether it changes what is computed, beyond rounding.
+    """
+
+    key: str
+    before: Any
+    now: Any
+    matters: bool
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.now}, was {self.before}"
+
+
+MISSING = "(not there)"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The keys whose values differ, those that matter first, each by name.
+
+    Args:
+        before, now: resolved configs as plain JSON.
+    """
+    old, new = _own_leaves(before), _own_leaves(now)
+    found = [
+        Change(key, old.get(key, MISSING), new.get(key, MISSING), _matters(key, new))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, MISSING) != new.get(key, MISSING)
+    ]
+    return sorted(found, key=lambda change: not change.matters)
+
+
+def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves without those of shared nodes in roles, which stand where they are shared."""
+    shared = {role: LINKS[role].keys() for role in LINKS}
+    own = {
+        name: {key: value for key, value in section.items() if key not in shared.get(name, ())}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in config.items()
+    }
+    return leaves(own)
+
+
+def _matters(key: str, config: Mapping[str, Any]) -> bool:
+    section, _, rest = key.partition(".")
+    if key in FREE or section in FREE or rest in _FREE_IN.get(section, ()):
+        return False
+    if rest == "total_steps":  # the learning rate is laid out over it, unless it is constant
+        return config.get(f"{section}.optim.schedule") != "constant"
+    if key == "data.curriculum_steps":
+        return config.get("data.curriculum") is not None
+    return True

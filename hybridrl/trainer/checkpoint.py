@@ -1,0 +1,201 @@
+"""Checkpoints as the loop sees them: begun at the end of a step, committed when all is on disk.
+
+    step k       copy the state to host memory; the step goes on            begin
+    meanwhile    every rank writes its shards, in the background
+    step k + n   all ranks are done: manifest, rename, `latest`, retention  commit
+
+One checkpoint at a time is being written: the next waits for it. What goes wrong on a disk costs
+that checkpoint alone: the run goes on, says so, and keeps the ones before.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybridrl.checkpoint import commit, retention
+from hybridrl.checkpoint.aside import set_aside
+from hybridrl.checkpoint.durable import write_file
+from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
+from hybridrl.checkpoint.verification import digest
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.distributed.saving import SaveResult
+from hybridrl.trainer.manifest import plain, versions
+from hybridrl.trainer.report import is_due
+from hybridrl.trainer.state import LoopState
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, float | None]
+
+
+@dataclass
+class Writing:
+    """A checkpoint on its way to the disk.
+
+    Attributes:
+        partial: its folder.
+        step: after which it is taken.
+        driver: driver.json as it was written.
+        row: the step's metrics, once they are known.
+    """
+
+    partial: Path
+    step: int
+    driver: FileRecord
+    row: Row
+
+
+class Checkpointer:
+    """Writes a run's checkpoints.
+
+    Args:
+        config: the run.
+        run_dir: existing directory of the run, seen by all nodes.
+        saver: the role that keeps the workers' state.
+        warn: tells the user of a checkpoint that was lost.
+
+    Attributes:
+        failures: checkpoints that could not be written.
+        newest: the last one that was committed; None: none yet.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, saver: WorkerGroup, warn: Callable[[str], None]
+    ) -> None:
+        self.failures = 0
+        self.newest: Path | None = None
+        self._config = config
+        self._plain_config = plain(config)
+        self._versions = versions()
+        self._run_dir = run_dir
+        self._saver = saver
+        self._warn = warn
+        self._writing: Writing | None = None
+        self._last: tuple[int, Row] = (-1, {})
+
+    def after_step(self, state: LoopState) -> None:
+        """Begin a checkpoint where one is due; commit the one before if it is written."""
+        self.poll()
+        every, last = self._config.checkpoint.every_steps, self._config.trainer.total_steps
+        if is_due(every, state.step) or (every and state.step == last):
+            self.begin(state)
+
+    def leave(self, state: LoopState) -> Path | None:
+        """Have a checkpoint of the step on disk; None if that cannot be."""
+        self.finish()
+        if self.newest is None or step_of(self.newest.name) != state.step:
+            self.begin(state)
+            self.finish()
+        written = self.newest is not None and step_of(self.newest.name) == state.step
+        return self.newest if written else None
+
+    def load(self, found: Found) -> list[str]:
+        """Have the workers take up a checkpoint, and set aside those that are in the way.
+
+        Returns:
+            What is not as it was, a sentence each.
+
+        Raises:
+            OSError: the run's directory cannot be written.
+        """
+        notes: list[str] = self._saver.call("load", str(found.folder))[0]
+        self.newest = found.folder
+        if checkpoints_folder(self._run_dir).is_dir():
+            for folder in set_aside(self._run_dir, found):
+                notes.append(f"{folder} is kept, and taken up by its path alone")
+        return notes
+
+    def begin(self, state: LoopState) -> None:
+        """Copy the state, and begin to write it; waits for the checkpoint before."""
+        self.finish()
+        step = state.step
+        try:
+            partial = commit.begin(self._run_dir, step)
+            write_file(partial / DRIVER, state.encode())
+            driver = digest(partial / DRIVER)
+        except OSError as error:
+            self._failed(step, str(error))
+            return
+        self._saver.call("begin_save", str(partial))
+        known, row = self._last
+        self._writing = Writing(partial, step, driver, row if known == step else {})
+
+    def logged(self, step: int, row: Row) -> None:
+        """Know the metrics of a step, which may be that of the checkpoint being written."""
+        self._last = (step, row)
+        if self._writing is not None and self._writing.step == step:
+            self._writing.row = row
+
+    def poll(self) -> None:
+        """Commit the checkpoint that is being written if all ranks are done."""
+        if self._writing is not None:
+            results: list[SaveResult | None] = self._saver.call("poll_save")
+            done = [result for result in results if result is not None]
+            if len(done) == len(results):
+                self._end(self._writing, done)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and commit it."""
+        if self._writing is not None:
+            self._end(self._writing, self._saver.call("finish_save"))
+
+    def write_state(self, folder: Path) -> None:
+        """Write the workers' state alone, into a folder that is made; waits for it.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        self.finish()
+        folder.mkdir(parents=True)
+        self._saver.call("begin_save", str(folder))
+        error = next((result.error for result in self._saver.call("finish_save")), None)
+        if error is not None:
+            raise OSError(error)
+
+    def _end(self, writing: Writing, results: list[SaveResult]) -> None:
+        self._writing = None
+        error = results[0].error
+        if error is None:
+            error = self._commit(writing, results)
+        if error is not None:
+            commit.abandon(writing.partial)
+            self._failed(writing.step, error)
+            return
+        try:
+            keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
+            retention.prune(self._run_dir, keep_last, best)
+        except OSError as failure:
+            self._warn(f"old checkpoints could not be removed: {failure}")
+
+    def _commit(self, writing: Writing, results: list[SaveResult]) -> str | None:
+        """Give the checkpoint its name; why that failed, or None."""
+        files = {DRIVER: writing.driver}
+        for result in results:
+            files |= result.files
+        manifest = Manifest(
+            step=writing.step,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=self._plain_config,
+            versions=self._versions,
+            world_size=len(results),
+            metrics=dict(writing.row),
+            files=files,
+        )
+        try:
+            self.newest = commit.commit(writing.partial, manifest)
+        except OSError as error:
+            return str(error)
+        size = sum(record.size for record in files.values())
+        seconds = max(result.seconds for result in results)
+        log.info("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, seconds)
+        return None
+
+    def _failed(self, step: int, why: str) -> None:
+        self.failures += 1
+        kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
+        self._warn(f"the checkpoint of step {step} could not be written: {why}; {kept}")

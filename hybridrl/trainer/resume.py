@@ -1,0 +1,125 @@
+"""Taking a run up where a checkpoint has left it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.checkpoint.find import Found, named, newest_good
+from hybridrl.checkpoint.names import checkpoints_folder
+from hybridrl.checkpoint.remains import steps_in
+from hybridrl.config.changes import changes
+from hybridrl.config.check_checkpoint import AUTO, NONE
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.manifest import plain
+from hybridrl.trainer.state import LoopState, read_state
+from hybridrl.trainer.tracking import METRICS_FILE, Row, read_rows
+
+MAX_CHANGES_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run goes on from.
+
+    Attributes:
+        found: the checkpoint, verified.
+        state: the loop's.
+        rows: metrics of the steps up to it.
+        notes: what the user should know, a line each.
+    """
+
+    found: Found
+    state: LoopState
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def last_accuracy(self) -> float:
+        """The held-out accuracy that was measured last; NaN if none was."""
+        known = [value for row in self.rows if (value := row.get("eval/accuracy")) is not None]
+        return known[-1] if known else math.nan
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is gone on from, for the run's header."""
+        manifest = self.found.manifest
+        what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
+        size = sum(record.size for record in manifest.files.values()) / 2**20
+        state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
+        told = f"metrics of {len(self.rows)} steps stand"
+        notes = [("", note) for note in self.notes]
+        return [("resume", what), ("", f"{state}; {told}"), *notes]
+
+
+def find_checkpoint(config: RunConfig, run_dir: Path) -> Found | None:
+    """The checkpoint that `resume` means; None: the run begins anew.
+
+    Every file of it is read and compared with its checksum. A newer one that is damaged is passed
+    over; `Found.damaged` names it.
+
+    Raises:
+        ConfigError: there is none at the path, all are damaged, the config has changed in what is
+            computed, or a run is to begin where another one has left checkpoints.
+    """
+    if config.resume == NONE:
+        _refuse_used(run_dir)
+        return None
+    if config.resume == AUTO:
+        found = newest_good(run_dir) if run_dir.is_dir() else None
+    else:
+        found = named(Path(config.resume))
+    if found is not None:
+        _check_changes(config, found)
+    return found
+
+
+def read_resume(config: RunConfig, found: Found) -> Resume:
+    """Read what the driver goes on from; the metrics are those of the run that it was.
+
+    Raises:
+        DamagedCheckpoint: the checkpoint was not written by this version.
+    """
+    state = read_state(found.folder)
+    source = found.folder.resolve().parent.parent
+    rows = [row for row in read_rows(source / METRICS_FILE) if (row["step"] or 0) <= state.step]
+    notes = [f"{damaged}; it is passed over" for damaged in found.damaged]
+    notes += _change_notes(config, found)
+    return Resume(found, state, rows, notes)
+
+
+def _refuse_used(run_dir: Path) -> None:
+    folder = checkpoints_folder(run_dir)
+    steps = steps_in(folder) if folder.is_dir() else []
+    if steps:
+        raise ConfigError(
+            f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "
+            f"{steps[-1]}: a new run's would mix with them.\n"
+            f"Set resume=auto to go on with that run, or another hydra.run.dir."
+        )
+
+
+def _check_changes(config: RunConfig, found: Found) -> None:
+    found_changes = changes(found.manifest.config, plain(config))
+    mattering = [change for change in found_changes if change.matters]
+    if mattering and not config.checkpoint.allow_config_changes:
+        listed = "\n".join(f"  {change}" for change in mattering)
+        raise ConfigError(
+            f"resume = {found.folder} was made with another config:\n{listed}\n"
+            f"This changes what is computed: steps before and after would not be of one run.\n"
+            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+        )
+
+
+def _change_notes(config: RunConfig, found: Found) -> list[str]:
+    by_kind: dict[bool, list[str]] = {True: [], False: []}
+    for change in changes(found.manifest.config, plain(config)):
+        if change.key not in ("resume", "checkpoint.allow_config_changes", "hardware.reason"):
+            by_kind[change.matters].append(str(change))
+    told = []
+    for matters, texts in by_kind.items():
+        if texts:
+            what = "changed, as allowed" if matters else "changed, without effect on the results"
+            more = f" and {len(texts) - MAX_CHANGES_SHOWN} more"
+            end = more if len(texts) > MAX_CHANGES_SHOWN else ""
+            told.append(f"{what}: {'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}")
+    return told
