@@ -17,7 +17,6 @@ from hybridrl.checkpoint.names import (
     hidden_name,
     promised_step,
     step_name,
-    step_of,
 )
 from hybridrl.checkpoint.remains import hidden_steps_in, steps_in
 from hybridrl.config.errors import ConfigError
@@ -111,8 +110,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder is meant to be a checkpoint; a run's directory has a manifest, too."""
-    name = path.resolve().name
-    if step_of(name) is not None or promised_step(name) is not None:
+    if promised_step(path.resolve().name) is not None:
         return True
     return exists(path / MANIFEST) and exists(path / STATE)
 

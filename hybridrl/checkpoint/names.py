@@ -62,5 +62,5 @@ def hidden_step_of(name: str, suffix: str) -> int | None:
 def promised_step(name: str) -> int | None:
     """The step that a name of any of these kinds promises; None if it promises none."""
     hidden = (hidden_step_of(name, suffix) for suffix in (PARTIAL, REPLACED, REMOVED))
-    aside = (step_of(name.removeprefix(prefix)) for prefix in (DAMAGED, SUPERSEDED))
-    return next((step for step in (*hidden, *aside) if step is not None), None)
+    shown = (step_of(name.removeprefix(prefix)) for prefix in (DAMAGED, SUPERSEDED))
+    return next((step for step in (*hidden, *shown) if step is not None), None)

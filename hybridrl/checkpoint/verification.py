@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
-from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step, step_of
+from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
 
 # Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
 _READERS = 8
@@ -50,10 +50,7 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
 
 
 def _check_step(folder: Path, manifest: Manifest) -> None:
-    name = folder.name
-    promised = step_of(name)
-    if promised is None:
-        promised = promised_step(name)
+    promised = promised_step(folder.name)
     if promised is not None and promised != manifest.step:
         reason = f"is of step {manifest.step}, the folder's name says {promised}"
         raise DamagedCheckpoint(folder, MANIFEST, reason)

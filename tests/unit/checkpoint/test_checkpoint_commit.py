@@ -63,6 +63,19 @@ def test_all_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     assert calls[named + 1 :] == after
 
 
+def test_the_folder_of_checkpoints_itself_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def noted(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    commit.begin(tmp_path, 20)
+    assert synced == [str(tmp_path)]
+
+
 def test_only_a_file_system_that_syncs_no_folders_is_excused():
     with pytest.raises(OSError, match="Invalid argument"):
         sync_file(Path("/proc"))

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import NoWholeCheckpoint, newest_good
-from hybridrl.checkpoint.verification import verify
+from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, SIZE, save
 
 
@@ -125,6 +125,17 @@ def test_a_state_without_files_is_no_link_either(newest):
     verify(newest)
     (newest / "state").symlink_to(newest.parents[1] / "nowhere")
     with pytest.raises(DamagedCheckpoint, match="state is a symbolic link, expected a folder"):
+        verify(newest)
+
+
+def test_a_pipe_in_the_place_of_an_empty_file_is_not_waited_for(newest):
+    (newest / "notes.txt").touch()
+    whole = verify(newest)
+    files = whole.files | {"notes.txt": digest(newest / "notes.txt")}
+    manifests.write(newest, dataclasses.replace(whole, files=files))
+    verify(newest)
+    make_pipe(newest / "notes.txt")
+    with pytest.raises(DamagedCheckpoint, match=r"notes\.txt is not a regular file"):
         verify(newest)
 
 

@@ -130,6 +130,12 @@ def test_a_run_directory_falls_back_and_a_named_checkpoint_does_not(run_dir, fol
         assert "Name another one, or the run's directory" in text
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_damaged_not_unknown(folder):
+    (folder / "step_00000030" / "manifest.json").unlink()
+    text = refused(folder / "step_00000030")
+    assert "this checkpoint is damaged: manifest.json is missing.\n" in text
+
+
 def test_paths_without_a_checkpoint_say_what_is_there_and_what_to_type(run_dir, folder, tmp_path):
     expected = "Expected a checkpoint, as in export=<run>/checkpoints/step_00000020, or a run's"
     cases = {
