@@ -38,9 +38,10 @@ from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.plan_text import plan
+from hybridrl.config.secrets import argument_without_secret, hide_in_files
 from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.output import spare_standard_output
+from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.cache import cache_folder
@@ -63,7 +64,7 @@ DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
     signal.signal(signal.SIGTERM, _on_sigterm)
-    spare_standard_output()
+    guard_standard_output()
     # torch makes a folder for compiled kernels when it is imported; among the temporary files it
     # would be left behind. Workers inherit the variable.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
@@ -88,8 +89,12 @@ def main() -> None:
 
 def job(cfg: DictConfig) -> float:
     """Hydra's task: one run, or one job of a sweep, where a failure is a result like others."""
-    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    state = HydraConfig.get()
+    in_sweep = state.mode == RunMode.MULTIRUN
     start = time.time()
+    if state.output_subdir is not None:  # where Hydra has written the config as it is
+        folder = Path(state.runtime.output_dir) / state.output_subdir
+        hide_in_files(folder, OmegaConf.to_container(cfg))
     try:
         metric, error_text, code = run(cfg), "", 0
     except ConfigError as error:
@@ -273,7 +278,7 @@ def _result(status: str, metric: float, seconds: float, error: str) -> JobResult
     state = HydraConfig.get()
     return JobResult(
         job=int(state.job.num),
-        overrides=list(OmegaConf.to_container(state.overrides.task) or []),  # type: ignore[arg-type]
+        overrides=[argument_without_secret(override) for override in state.overrides.task],
         status=status,
         metric=finite(metric),
         seconds=seconds,

@@ -1,14 +1,17 @@
-"""Standard output and log files on a disk that may be full: text is lost there, never the run."""
+"""Standard output and log files: a full disk costs text, never the run, and secrets are hidden."""
 
 import io
 import os
-import stat
 import sys
 from typing import Any
+
+from hybridrl.config.secrets import HIDDEN, secrets_of
 
 
 class LossyFile(io.FileIO):
     """A file whose writes never raise OSError; what is lost is told when there is room again.
+
+    What the environment or the command line of this process hold of secrets is hidden in it.
 
     Args:
         file: an open file's descriptor, which stays open, or a path, to whose end is written.
@@ -21,20 +24,23 @@ class LossyFile(io.FileIO):
         opens = isinstance(file, str)
         super().__init__(file, "a" if opens else "w", closefd=opens)
         self.lost = 0
+        self._secrets = [text.encode() for text in secrets_of(os.environ, sys.argv)]
 
     def write(self, data: Any) -> int:
         """Write what the disk takes; always says that it took everything."""
-        view = memoryview(data).cast("B")
+        size, text = memoryview(data).nbytes, bytes(data)
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN.encode())
         try:
             if self.lost:
                 super().write(f"\n[{self.lost} bytes of output are lost: no room]\n".encode())
                 self.lost = 0
             done = 0
-            while done < len(view):
-                done += super().write(view[done:]) or 0
+            while done < len(text):
+                done += super().write(text[done:]) or 0
         except OSError:
-            self.lost += len(view)
-        return len(view)
+            self.lost += len(text)
+        return size
 
 
 def lossy_text(file: int | str) -> io.TextIOWrapper:
@@ -47,9 +53,6 @@ def lossy_text(file: int | str) -> io.TextIOWrapper:
     )
 
 
-def spare_standard_output() -> None:
-    """Let this program go on when the file that its output goes to, if it is one, has no room."""
-    if stat.S_ISREG(os.fstat(1).st_mode):
-        sys.stdout = lossy_text(1)
-    if stat.S_ISREG(os.fstat(2).st_mode):
-        sys.stderr = lossy_text(2)
+def guard_standard_output() -> None:
+    """Let this program go on when what it prints finds no room, and print no secrets."""
+    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hybridrl.config.secrets import argument_without_secret, without_secrets
 from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.stages import StageReport
 
@@ -30,7 +31,7 @@ def write_report(
     content = {
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "nodes": list(nodes),
-        "overrides": list(overrides),
+        "overrides": [argument_without_secret(override) for override in overrides],
         "stages": [
             {"stage": report.stage.value, "seconds": round(report.seconds, 2)} for report in reports
         ],
@@ -38,7 +39,7 @@ def write_report(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(without_secrets(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
     return path
 
 

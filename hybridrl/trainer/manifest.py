@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,12 @@ from typing import Any
 import hybridrl
 from hybridrl.checkpoint.find import Found
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.secrets import (
+    HIDDEN,
+    argument_without_secret,
+    is_secret_key,
+    without_secrets,
+)
 
 MANIFEST_FILE = "manifest.json"
 # What is kept of a start when the run is resumed.
@@ -34,13 +39,6 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
-
-# Stands in place of a secret.
-HIDDEN = "***"
-_SECRET_NAME = re.compile(r"(^|[._-])(token|password|passwd|secret|credentials?|api_?key)$", re.I)
-# user:password@ or token@ in a URI.
-_URI_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-_ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-]+)=")
 
 
 def write_manifest(
@@ -68,7 +66,7 @@ def write_manifest(
         "run": config.run.name,
         "seed": config.seed,
         "started": started.isoformat(timespec="seconds"),
-        "argv": [_without_secret(argument) for argument in argv],
+        "argv": [argument_without_secret(argument) for argument in argv],
         "resumed_from": None if found is None else str(found.folder),
         "config": plain(config),
         "versions": versions(),
@@ -94,10 +92,10 @@ def _starts(path: Path) -> list[dict[str, Any]]:
 def plain(value: Any, name: str = "") -> Any:
     """Dataclasses, enums, paths and containers as JSON knows them; secrets hidden.
 
-    A value is a secret by its key (`api_key`, `password`, `token` as the last word), and a login
-    in a URI is one, too.
+    A value is a secret by its key (`api_key`, `password`, `token` as the last word); logins in URIs
+    and what secret environment variables hold are hidden inside texts.
     """
-    if value is not None and _SECRET_NAME.search(name):
+    if value is not None and is_secret_key(name):
         return HIDDEN
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name), f.name) for f in fields(value)}
@@ -109,7 +107,7 @@ def plain(value: Any, name: str = "") -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _URI_LOGIN.sub(f"{HIDDEN}@", str(value))
+    return without_secrets(str(value))
 
 
 def versions() -> dict[str, str]:
@@ -147,11 +145,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def _without_secret(argument: str) -> str:
-    """A command-line argument with the value of a secret key hidden."""
-    assigned = _ASSIGNMENT.match(argument)
-    if assigned and _SECRET_NAME.search(assigned.group(2)):
-        return f"{assigned.group(0)}{HIDDEN}"
-    return _URI_LOGIN.sub(f"{HIDDEN}@", argument)

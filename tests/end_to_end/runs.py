@@ -108,7 +108,7 @@ def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -
         [sys.executable, "-m", "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}"],
         cwd=run_dir,
         env=os.environ
-        | {"HYBRIDRL_TEST_TOKEN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        | {"HYBRIDRL_TEST_RUN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
         | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -88,9 +88,9 @@ print("there is room again")
 """
 
 DRIVER = """
-from hybridrl.controller.output import spare_standard_output
+from hybridrl.controller.output import guard_standard_output
 fill()
-spare_standard_output()
+guard_standard_output()
 from rich.console import Console
 for step in range(3000):
     Console(highlight=False).print(f"step {step}", soft_wrap=True)

@@ -1,0 +1,96 @@
+"""What is secret of a run's config and environment, and texts without it.
+
+A key or variable is secret by its name (`api_key`, `HF_TOKEN`), a login in a URI always. What they
+hold is hidden wherever it would be written, by whatever way it got there.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Stands in place of a secret.
+HIDDEN = "***"
+# Shorter values would be found by chance.
+MIN_LENGTH = 8
+
+_NAME = re.compile(
+    r"(^|[._-])(token|password|passwd|passphrase|secret|credentials?|api_?key"
+    r"|(access|private|secret|auth)_?key)$",
+    re.I,
+)
+_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY)$|SECRET", re.I)
+# user:password@ or token@ in a URI.
+_LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+@")
+_ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-/@]+)=(.*)$", re.S)
+
+
+def is_secret_key(name: str) -> bool:
+    """Whether a config key holds a secret, by its name or the last part of it."""
+    return _NAME.search(name) is not None
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether an environment variable holds a secret, by its name."""
+    return _VARIABLE.search(name) is not None
+
+
+def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
+    """Secrets as they may stand in texts, the longest first.
+
+    Args:
+        environment: variables.
+        arguments: of the command line, among them overrides.
+    """
+    found = {value for name, value in environment.items() if is_secret_variable(name)}
+    for argument in arguments:
+        assigned = _ASSIGNMENT.match(argument)
+        if assigned and is_secret_key(assigned[2]):
+            found.add(assigned[3].strip("'\""))
+    return sorted((text for text in found if len(text) >= MIN_LENGTH), key=len, reverse=True)
+
+
+def without(secrets: Iterable[str], text: str) -> str:
+    """A text in which secrets, and the logins of URIs, are hidden."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return _LOGIN.sub(f"{HIDDEN}@", text)
+
+
+def without_secrets(text: str) -> str:
+    """A text without the secrets of this process's environment and command line."""
+    return without(secrets_of(os.environ, sys.argv), text)
+
+
+def argument_without_secret(argument: str) -> str:
+    """A command-line argument with the value of a secret key hidden."""
+    assigned = _ASSIGNMENT.match(argument)
+    if assigned and is_secret_key(assigned[2]):
+        return f"{assigned[1]}{assigned[2]}={HIDDEN}"
+    return without_secrets(argument)
+
+
+def secret_values(tree: Any) -> Iterator[str]:
+    """The secrets that a config of plain data holds."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if is_secret_key(str(key)) and isinstance(value, str):
+                yield value
+            else:
+                yield from secret_values(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from secret_values(value)
+
+
+def hide_in_files(folder: Path, tree: Any) -> None:
+    """Hide a config's secrets, the environment's and the command line's in a folder's files."""
+    secrets = {*secret_values(tree), *secrets_of(os.environ, sys.argv)}
+    longest_first = sorted(filter(None, secrets), key=len, reverse=True)
+    for path in folder.glob("*"):
+        text = path.read_text(encoding="utf-8")
+        hidden = without(longest_first, text)
+        if hidden != text:
+            path.write_text(hidden, encoding="utf-8")
