@@ -41,7 +41,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     stored = {}
-    for key, tensor in metadata.items():
+    for key, tensor in sorted(metadata.items()):
         assert isinstance(tensor, TensorStorageMetadata)
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise DamagedCheckpoint(folder.parent, folder.name, f"has only parts of {key}")
@@ -62,7 +62,7 @@ def differences(
     theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
     missing = [key for key in ours if key not in theirs]
-    extra = sorted(key for key in theirs if key not in ours)
+    extra = [key for key in theirs if key not in ours]
     both = [key for key in ours if key in theirs]
     shapes = [
         f"{key} has the shape {theirs[key].shape} there and {ours[key].shape} here"

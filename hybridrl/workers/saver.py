@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 RNG = "rng."
 # Bytes of a trained weight's state in those of the weight: itself and two moments.
 WITH_MOMENTS = 3
-# Seconds between two looks at a save that is waited for, and for which the end waits for one.
-LOOK_S, CLOSE_S = 1.0, 30.0
+# Seconds between two looks at a save that is waited for, and for which the end waits for one: the
+# pool gives all roles of a process five.
+LOOK_S, CLOSE_S = 1.0, 2.0
 
 
 @dataclass(kw_only=True)
@@ -134,10 +135,10 @@ class SaverWorker(Worker):
         return self._roles_left_out(stored) + self._load_generators(state, stored)
 
     def close(self) -> None:
-        """Wait for a save that goes on, but not forever."""
+        """Wait for a save that goes on, but not long; who wants it whole calls `finish_save`."""
         self.saver.wait(CLOSE_S)
         if self.saver.is_writing:
-            logger.warning("left a checkpoint unfinished that took over %.0f s more", CLOSE_S)
+            logger.warning("left a checkpoint unfinished that took more than %g s", CLOSE_S)
 
     def _state(self, name: str) -> dict[str, Tensor]:
         state = self.roles[name].training_state()

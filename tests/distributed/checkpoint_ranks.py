@@ -7,6 +7,7 @@ processes takes longer than all that happens here.
 import os
 import pickle
 import random
+import shutil
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
+from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -93,12 +95,23 @@ def build(folder, *, lora=0, **changes):
     return roles
 
 
-def train(roles, step, *names):
+def part_of(step):
     ranks = dist.get_world_size()
     batch = scheduled(
         training_batch(), num_ranks=ranks, mini_batch_size=4, max_tokens=30, step=step
     )
-    part = batch.shard(ranks)[dist.get_rank()]
+    return batch.shard(ranks)[dist.get_rank()]
+
+
+@torch.no_grad()
+def leave_gathered(worker):
+    """A forward by itself, after which FSDP2 keeps the whole weights."""
+    worker.forward(next(iter(part_of(1).micro_batches(0))), Entropy.omit)
+    assert any(not isinstance(param, DTensor) for param in worker.model.parameters())
+
+
+def train(roles, step, *names):
+    part = part_of(step)
     if "critic" in names:
         roles["critic"].update(part, step)
     if "actor" in names:
@@ -163,18 +176,35 @@ def original(folder, model):
     torch.manual_seed(dist.get_rank())
     found["saved"] = whole(roles)
     saver = roles["saver"]
+    leave_gathered(roles["actor"])
     saver.begin_save(str(folder / "plain"))
-    found["draws"] = draws()
-    train(roles, 3, "critic", "actor")
-    found["result"] = saver.finish_save()
+    with emptied(roles):
+        found["result"] = saver.finish_save()
     found["polled"] = saver.poll_save()
+    found["draws"] = draws()
+    buffer = host_memory(saver)
+    saver.begin_save(str(folder / "meanwhile"))
+    train(roles, 3, "critic", "actor")
     found["next"] = whole(roles)
-    buffer = [piece.data_ptr() for piece in saver.saver.staging._host._pieces]
-    save(roles, folder / "after")
-    found["buffer_is_kept"] = buffer == [
-        piece.data_ptr() for piece in saver.saver.staging._host._pieces
-    ]
+    found["meanwhile"] = saver.finish_save()
+    found["buffer_is_kept"] = buffer == host_memory(saver)
     return found
+
+
+@contextmanager
+def emptied(roles):
+    """Inside, everything that is saved is 0."""
+    tensors = [t for role in roles.values() for t in role.training_state().values()]
+    kept = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    yield
+    for tensor, old in zip(tensors, kept, strict=True):
+        tensor.copy_(old)
+
+
+def host_memory(saver):
+    return [piece.data_ptr() for piece in saver.saver.staging._host._pieces]
 
 
 def two_ranks(folder, model):
@@ -255,10 +285,11 @@ def refused(folder, model):
     after = whole(roles)
     found["untouched"] = all(torch.equal(before[key], after[key]) for key in before)
     if dist.get_rank() == 0:
-        (folder / "after" / "state" / "shard-00002.safetensors").unlink()
+        shutil.copytree(folder / "meanwhile", folder / "lost")
+        (folder / "lost" / "state" / "shard-00002.safetensors").unlink()
     dist.barrier()
     try:
-        build(model)["saver"].load(str(folder / "after"))
+        build(model)["saver"].load(str(folder / "lost"))
     except DamagedCheckpoint as error:
         found["damaged"] = str(error)
     return found

@@ -1,5 +1,7 @@
 """Saving and loading the training state: equal bits under every sharding, and disks that fail."""
 
+import pickle
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +14,8 @@ from hybridrl.distributed.checkpoint import (
     read_whole,
     stored_tensors,
 )
+from hybridrl.distributed.saving import DTYPES, header
+from hybridrl.distributed.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
 from tests.tiny_hf import tiny_folder
@@ -54,10 +58,11 @@ def test_the_next_update_is_that_of_the_run_that_was_not_interrupted(ranks):
 
 
 def test_the_save_holds_what_was_there_when_it_began(folder, ranks):
-    """Weights and moments changed while it was written."""
-    found = read_whole(folder / "plain" / "state", "")
+    """Weights and moments were set to 0, or trained, as soon as training could go on."""
     saved = ranks[0]["original"]["saved"]
-    assert_same({key: found[key] for key in saved}, saved)
+    for name in ("plain", "meanwhile"):
+        found = read_whole(folder / name / "state", "")
+        assert_same({key: found[key] for key in saved}, saved)
     assert {key for key in found if key not in saved} == {
         f"rng.{rank}.{name}" for rank in range(4) for name in ("python", "numpy", "torch")
     }
@@ -162,9 +167,11 @@ def test_a_file_in_place_of_the_folder_is_told_to_all(folder, ranks):
 
 
 def test_a_pickle_beside_the_shards_is_not_loaded(folder, ranks):
-    assert (folder / "by_two" / "state" / ".metadata").exists()
+    bomb = folder / "by_two" / "state" / ".metadata"
     assert ranks[0]["one"]["state"]
     assert not (folder / "exploded").exists()
+    pickle.loads(bomb.read_bytes()).close()
+    assert (folder / "exploded").exists(), "the bomb was a dud"
 
 
 def test_other_weights_are_refused_by_name_and_nothing_is_loaded(ranks):
@@ -194,6 +201,30 @@ def test_shapes_and_dtypes_are_compared():
     ]
     many = {f"a.{number}": torch.zeros(()) for number in range(8)}
     assert differences(many, {}, "a.") == ["lacks a.0, a.1, a.2, a.3, a.4 and 3 more"]
+
+
+def test_every_kind_of_tensor_survives(tmp_path):
+    """Over the seams of the host memory, strided, without dims or elements, of all dtypes."""
+    state = {f"{dtype}": torch.arange(7).to(dtype) for dtype in DTYPES}
+    state |= {
+        "large": torch.randn(600_001),
+        "larger": torch.randn(1_000, 1_111),
+        "strided": torch.randn(9, 8).t()[::2],
+        "number": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+    }
+    staging = Staging(torch.device("cpu"))
+    staging.prepare(1 << 20)
+    staging.stage(state)
+    expected = {key: tensor.clone() for key, tensor in state.items()}
+    for tensor in state.values():
+        tensor.zero_()
+    with (tmp_path / "file.safetensors").open("wb") as file:
+        file.write(header(staging.shards))
+        for shard in staging.shards.values():
+            file.writelines(staging.contents(shard))
+    assert_same(load_file(tmp_path / "file.safetensors"), expected)
+    assert_same(read_whole(tmp_path, ""), expected)
 
 
 def test_adapters_alone_are_saved_and_go_on(ranks):
