@@ -4,6 +4,7 @@ The program runs in the sandbox of hybridrl.rewards.sandbox, or not at all.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from enum import StrEnum
@@ -12,7 +13,10 @@ from typing import Any
 from hybridrl.config.keys import unknown_sibling
 from hybridrl.rewards.base import checked_by
 from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
+from hybridrl.rewards.landlock import landlock_version
 from hybridrl.rewards.sandbox import SandboxError, run_tests
+
+_logger = logging.getLogger(__name__)
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
@@ -32,6 +36,10 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
+    if args["isolation"] == Isolation.filter and landlock_version() == 0:
+        _logger.warning(
+            "this kernel has no Landlock: programs can read all files that you can, and /proc"
+        )
     try:
         _probe(Limits(**args["limits"]), Isolation(args["isolation"]))
     except SandboxError as error:
@@ -42,8 +50,8 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
 
 
 _REMEDIES = {
-    Isolation.namespace: "Where user namespaces are not allowed, as in most containers, set "
-    "isolation=filter; docs/rewards.md says what that leaves open.",
+    Isolation.namespace: "Where user namespaces are not allowed, as in most containers, or without "
+    "Landlock, set isolation=filter; docs/rewards.md says what that leaves open.",
     Isolation.filter: "It needs Linux on x86_64 with seccomp filters. Have another machine compute "
     "this reward: reward=http.",
 }

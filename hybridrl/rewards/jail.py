@@ -24,12 +24,18 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.rewards import kernel
+from hybridrl.rewards.landlock import landlock_version, read_only_these
 from hybridrl.rewards.syscall_filter import install_filter
 
 _SECRET_BYTES = 16
 # What a test's process reports, behind its stderr: that it begins, then the secret; or an error.
 _REPORT, _BEGUN, _MAX_REPORT_BYTES = 3, b"begun:", 4096
 _MAX_OPEN_FILES = 64
+# What programs need besides Python: libraries, time zones, devices that hold nothing.
+_READABLE = (
+    *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"),
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
 # Where the folder in memory may be laid over: what lies there is not to be seen in the sandbox.
 _FOLDERS = ("/dev/shm", "/tmp", "/mnt")
 
@@ -214,6 +220,7 @@ def _become_program(
         try:
             _limit(request.limits)
             kernel.drop_rights()
+            _hide_files(request.isolation)
             install_filter(may_write=request.isolation is Isolation.namespace)
         except OSError as error:
             os.write(_REPORT, str(error).encode())
@@ -224,6 +231,14 @@ def _become_program(
         os.write(_REPORT, secret)
     finally:
         os._exit(0)
+
+
+def _hide_files(isolation: Isolation) -> None:
+    """Leave nothing to be read but Python, the system's libraries and the program's own folder."""
+    if isolation is Isolation.filter and landlock_version() == 0:
+        return
+    own = os.getcwd() if isolation is Isolation.namespace else None
+    read_only_these([*_READABLE, sys.prefix, sys.base_prefix], own)
 
 
 def _limit(limits: Limits) -> None:

@@ -17,7 +17,12 @@ from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
-from hybridrl.rewards.process import START_TIMEOUT_S, RewardProcess, RewardProcessError
+from hybridrl.rewards.process import (
+    START_TIMEOUT_S,
+    RewardProcess,
+    RewardProcessError,
+    environment_for,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +60,13 @@ class TaskPool:
         self._what = what
         self._num_logged = 0
         self._failed_starts = 0
+        withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
+        if withheld:
+            _logger.info(
+                "%s processes start without %s; one whose name is an argument they get",
+                what,
+                ", ".join(withheld),
+            )
         self._processes = [RewardProcess(self._setup) for _ in range(count)]
 
     def run(self, items: Sequence[Any]) -> list[Answer]:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from hybridrl.config.secrets import is_secret_variable
 from hybridrl.rewards.messages import Answer, Chunk, Ready, Setup
 
 START_TIMEOUT_S = 120.0
@@ -44,7 +46,7 @@ class RewardProcess:
     def __init__(self, setup: Setup) -> None:
         self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
         self.connection, theirs = Pipe()
-        self._process = _start(theirs)
+        self._process = _start(theirs, environment_for(setup.args))
         theirs.close()
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.is_ready = False
@@ -95,12 +97,31 @@ class RewardProcess:
         return self._process.wait()
 
 
-def _start(connection: Connection) -> subprocess.Popen[Any]:
+def environment_for(args: Any) -> dict[str, str]:
+    """This process's variables, but of those that hold secrets only what `args` names."""
+    named = set(_texts(args))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in named or not is_secret_variable(name)
+    }
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(part)
+
+
+def _start(connection: Connection, environment: dict[str, str]) -> subprocess.Popen[Any]:
     fd = connection.fileno()
     arguments = [json.dumps(sys.path), str(fd), str(os.getpid())]
     return subprocess.Popen(
         [sys.executable, "-c", _COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
+        env=environment,
         pass_fds=[fd],
         process_group=0,  # out of reach of the terminal's Ctrl-C, and killed as a whole
     )

@@ -4,7 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from hybridrl.rewards.jail import Isolation, Outcome
 
 PASSED, FAILED, _ = Outcome
 NAMESPACE = Isolation.namespace
+LONGER = {"seconds_per_test": 5.0}
 
 
 @pytest.fixture(autouse=True)
@@ -126,13 +129,55 @@ def test_the_environment_is_empty(isolation, monkeypatch):
     assert outcome(program, isolation, "assert not found, found") is PASSED
 
 
+@both
+def test_nothing_that_may_hold_a_secret_can_be_read(isolation, monkeypatch):
+    """Environments in /proc, and files with the user's tokens, though they are his own."""
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    with tempfile.TemporaryDirectory(dir=Path.home()) as home:
+        token = Path(home, ".cache", "huggingface", "token")
+        token.parent.mkdir(parents=True)
+        token.write_text("s3cret")
+        program = f"""
+import os
+paths = [
+    "/proc/1/environ", "/proc/self/environ", "/proc/{os.getpid()}/environ",
+    "/proc/{os.getpid()}/cmdline", f"/proc/{{os.getppid()}}/environ",
+    "{token}", "{Path.home()}/.netrc", "{Path.home()}", "{home}", "/etc/passwd", "/", "/proc",
+    os.path.relpath("{token}"),
+]
+read = []
+for path in paths:
+    for way in (lambda: open(path).read(), lambda: os.listdir(path), lambda: os.scandir(path)):
+        try:
+            if way():
+                read.append(path)
+        except OSError:
+            pass
+import csv, decimal, json, zoneinfo  # what programs need is still there
+if os.path.isdir("/usr/share/zoneinfo"):
+    zoneinfo.ZoneInfo("Europe/Berlin")
+open("/dev/urandom", "rb").read(4)
+"""
+        assert outcome(program, isolation, "assert read == [], read", **LONGER) is PASSED
+
+
+@in_namespace
+def test_a_program_reads_what_it_has_written_itself():
+    program = (
+        "import os\nos.mkdir('a'); os.mkdir('b')\nopen('a/x', 'w').write('1')\n"
+        "os.rename('a/x', 'b/y')\nfound = open('b/y').read(), os.listdir('b'), os.listdir('a')"
+    )
+    assert outcome(program, NAMESPACE, "assert found == ('1', ['y'], []), found") is PASSED
+
+
 @in_namespace
 def test_other_processes_are_not_to_be_seen(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     program = f"""
 import os
-found = os.listdir("/proc")
+found = []
 try:
+    found += os.listdir("/proc")
     found.append(open("/proc/{os.getpid()}/environ").read())
 except OSError:
     pass

@@ -1,0 +1,106 @@
+"""Secrets are known by their names, and hidden wherever what they hold would be written."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl.config.secrets import (
+    hide_in_files,
+    is_secret_key,
+    is_secret_variable,
+    secrets_of,
+    without,
+)
+from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.trainer.manifest import plain
+from tests.end_to_end.runs import ROOT
+
+SECRET = "xq7Zp0-unlikely"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("RAY_AUTH_TOKEN", "HYBRIDRL_DOCTOR_KEY", "MLFLOW_TRACKING_PASSWORD", "SECRET_THING"),
+    ],
+)
+def test_variables_that_hold_secrets(name):
+    assert is_secret_variable(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "OMP_NUM_THREADS", "MONKEYS"]
+)
+def test_variables_that_do_not(name):
+    assert not is_secret_variable(name)
+
+
+def test_keys_are_secret_by_their_last_word():
+    for key in ("api_key", "reward.args.token", "auth-token", "secret_access_key", "db.password"):
+        assert is_secret_key(key)
+    for key in (
+        "max_tokens",
+        "token_env",
+        "tests_key",
+        "answer_key",
+        "stop_token_ids",
+        "secretary",
+    ):
+        assert not is_secret_key(key)
+
+
+def test_longer_secrets_are_hidden_first_and_short_values_are_no_secrets():
+    environment = {"A_TOKEN": SECRET, "B_TOKEN": SECRET + "-longer", "C_KEY": "1"}
+    secrets = secrets_of(environment, ["x", "+reward.args.api_key='from-the-line'", "seed=1"])
+    text = f"1 {SECRET}-longer {SECRET} from-the-line https://me:pw@host/x"
+    assert without(secrets, text) == "1 *** *** *** https://***@host/x"
+
+
+def test_a_secret_is_hidden_in_the_config_whatever_its_key(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    assert plain({"header": f"Bearer {SECRET}"}) == {"header": "Bearer ***"}
+
+
+def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    (tmp_path / "config.yaml").write_text(f"a: {{api_key: hunter22, b: {SECRET}, lr: 1e-6}}\n")
+    hide_in_files(tmp_path, {"a": {"api_key": "hunter22", "list": [{"password": "deep-one"}]}})
+    assert (tmp_path / "config.yaml").read_text() == "a: {api_key: ***, b: ***, lr: 1e-6}\n"
+
+
+def test_output_shows_no_secrets_even_in_a_traceback():
+    code = (
+        "import os\nfrom hybridrl.controller.output import guard_standard_output\n"
+        "guard_standard_output()\nprint('token', os.environ['JUDGE_TOKEN'])\n"
+        "raise ValueError(dict(os.environ))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "+my.api_key=hunter22"],
+        env=os.environ | {"JUDGE_TOKEN": SECRET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout == "token ***\n"
+    assert "ValueError" in ran.stderr and "JUDGE_TOKEN" in ran.stderr
+    assert SECRET not in ran.stderr
+
+
+def test_reward_processes_get_only_the_secrets_that_an_argument_names(tmp_path, monkeypatch):
+    (tmp_path / "env_reward.py").write_text(
+        "import os\n"
+        "def score(prompt, response, example, *, key_env):\n"
+        "    return 10.0 * ('OTHER_TOKEN' in os.environ) + ('JUDGE_TOKEN' in os.environ)"
+        " + 0.5 * ('PLAIN_SETTING' in os.environ)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("JUDGE_TOKEN", "OTHER_TOKEN", "PLAIN_SETTING"):
+        monkeypatch.setenv(name, SECRET)
+    args = {"key_env": "JUDGE_TOKEN"}
+    with RewardScorer(
+        "env_reward.score", args, timeout_s=20.0, num_processes=1, failed_score=-1.0
+    ) as scorer:
+        assert scorer.score([("p", "r", {})]).scores == [1.5]
