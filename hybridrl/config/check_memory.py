@@ -13,6 +13,7 @@ from hybridrl.config.memory import (
     node_ram,
     pinned_bytes,
     rank_phases,
+    staged_bytes,
 )
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
@@ -108,15 +109,22 @@ def _pinned_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[str]:
     available = min(node.memory_bytes for node in machine.nodes)
-    pinned = pinned_bytes(config, shape, reward_shape)
     needed = node_ram(config, shape, reward_shape)
-    if pinned and needed > available:
+    causes, remedies = [], []
+    if pinned := pinned_bytes(config, shape, reward_shape):
+        causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
+        remedies.append(f"fsdp.offload to none{_smaller_offload(config)}")
+    if staged := staged_bytes(config, shape):
+        every = config.checkpoint.every_steps
+        causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
+        remedies.append("checkpoint.every_steps to 0 (and do without)")
+    if causes and needed > available:
         yield (
-            f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)} of RAM for each of a "
-            f"node's {config.cluster.gpus_per_node} GPUs; with the processes that makes "
-            f"{gib(needed)}, the node (or its cgroup) has {gib(available)}.\n"
-            f"Set fsdp.offload to none{_smaller_offload(config)}, or spread the weights over more "
-            f"nodes (cluster.nodes, fsdp.dp_shard)."
+            f"{' and '.join(causes)} of RAM for each of a node's {config.cluster.gpus_per_node} "
+            f"GPUs; with the processes that makes {gib(needed)}, the node (or its cgroup) has "
+            f"{gib(available)}.\n"
+            f"Set {', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
+            f"fsdp.dp_shard)."
         )
 
 

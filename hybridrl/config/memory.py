@@ -106,6 +106,8 @@ def rank_phases(
     """
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
+    if gpu_bytes is None:
+        process["checkpoint's copy"] = staged_bytes(config, shape)
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]} | _merged(config, shape)
@@ -162,10 +164,23 @@ def pinned_bytes(
     return total
 
 
+def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Host memory of one rank for the copy of its training state that checkpoints are written from.
+
+    Page-locked where there are GPUs.
+    """
+    assert config.fsdp.dp_shard is not None
+    if not config.checkpoint.every_steps:
+        return 0
+    trained = sum(role.trained for role in roles_of(config, shape))
+    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
+
+
 def node_ram(config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None) -> int:
-    """RAM that GPU workers with offload and the driver need together on one node."""
+    """RAM that GPU workers and the driver need together on one node."""
     assert config.cluster.gpus_per_node is not None
-    each = pinned_bytes(config, shape, reward_shape) + GPU_PROCESS_RAM_BYTES
+    pinned = pinned_bytes(config, shape, reward_shape) + staged_bytes(config, shape)
+    each = pinned + GPU_PROCESS_RAM_BYTES
     return config.cluster.gpus_per_node * each + CPU_DRIVER_BYTES
 
 

@@ -20,6 +20,7 @@ from hybridrl.config.memory import (
     node_ram,
     pinned_bytes,
     rank_phases,
+    staged_bytes,
 )
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
@@ -228,14 +229,15 @@ def _memory(
 def _pinned(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> list[str]:
-    """The host memory that offload takes, if it is on."""
-    pinned = pinned_bytes(config, shape, reward_shape)
-    if not pinned:
+    """The host memory that offload and checkpoints take, on GPUs."""
+    pinned, staged = pinned_bytes(config, shape, reward_shape), staged_bytes(config, shape)
+    if not machine.gpus or not pinned + staged:
         return []
     there = f"; it has {gib(min(n.memory_bytes for n in machine.nodes))}" if machine.gpus else ""
+    on_node = f"{gib(node_ram(config, shape, reward_shape))} of a node with its processes{there}"
     return [
-        f"Pinned host memory (fsdp.offload = {config.fsdp.offload}): {gib(pinned)} of each rank, "
-        f"{gib(node_ram(config, shape, reward_shape))} of a node with its processes{there}."
+        f"Pinned host memory: {gib(pinned)} of each rank for fsdp.offload = {config.fsdp.offload}, "
+        f"{gib(staged)} for checkpoints; {on_node}."
     ]
 
 

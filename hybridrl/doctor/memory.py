@@ -18,6 +18,7 @@ from hybridrl.config.memory import (
     node_ram,
     pinned_bytes,
     rank_phases,
+    staged_bytes,
 )
 from hybridrl.controller.agents import call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
@@ -120,7 +121,9 @@ def _needed(case: Case) -> tuple[int, str]:
     assert slots is not None
     if config.hardware.accelerator is Accelerator.gpu:
         pinned = pinned_bytes(config, case.shape, case.reward_shape)
-        each = f"{gib(GPU_PROCESS_RAM_BYTES)} and {gib(pinned)} pinned"
+        staged = staged_bytes(config, case.shape)
+        each = f"{gib(GPU_PROCESS_RAM_BYTES)}, {gib(pinned)} for offload and {gib(staged)} for "
+        each += "checkpoints pinned"
         needed = node_ram(config, case.shape, case.reward_shape)
     else:
         phases = rank_phases(config, case.shape, None, case.reward_shape)

@@ -20,7 +20,7 @@ from hybridrl.config.machine import (
     torch_threads,
     visible_gpus,
 )
-from hybridrl.config.memory import node_peak, pinned_bytes, rank_phases, workload
+from hybridrl.config.memory import node_peak, pinned_bytes, rank_phases, staged_bytes, workload
 from hybridrl.config.model_shape import model_shape
 
 SIZES = {
@@ -155,6 +155,17 @@ def test_pinned_memory_must_fit_the_node():
     roomy = Machine((Node("roomy", 16, 64 * GIB, gpus=(H200,)),))
     assert not problems(*overrides, machine=roomy)
     assert not problems(*overrides[::2], machine=Machine((node,)))
+
+
+def test_the_copy_that_checkpoints_are_written_from_must_fit_the_node():
+    """0.5 B parameters on one GPU: 12 bytes of actor and of critic: 11.0 GiB beside 5.5."""
+    tight = Machine((Node("tight", 16, 16 * GIB, gpus=(H200,)),))
+    overrides = ["hardware=gpu", "actor.mini_batch_size=16"]
+    config = examined(overrides, machine=tight).config
+    assert staged_bytes(config, model_shape(QWEN)) == pytest.approx(24 * 494_032_768, rel=1e-3)
+    (problem,) = problems(*overrides, machine=tight)
+    assert problem.startswith("checkpoint.every_steps = 10 page-locks 11.0 GiB of RAM")
+    assert not problems(*overrides, "checkpoint.every_steps=0", machine=tight)
 
 
 def test_offload_without_a_gpu_is_refused():

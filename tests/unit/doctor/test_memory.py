@@ -57,7 +57,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
     needed = node_ram(gpu.config, gpu.shape) / GIB
     assert_finds(finding, Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none")
     assert "of the 1.0 GiB that /sys/fs/cgroup/memory/hybridrl-test" in finding.evidence
-    assert "GiB pinned" in finding.evidence
+    assert "GiB for checkpoints pinned" in finding.evidence
 
 
 @pytest.mark.parametrize(
