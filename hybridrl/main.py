@@ -47,6 +47,7 @@ from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.run_lock import sole_run
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
 
@@ -154,7 +155,8 @@ def run(cfg: DictConfig) -> float:
     prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
     for left in range(config.trainer.max_restarts, -1, -1):
         try:
-            return _train(prepared, list(state.overrides.task), folder)
+            with sole_run(folder):
+                return _train(prepared, list(state.overrides.task), folder)
         except WorkerError as error:
             if not left:
                 raise

@@ -17,6 +17,7 @@ from pathlib import Path
 from hybridrl.checkpoint import commit, retention
 from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.durable import write_file
+from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
@@ -188,7 +189,7 @@ class Checkpointer:
         )
         try:
             self.newest = commit.commit(writing.partial, manifest)
-        except OSError as error:
+        except (OSError, DamagedCheckpoint) as error:
             return str(error)
         size = sum(record.size for record in files.values())
         seconds = max(result.seconds for result in results)
