@@ -18,6 +18,21 @@ from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.manifest import plain, versions
 
 RESULTS = "results.json"
+# What an evaluation reads of its config.
+SECTIONS = (
+    "seed",
+    "hardware",
+    "model",
+    "lora",
+    "data",
+    "fsdp",
+    "cluster",
+    "placement",
+    "rollout",
+    "reward",
+    "eval",
+    "environment",
+)
 
 # rule -> group -> result
 Results = Mapping[str, Mapping[str, GroupResult]]
@@ -37,7 +52,7 @@ def write_results(
     case: Case, answers: Answers, results: Results, machine: Machine, started: datetime
 ) -> Path:
     """Write results.json; returns its path."""
-    config = plain(case.config)
+    config = {name: plain(vars(case.config)[name], name) for name in SECTIONS}
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     num_responses = len(case.asked) * case.options.samples
     body = {

@@ -2,11 +2,12 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.manifest import Manifest
@@ -42,7 +43,6 @@ def checkpoint(
     run_dir: Path, model: Path, *, lora: LoRAConfig | None = None, init: Init = Init.pretrained
 ) -> Trained:
     """Save an actor whose trained weights are not those it began with."""
-    run_dir.mkdir()
     spec, of_model = fsdp_config(dp_shard=1), model_config(model, init=init)
     mesh = build_mesh(spec, "cpu")
     actor = ActorWorker(actor_config(model, spec, lora=lora, model=of_model), mesh)
@@ -52,6 +52,19 @@ def checkpoint(
             if param.requires_grad:
                 local = param.to_local()
                 local.add_(0.05 * torch.randn_like(local))
+    config = {
+        "run": {"name": run_dir.name},
+        "hardware": {"accelerator": "cpu"},
+        "model": plain(of_model),
+        "lora": plain(lora),
+    }
+    folder = saved(run_dir, actor, mesh, config)
+    return Trained(run_dir, folder, full_state_dict(actor.model), adapter_state_dict(actor.model))
+
+
+def saved(run_dir: Path, actor: ActorWorker, mesh: DeviceMesh, config: dict[str, Any]) -> Path:
+    """Write a checkpoint of an actor, as a run with this config would; returns its folder."""
+    run_dir.mkdir()
     saver = SaverWorker(SaverConfig(), mesh)
     roles = {"actor": actor, "saver": saver}
     for role in roles.values():
@@ -63,16 +76,10 @@ def checkpoint(
     manifest = Manifest(
         step=STEP,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config={
-            "run": {"name": run_dir.name},
-            "hardware": {"accelerator": "cpu"},
-            "model": plain(of_model),
-            "lora": plain(lora),
-        },
+        config=config,
         versions=versions(),
         world_size=dist.get_world_size(),
         metrics={},
         files=saved.files,
     )
-    folder = commit.commit(partial, manifest)
-    return Trained(run_dir, folder, full_state_dict(actor.model), adapter_state_dict(actor.model))
+    return commit.commit(partial, manifest)

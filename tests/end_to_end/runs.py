@@ -101,12 +101,21 @@ def mapped_by_somebody() -> set[str]:
 @contextlib.contextmanager
 def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> Iterator[Run]:
     """Start a run; whatever of it is left at the end of the block is killed and removed."""
+    with launched(run_dir, "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}", env=env) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path, module: str, *arguments: str, env: dict[str, str] | None = None
+) -> Iterator[Run]:
+    """Start a module of ours as a program in a folder; else as `started`."""
     token = f"hybridrl-test-{uuid.uuid4()}"
     temporary = Path(tempfile.mkdtemp(prefix="h"))  # short: sockets have length limits
-    run_dir.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}"],
-        cwd=run_dir,
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
         env=os.environ
         | {"HYBRIDRL_TEST_RUN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
         | (env or {}),
@@ -115,7 +124,7 @@ def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -
         text=True,
         start_new_session=True,
     )
-    run = Run(process, token, temporary, shared_memory(), run_dir)
+    run = Run(process, token, temporary, shared_memory(), folder)
     try:
         yield run
     finally:
