@@ -1,22 +1,17 @@
 """Writes a sharded state while training goes on, with torch.distributed.checkpoint.
 
-    Staging                      Saver's thread, on every rank
-    host copy of the shards  ->  plan over all ranks (replicas are written once)
-                             ->  shard-00001.safetensors, ..: header, then bytes from the host copy
-                             ->  fsync; errors of one rank reach all
-
-The format is that of torch's Hugging Face storage: safetensors whose header says where in the
-whole tensors the parts lie. Its own writer would copy a rank's state three times before the first
-byte is written; here the file is written from the one host copy, and hashed on the way.
+Staging                      Saver's thread, on every rank
+host copy of the shards  ->  plan over all ranks (replicas are written once)
+                         ->  shard-00001.safetensors, ..: header, then bytes from the host copy
+                         ->  fsync; errors of one rank reach all
 """
 
-import hashlib
-import json
+import gc
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,47 +20,16 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future as TorchFuture
 
-from hybridrl.checkpoint.durable import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
-from hybridrl.distributed.staging import StagedShard, Staging
+from hybridrl.distributed.shard_files import ShardPlanner, ShardWriter
+from hybridrl.distributed.staging import Staging
 
 logger = logging.getLogger(__name__)
 
 # A rank waits so long for the slowest disk.
 WRITE_TIMEOUT = timedelta(hours=2)
-# The disk gets what was written after so many bytes, so that memory does not fill with it.
-SYNC_BYTES = 256 * 2**20
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -151,9 +115,11 @@ class Saver:
 
     def _write(self, writer: "ShardWriter", subfolder: str, blocked_s: float) -> SaveResult:
         start, error = time.perf_counter(), None
-        planner = ShardPlanner(self.staging.shards)
         try:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
+            with ExitStack() as planning:
+                planning.enter_context(no_garbage_collection())
+                planner = ShardPlanner(self.staging.shards, planning.close)
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as failure:
             error = _disk_error(failure)
         files = {} if error else {f"{subfolder}/{k}": v for k, v in writer.files.items()}
@@ -163,114 +129,20 @@ class Saver:
         return SaveResult(files, num_bytes, blocked_s, seconds, error)
 
 
-class ShardPlanner(dcp.DefaultSavePlanner):
-    """Plans to write what is staged. What several ranks have is written by one of them.
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python from looking for cyclic garbage in any thread.
 
-    Args:
-        shards: of this rank, by key.
+    Plans of many ranks are many small objects, none of them garbage: unpickling those of 64 ranks
+    takes 20 times as long with collections, each of which stops training, too.
     """
-
-    def __init__(self, shards: Mapping[str, StagedShard]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-
-    def create_local_plan(self) -> SavePlan:
-        """One item per shard that is not empty."""
-        self.plan = SavePlan([_item(k, s) for k, s in self._shards.items() if s.num_bytes])
-        return self.plan
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """Writes this rank's part of a plan into one file, from the host copy.
-
-    Args:
-        folder: where.
-        staging: the host copy.
-
-    Attributes:
-        files: what was written, by name.
-        num_bytes: written so far.
-    """
-
-    def __init__(self, folder: Path, staging: Staging) -> None:
-        super().__init__(path=str(folder), save_distributed=True)
-        self._folder = folder
-        self._staging = staging
-        self.files: dict[str, FileRecord] = {}
-        self.num_bytes = 0
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write and sync the file; it is there when this returns.
-
-        Raises:
-            OSError: the disk does not take it; with the file's name.
-        """
-        shards = {item.index.fqn: self._staging.shards[item.index.fqn] for item in plan.items}
-        if shards:
-            name = f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
-            path = self._folder / name
-            try:
-                self.files[name] = self._write(path, shards)
-                sync_folder(self._folder)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-        done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result([])  # the format has no index that would be made of them
-        return done
-
-    def _write(self, path: Path, shards: Mapping[str, StagedShard]) -> FileRecord:
-        content, synced = hashlib.sha256(), 0
-        with path.open("wb") as file:
-            for part in self._parts(shards):
-                content.update(part)
-                file.write(part)
-                self.num_bytes += len(part)
-                if self.num_bytes - synced >= SYNC_BYTES:
-                    synced = self.num_bytes
-                    file.flush()
-                    os.fdatasync(file.fileno())
-            file.flush()
-            os.fsync(file.fileno())
-        return FileRecord(self.num_bytes, content.hexdigest())
-
-    def _parts(self, shards: Mapping[str, StagedShard]) -> Iterator[bytes | memoryview]:
-        yield header(shards)
-        for shard in shards.values():
-            yield from self._staging.contents(shard)
-
-
-def header(shards: Mapping[str, StagedShard]) -> bytes:
-    """The head of a safetensors file: where each shard's bytes are, and where it belongs.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    entries: dict[str, object] = {}
-    offsets, end = {}, 0
-    for key, shard in shards.items():
-        place = [end, end + shard.num_bytes]
-        entries[key] = {
-            "dtype": DTYPES[shard.dtype],
-            "shape": list(shard.shape),
-            "data_offsets": place,
-        }
-        offsets[key] = {SAVED_OFFSETS_KEY: list(shard.offsets)}
-        end = place[1]
-    about = {"format": "pt", "DCP_VERSION": "1.0", CUSTOM_METADATA_KEY: json.dumps(offsets)}
-    text = json.dumps({"__metadata__": about, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _item(key: str, shard: StagedShard) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(key, shard.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=shard.offsets, sizes=shard.shape),
-            properties=TensorProperties(dtype=shard.dtype),
-            size=shard.size,
-        ),
-    )
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _disk_error(failure: CheckpointException) -> str:

@@ -4,6 +4,7 @@ One launch of four processes, which leave their process group and form the next:
 processes takes longer than all that happens here.
 """
 
+import gc
 import os
 import pickle
 import random
@@ -49,7 +50,7 @@ class CountingActor(ActorWorker):
         self.count = torch.zeros((), dtype=torch.int64)
 
     def training_state(self):
-        return super().training_state() | {"count": self.count}
+        return super().training_state() | {"count": self.count, "nothing": torch.zeros(0, 3)}
 
 
 class Bomb:
@@ -188,6 +189,7 @@ def original(folder, model):
     found["next"] = whole(roles)
     found["meanwhile"] = saver.finish_save()
     found["buffer_is_kept"] = buffer == host_memory(saver)
+    found["collects_garbage"] = gc.isenabled()
     return found
 
 
@@ -269,6 +271,7 @@ def disk_errors(folder, model):
         (folder / "file" / "state").write_text("not a folder")
     dist.barrier()
     found["file"] = save(roles, folder / "file").error
+    found["collects_garbage"] = gc.isenabled()
     found["file", "then"] = save(roles, folder / "after_file").error
     return found
 

@@ -14,7 +14,7 @@ from hybridrl.distributed.checkpoint import (
     read_whole,
     stored_tensors,
 )
-from hybridrl.distributed.saving import DTYPES, header
+from hybridrl.distributed.shard_files import DTYPES, header
 from hybridrl.distributed.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
@@ -141,6 +141,11 @@ def test_another_number_of_ranks_is_said(ranks):
 
 def test_host_memory_is_used_again(ranks):
     assert all(rank["original"]["buffer_is_kept"] for rank in ranks)
+
+
+def test_garbage_is_collected_again_after_a_save_and_after_an_error(ranks):
+    for rank in ranks[:2]:
+        assert rank["original"]["collects_garbage"] and rank["errors"]["collects_garbage"]
 
 
 @pytest.mark.parametrize("number", [1, 2])
