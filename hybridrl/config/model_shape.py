@@ -106,9 +106,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """
     kind = config.get("model_type")
     if kind not in SUPPORTED:
+        brings_code = " Code that comes with a checkpoint (auto_map) is never run."
         raise ConfigError(
             f"model.path names a model of type {kind}, expected one of {', '.join(SUPPORTED)}: "
-            f"the reshard into vLLM is written for these."
+            f"the reshard into vLLM is written for these.{brings_code * ('auto_map' in config)}"
         )
     if config.get("quantization_config"):
         raise ConfigError(

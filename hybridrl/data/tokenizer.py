@@ -34,11 +34,17 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         if _tokenizer_class(folder) in _PLAIN_CLASSES:
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(folder)
+            return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if _brings_code(folder):
+            raise ConfigError(
+                f"model.path = {model_path}: the tokenizer in {folder} is code of its own "
+                "(auto_map in tokenizer_config.json).\nCode that comes with a checkpoint is never "
+                "run. Use a folder whose tokenizer.json transformers loads by itself."
+            ) from None  # transformers asks for an argument that nobody can give here
         reason = str(error).strip().splitlines()
         raise ConfigError(
             f"model.path = {model_path}: its tokenizer cannot be loaded from {folder} "
@@ -60,6 +66,16 @@ def _check_files(folder: Path) -> None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or "model" not in content:
             raise OSError("tokenizer.json is not a tokenizer's")
+
+
+def _brings_code(folder: Path) -> bool:
+    """Whether the tokenizer's class is to be had from a Python file of the folder."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        return False
+    return isinstance(config, dict) and "auto_map" in config
 
 
 def _tokenizer_class(folder: Path) -> str | None:

@@ -113,7 +113,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
     Raises:
         ConfigError: the architecture is not supported.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
             f"model.path = {folder} is a {config.model_type} model; supported are "
@@ -122,7 +122,12 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
         )
     register_packed_attention()
     with init_empty_weights(include_buffers=False):
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+        model = auto.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=False,
+        )
     model.tie_weights()
     return model
 
@@ -144,7 +149,13 @@ def read_checkpoint(auto: Auto, folder: Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: the folder lacks some.
     """
-    model, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = auto.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        weights_only=True,
+    )
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
         listed = f"{folder} lacks {len(names)} of its weights: {', '.join(names[:3])}"

@@ -99,6 +99,10 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf_file=gguf.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
+        trust_remote_code=False,
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
+    tokenizer.save_pretrained(folder)

@@ -22,6 +22,7 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "generation_config": "vllm",
         "dtype": config.dtype.value,
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -20,6 +20,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
 from hybridrl.rollout.vllm_engine import VLLMEngine
+from tests.code_in_checkpoints import bring_code
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import (
     MAX_PROMPT,
@@ -141,7 +142,14 @@ def plain_generate(engine: VLLMEngine, seed: int, folder: Path) -> list[Any]:
 def seen(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     write_folders(root, ["qwen2"])
-    return run_on_ranks(look, 1, root / "qwen2" / "A")[0]
+    folder = root / "qwen2" / "A"
+    marker = bring_code(folder)
+    return run_on_ranks(look, 1, folder)[0] | {"code_has_run": marker.exists()}
+
+
+def test_code_in_the_models_folder_is_not_run(seen):
+    """Neither by vLLM nor by transformers, though both configs point to it."""
+    assert not seen["code_has_run"]
 
 
 def test_same_tokens_and_log_probs_as_vllm_generate(seen):
