@@ -1,0 +1,188 @@
+"""How long does a checkpoint hold training up?
+
+Question   For how long does training wait while a checkpoint is taken, how long does it then take
+           to be written, and is training slower meanwhile?
+Workload   Qwen2.5-7B's shape (7.6 B parameters), random weights, FSDP2 over all ranks, float32
+           masters and AdamW's moments: 91 GB in all. One update of a few sequences per rank between
+           and during saves; the state is loaded again at the end.
+Measures   Seconds that `SaverWorker.begin_save` takes (training waits for the copy to page-locked
+           memory, not for the disk): first save, which may wait for the memory, and later ones.
+           Seconds and GB/s of writing, SHA-256 included; of a load. Seconds of an update alone and
+           during a save. Baseline in the same run: one plain torch.save of the same shards by
+           every rank, which is what training would wait for without a copy.
+Run        python benchmarks/checkpoint.py --ranks 4 --folder /local/disk    (four H200s)
+           python benchmarks/checkpoint.py --small --ranks 2                 (CPU, seconds)
+
+Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import QWEN2_5
+from benchmarks.timing import hardware, wait_for_all
+from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
+from hybridrl.config.choices import Accumulation, DType, Layout, Offload
+from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.schema import FSDPConfig
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch, schedule, update_sizes
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.saver import SaverConfig, SaverWorker
+
+SIZE = Size(4, length=2048, prompt=256, max_tokens=8192, chunk_tokens=4096, sigma=0.5)
+SMALL_SIZE = Size(4, length=64, prompt=8, max_tokens=128, chunk_tokens=32, sigma=0.5)
+
+
+def main() -> None:
+    """Measure in one process per rank; print what rank 0 found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--shape", default="7b", choices=sorted(QWEN2_5))
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; default: temporary files")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        config = SMALL if arguments.small else QWEN2_5[arguments.shape]
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        mp.spawn(_run_rank, (arguments, Path(folder)), nprocs=arguments.ranks)
+        print((Path(folder) / "result.json").read_text())
+
+
+def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
+    if arguments.small:
+        torch.set_num_threads(1)
+    else:
+        # Multicast over NVLink can take a shared host's GPUs out of service.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if arguments.small else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=arguments.ranks,
+    )
+    result = {"bench": "checkpoint", **hardware(), "ranks": arguments.ranks}
+    result |= {"shape": "small" if arguments.small else arguments.shape}
+    result |= _measure(folder, arguments)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    fsdp = _spec(arguments.ranks, on_gpu=not arguments.small)
+    size = SMALL_SIZE if arguments.small else SIZE
+    shape = model_shape(json.loads((folder / "config.json").read_text()))
+    config = actor_config(folder, fsdp, size, arguments.ranks)
+    mesh = build_mesh(fsdp, "cpu" if arguments.small else "cuda")
+    actor = ActorWorker(config, mesh)
+    saver = SaverWorker(SaverConfig(), mesh)
+    saver.connect({"actor": actor})
+    batch = _batch(actor, shape, size, arguments.ranks)
+    update = lambda: _seconds(lambda: actor.update(batch, 1, 0.0))  # noqa: E731
+    update()
+    alone = [update() for _ in range(3)]
+    blocked, during, written, num_bytes = [], [], [], 0
+    for number in range(arguments.saves):
+        target = folder / f"save_{number}"
+        blocked.append(_seconds(lambda target=target: saver.begin_save(str(target))))
+        during.append(update())
+        result = saver.finish_save()
+        assert result.error is None, result.error
+        written.append(result.seconds)
+        num_bytes = _total(result.num_bytes)
+        wait_for_all()
+        if dist.get_rank() == 0 and number:
+            shutil.rmtree(folder / f"save_{number - 1}")
+    plain = _seconds(lambda: _plain_save(actor, folder))
+    load = _seconds(lambda: saver.load(str(target)))
+    return {
+        "gb": round(num_bytes / 1e9, 3),
+        "blocked_s_first": round(blocked[0], 3),
+        "blocked_s_later": [round(seconds, 3) for seconds in blocked[1:]],
+        "write_s": [round(seconds, 2) for seconds in written],
+        "write_gb_per_s": round(num_bytes / 1e9 / statistics.median(written), 2),
+        "update_s_alone": round(statistics.median(alone), 3),
+        "update_s_during_save": [round(seconds, 3) for seconds in during],
+        "load_s": round(load, 2),
+        "plain_torch_save_s": round(plain, 2),
+    }
+
+
+def _spec(ranks: int, *, on_gpu: bool) -> FSDPConfig:
+    return FSDPConfig(
+        dp_shard=ranks,
+        dp_replicate=1,
+        reshard_after_forward=True,
+        param_dtype=DType.bfloat16 if on_gpu else DType.float32,
+        reduce_dtype=DType.float32,
+        activation_checkpointing=True,
+        accumulation=Accumulation.sharded,
+        layout=Layout.plain,
+        tensor_parallel_size=1,
+        columns=None,
+        ulysses_size=1,
+        offload=Offload.none,
+        compile=False,
+    )
+
+
+def _batch(actor: ActorWorker, shape: ModelShape, size: Size, ranks: int) -> RankBatch:
+    """This rank's part of random responses, with log-probs of the actor's own."""
+    sizes = update_sizes(actor.config, ranks, shape)
+    whole = random_batch(draw_lengths("equal", ranks, size), size.prompt, shape.vocab)
+    dealt = schedule(whole, sizes, seed=1, step=1)
+    parts: list[Any] = [None] * ranks
+    mine: Ragged = actor.compute_log_probs(dealt.shard(ranks)[dist.get_rank()])
+    dist.all_gather_object(parts, mine)
+    return dealt.adding(old_log_probs=dealt.join(parts)).shard(ranks)[dist.get_rank()]
+
+
+def _plain_save(actor: ActorWorker, folder: Path) -> None:
+    local = {
+        key: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+        for key, tensor in actor.training_state().items()
+    }
+    path = folder / f"plain_{dist.get_rank()}.pt"
+    with path.open("wb") as file:
+        torch.save(local, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _seconds(call: Any) -> float:
+    """Wall seconds of a collective call, device work included."""
+    wait_for_all()
+    start = time.perf_counter()
+    call()
+    wait_for_all()
+    return time.perf_counter() - start
+
+
+def _total(count: int) -> int:
+    total = torch.tensor([count], dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total)
+
+
+if __name__ == "__main__":
+    main()
