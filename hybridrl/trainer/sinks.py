@@ -32,6 +32,8 @@ MAX_REASON = 200
 TRACKERS_FILE = "trackers.json"
 # A metric that every step has.
 EVERY_STEP = "time/step_s"
+# A step and its finite metrics.
+Known = tuple[int, Mapping[str, float]]
 _REMEMBERING = Lock()
 
 
@@ -124,37 +126,42 @@ class TensorBoardSink:
 
     Args:
         folder: of the files.
-        last: the step after which a run goes on: readers forget what earlier files have of later
-            ones. None: it begins.
+        before: steps of a run that goes on; what a kill has kept from the earlier files is written
+            now. Of other steps that these have, readers are told to forget them.
     """
 
-    def __init__(self, folder: Path, last: int | None) -> None:
+    def __init__(self, folder: Path, before: Sequence[Known]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(parents=True, exist_ok=True)
+        shown = min(_last_shown(folder), before[-1][0]) if before else -1
         seconds, rest = divmod(time.time_ns(), 10**9)
-        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
         self._file = GrowingFile(folder / name)
         self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
-        if last is not None:
-            begins = SessionLog(status=SessionLog.START)
-            event = Event(wall_time=seconds, step=last + 1, session_log=begins)
-            self._file.append(_record(event))
+        begins = SessionLog(status=SessionLog.START)
+        self._file.append(_record(Event(wall_time=seconds, step=shown + 1, session_log=begins)))
+        for step, metrics in before:
+            if step > shown:
+                self._append(step, metrics)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write scalars."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._file.append(_record(event))
+        self._append(step, metrics)
         if self._file.reason is not None:
             raise OSError(self._file.reason)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._file.append(_record(event))
 
 
 class WandbSink:
@@ -272,7 +279,7 @@ def open_sinks(
     run_name: str,
     run_dir: Path,
     resolved: dict[str, Any],
-    last: int | None = None,
+    before: Sequence[Known] = (),
 ) -> list[BackgroundSink]:
     """The sinks that conf/tracking asks for.
 
@@ -281,13 +288,13 @@ def open_sinks(
         run_name: run.name.
         run_dir: where files go.
         resolved: the run's config as plain data without secrets, to be kept beside the metrics.
-        last: the step after which the run goes on; None: it begins.
+        before: steps that the run goes on from; none: it begins.
     """
     sinks = []
-    goes_on = last is not None
+    goes_on = bool(before)
     if config.tensorboard:
         sinks.append(
-            BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", last))
+            BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", before))
         )
     if config.wandb_project is not None:
         project = config.wandb_project
@@ -298,6 +305,21 @@ def open_sinks(
         open_mlflow = lambda: MLflowSink(uri, run_name, run_dir, resolved, goes_on=goes_on)  # noqa: E731
         sinks.append(BackgroundSink("MLflow", open_mlflow))
     return sinks
+
+
+def _last_shown(folder: Path) -> int:
+    """The last step that readers of the event files in a folder see; -1: none."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    shown = -1
+    for path in sorted(folder.glob("events*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("summary"):
+                shown = max(shown, event.step)
+            elif event.HasField("session_log") and event.session_log.status == SessionLog.START:
+                shown = min(shown, event.step - 1)
+    return shown
 
 
 def _record(event: "Event") -> bytes:

@@ -62,8 +62,8 @@ class Tracker:
         self._file = GrowingFile(path, path.stat().st_size if before else 0)
         resolved = plain(config)
         assert isinstance(resolved, dict)
-        last = int(before[-1]["step"] or 0) if before else None
-        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved, last)
+        told = [_known(row) for row in before]
+        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved, told)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
         """Write one step's metrics; numbers that are not finite become null. Returns the row.
@@ -78,7 +78,7 @@ class Tracker:
         if had_room and self._file.waiting:
             reason = self._file.reason
             log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
-        known = {name: value for name, value in row.items() if value is not None and name != "step"}
+        _, known = _known(row)
         for sink in self._sinks:
             sink.log(step, known)
         return row
@@ -120,6 +120,12 @@ def read_rows(path: Path) -> list[Row]:
 
 def _line(row: Row) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _known(row: Row) -> tuple[int, dict[str, float]]:
+    """The step of a row and its finite metrics."""
+    known = {name: value for name, value in row.items() if value is not None}
+    return int(known.pop("step")), known
 
 
 def _finite(value: float | None) -> float | None:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from hybridrl.trainer.phases import Phases
@@ -61,6 +62,53 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
         for value in event.summary.value
     ]
     assert scalars == [(0, "reward/mean", 0.0), (1, "reward/mean", 0.5), (2, "reward/mean", 1.0)]
+
+
+def tensorboard_steps(folder):
+    """Steps with their rewards, as TensorBoard shows them."""
+    shown = EventAccumulator(str(folder / "tensorboard"))
+    shown.Reload()
+    return [(event.step, event.value) for event in shown.Scalars("reward/mean")]
+
+
+def test_tensorboard_shows_each_step_of_a_run_that_goes_on_once(tmp_path):
+    """The first start got to step 5 and kept 3 of it, the second to step 4."""
+    rows = []
+    for steps, factor in ((range(6), 1.0), (range(4, 5), 2.0), (range(4, 7), 3.0)):
+        tracker = Tracker(tmp_path, run_config(), rows)
+        for step in steps:
+            tracker.log(step, {"reward/mean": step * factor})
+        tracker.close()
+        rows = tracker.rows[:4]
+    assert tensorboard_steps(tmp_path) == [
+        *((step, float(step)) for step in range(4)),
+        *((step, step * 3.0) for step in range(4, 7)),
+    ]
+
+
+def test_tensorboard_gets_what_a_kill_took_from_it(tmp_path):
+    """A kill can come after a step is in metrics.jsonl and before it is in the other file."""
+    tracker = Tracker(tmp_path, run_config())
+    for step in range(4):
+        tracker.log(step, {"reward/mean": float(step)})
+    tracker.close()
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-10])
+    assert [step for step, _ in tensorboard_steps(tmp_path)] == [0, 1, 2]
+    tracker = Tracker(tmp_path, run_config(), tracker.rows)
+    tracker.log(4, {"reward/mean": 4.0})
+    tracker.close()
+    assert tensorboard_steps(tmp_path) == [(step, float(step)) for step in range(5)]
+
+
+def test_tensorboard_forgets_a_run_that_began_anew_in_its_directory(tmp_path):
+    for factor in (1.0, 2.0):
+        tracker = Tracker(tmp_path, run_config())
+        for step in range(3):
+            tracker.log(step, {"reward/mean": step * factor})
+        tracker.close()
+    assert tensorboard_steps(tmp_path) == [(0, 0.0), (1, 2.0), (2, 4.0)]
 
 
 def test_missing_packages_are_counted_and_said_once(tmp_path, caplog, monkeypatch):
