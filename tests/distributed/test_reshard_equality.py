@@ -22,14 +22,16 @@ CASES = {
     4: [
         Case("qwen2", BFLOAT, tp=2),
         Case("llama", FLOAT, tp=4),  # 2 KV heads on 4 ranks
-        Case("qwen3", FLOAT, tp=2, dp_replicate=2, layout=Layout.plain),
-        Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
     ],
 }
 SLOW_CASES = {
     1: [Case("qwen2", FLOAT, tp=1)],
     3: [Case("llama_tied", FLOAT, tp=1), Case("qwen2_untied", BFLOAT, tp=1)],
     4: [
+        Case("qwen3", FLOAT, tp=2, dp_replicate=2, layout=Layout.plain),
+        Case("qwen2_untied", BFLOAT, tp=4, dp_replicate=4),
+    ]
+    + [
         Case(model, dtype, tp=tp, dp_replicate=replicas, layout=layout)
         for model in ("llama", "llama_tied", "qwen2", "qwen2_untied", "qwen3", "qwen3_tied")
         for dtype in (FLOAT, BFLOAT)

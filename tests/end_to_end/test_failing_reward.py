@@ -19,7 +19,9 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
     run_dir.mkdir()
     (run_dir / "my_reward.py").write_text(REWARD)
     overrides = ["reward.function=my_reward.score", "~reward.args.mode", "reward.timeout_s=0.2"]
-    with started(run_dir, *SMALL, *overrides, "reward.failed_score=-1.0") as run:
+    # Each reward that hangs costs a process, of which evaluation needs no more.
+    overrides += ["reward.failed_score=-1.0", "data.num_eval_problems=4", "eval.greedy=false"]
+    with started(run_dir, *SMALL, *overrides) as run:
         output = run.output()
         assert run.process.returncode == 0, output
         for row in run.metrics()[1:]:
