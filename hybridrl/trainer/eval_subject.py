@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST
+from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.trainer.commands import UsageError, checkpoint_at
 
 _MODEL = "config.json"
@@ -48,9 +48,10 @@ def find_subject(path: str) -> Subject:
     folder = Path(path).expanduser()
     if not folder.exists():
         return Subject(name=Path(path).name, model=path)
+    name = folder.resolve().name
     if (folder / _MODEL).is_file():
-        return Subject(name=folder.resolve().name, model=str(folder))
-    is_of_run = folder.name == CHECKPOINTS or (folder / CHECKPOINTS).is_dir()
+        return Subject(name=name, model=str(folder))
+    is_of_run = name == CHECKPOINTS or (folder / CHECKPOINTS).is_dir() or step_of(name) is not None
     if not (is_of_run or (folder / MANIFEST).is_file() or folder.is_file()):
         raise UsageError(
             f"{path}: neither a checkpoint, nor the directory of a run with {CHECKPOINTS}/, nor a "

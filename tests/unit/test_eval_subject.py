@@ -1,0 +1,39 @@
+"""What the path of hybridrl eval means."""
+
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.trainer.eval_subject import find_subject
+
+
+@pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_what_is_no_path_is_a_models_name(name):
+    subject = find_subject(name)
+    assert (subject.model, subject.name) == (name, name.split("/")[-1])
+    assert (subject.step, subject.folder) == (0, None)
+
+
+def test_folder_with_a_config_is_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert find_subject(str(tmp_path)).model == str(tmp_path)
+
+
+def test_other_folders_are_refused_with_what_was_expected(tmp_path):
+    with pytest.raises(ConfigError, match="neither a checkpoint, nor the directory of a run"):
+        find_subject(str(tmp_path))
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_run_without_a_checkpoint_is_told_so(tmp_path, inside):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"on the command line(.|\n)*has no step_"):
+        find_subject(str(tmp_path / inside))
+
+
+def test_damaged_checkpoint_is_told_with_the_file(tmp_path):
+    folder = tmp_path / "checkpoints" / "step_00000020"
+    (folder / "state").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"manifest\.json is missing"):
+        find_subject(str(folder))
+    with pytest.raises(ConfigError, match=r"manifest\.json is missing"):
+        find_subject(str(tmp_path))
