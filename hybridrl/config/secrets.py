@@ -24,6 +24,8 @@ _NAME = re.compile(
 _VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY)$|SECRET", re.I)
 # user:password@ or token@ in a URI.
 _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+@")
+# An entry of a mapping that is given as one value: +mine={api_key: x}.
+_ENTRY = re.compile(r"([\w.\-]+)(\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]\s]+)")
 _ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-/@]+)=(.*)$", re.S)
 
 
@@ -49,6 +51,8 @@ def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list
         assigned = _ASSIGNMENT.match(argument)
         if assigned and is_secret_key(assigned[2]):
             found.add(assigned[3].strip("'\""))
+        entries = _ENTRY.findall(argument)
+        found |= {value.strip("'\"") for key, _, value in entries if is_secret_key(key)}
     return sorted((text for text in found if len(text) >= MIN_LENGTH), key=len, reverse=True)
 
 
@@ -69,7 +73,11 @@ def argument_without_secret(argument: str) -> str:
     assigned = _ASSIGNMENT.match(argument)
     if assigned and is_secret_key(assigned[2]):
         return f"{assigned[1]}{assigned[2]}={HIDDEN}"
-    return without_secrets(argument)
+    return without_secrets(_ENTRY.sub(_entry_without_secret, argument))
+
+
+def _entry_without_secret(entry: re.Match[str]) -> str:
+    return f"{entry[1]}{entry[2]}{HIDDEN}" if is_secret_key(entry[1]) else entry[0]
 
 
 def secret_values(tree: Any) -> Iterator[str]:

@@ -30,6 +30,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.machine import Machine, Node, local_machine
 from hybridrl.config.schema import ClusterConfig
+from hybridrl.config.secrets import is_secret_variable
 from hybridrl.controller import processes
 from hybridrl.controller.ray_head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
@@ -58,6 +59,8 @@ PASSED_ON = (
     "TRITON_",
     "VLLM_",
 )
+# The secret that workers need: to load a model or data set that not everybody may have.
+DOWNLOAD_TOKEN = "HF_TOKEN"
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 START_ON_ONE_CORE_S = 60.0
@@ -99,7 +102,10 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     passed = {
         name: value
         for name, value in environment.items()
-        if name.startswith(PASSED_ON) and name != "CUDA_VISIBLE_DEVICES"
+        if name.startswith(PASSED_ON)
+        and name != "CUDA_VISIBLE_DEVICES"
+        # Ray shows a job's variables to all who may ask it.
+        and (not is_secret_variable(name) or name == DOWNLOAD_TOKEN)
     }
     return passed | ALL_GPUS_VISIBLE
 

@@ -1,18 +1,22 @@
 """Secrets are known by their names, and hidden wherever what they hold would be written."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hybridrl.config.secrets import (
+    argument_without_secret,
     hide_in_files,
     is_secret_key,
     is_secret_variable,
     secrets_of,
     without,
 )
+from hybridrl.controller.ray_runtime import worker_environment
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.manifest import plain
 from tests.end_to_end.runs import ROOT
@@ -57,6 +61,15 @@ def test_longer_secrets_are_hidden_first_and_short_values_are_no_secrets():
     secrets = secrets_of(environment, ["x", "+reward.args.api_key='from-the-line'", "seed=1"])
     text = f"1 {SECRET}-longer {SECRET} from-the-line https://me:pw@host/x"
     assert without(secrets, text) == "1 *** *** *** https://***@host/x"
+
+
+def test_entries_of_a_mapping_on_the_command_line_are_hidden():
+    line = (
+        "+mine={name: x, api_key: 'pw 1', inner: {password: pw2}, server: https://u:p@h/x, lr: 1}"
+    )
+    shown = "+mine={name: x, api_key: ***, inner: {password: ***}, server: https://***@h/x, lr: 1}"
+    assert argument_without_secret(line) == shown
+    assert secrets_of({}, ["+mine={api_key: 'pw 1 is long'}"]) == ["pw 1 is long"]
 
 
 def test_a_secret_is_hidden_in_the_config_whatever_its_key(monkeypatch):
@@ -104,3 +117,22 @@ def test_reward_processes_get_only_the_secrets_that_an_argument_names(tmp_path, 
         "env_reward.score", args, timeout_s=20.0, num_processes=1, failed_score=-1.0
     ) as scorer:
         assert scorer.score([("p", "r", {})]).scores == [1.5]
+
+
+def test_a_clusters_workers_get_no_secret_but_the_token_for_downloads():
+    names = ["HF_TOKEN", "HF_HOME", "HYBRIDRL_DOCTOR_KEY", "VLLM_API_KEY", "WANDB_API_KEY"]
+    passed = worker_environment(dict.fromkeys(names, SECRET))
+    assert {name for name, value in passed.items() if value == SECRET} == {"HF_TOKEN", "HF_HOME"}
+
+
+def test_every_test_that_the_security_page_names_is_there():
+    page = (ROOT / "docs" / "security.md").read_text()
+    folders = {"U": "unit", "D": "distributed", "E": "end_to_end"}
+    named = re.findall(r"`(?:([UDE])/([\w/]+?)(\.py)?/?|\.\.)(?:::(\w+))?(?:\.\.\.)?`", page)
+    assert len(named) > 15
+    path = Path()
+    for letter, file, suffix, test in named:
+        if letter and file:
+            path = ROOT / "tests" / folders[letter] / f"{file}{suffix}"
+        assert path.exists(), path
+        assert not test or f"def {test}" in path.read_text(), (path, test)
