@@ -39,12 +39,12 @@ from benchmarks.timing import hardware, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
 from hybridrl.config.choices import Accumulation, DType, Layout, Offload
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import FSDPConfig
+from hybridrl.config.schema import FSDPConfig, SaverConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, schedule, update_sizes
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.saver import SaverConfig, SaverWorker
+from hybridrl.workers.saver import SaverWorker
 
 SIZE = Size(4, length=2048, prompt=256, max_tokens=8192, chunk_tokens=4096, sigma=0.5)
 SMALL_SIZE = Size(4, length=64, prompt=8, max_tokens=128, chunk_tokens=32, sigma=0.5)
@@ -94,7 +94,8 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     config = actor_config(folder, fsdp, size, arguments.ranks)
     mesh = build_mesh(fsdp, "cpu" if arguments.small else "cuda")
     actor = ActorWorker(config, mesh)
-    saver = SaverWorker(SaverConfig(), mesh)
+    told = SaverConfig(worker="hybridrl.workers.saver.SaverWorker", prepares=True)
+    saver = SaverWorker(told, mesh)
     saver.connect({"actor": actor})
     batch = _batch(actor, shape, size, arguments.ranks)
     update = lambda: _seconds(lambda: actor.update(batch, 1, 0.0))  # noqa: E731

@@ -33,6 +33,7 @@ from hybridrl.config.schema import (
     OptimConfig,
     ReferenceConfig,
     RewardModelConfig,
+    SaverConfig,
 )
 
 LINEAR_LAYERS = (
@@ -141,6 +142,10 @@ def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfi
         "optim": optim_config(),
     }
     return CriticConfig(**(values | changes))
+
+
+def saver_config() -> SaverConfig:
+    return SaverConfig(worker="hybridrl.workers.saver.SaverWorker", prepares=True)
 
 
 def reference_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ReferenceConfig:

@@ -280,6 +280,16 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class SaverConfig(RoleConfig):
+    """Of the role that writes checkpoints; made in code, no section of its own.
+
+    `prepares`: whether it has host memory for them from the start, which takes a while on GPUs.
+    """
+
+    prepares: bool
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.schema import FSDPConfig, RoleConfig, RunConfig
+from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
 from hybridrl.controller.importing import import_in_thread
@@ -246,7 +246,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         *([] if config.reward_model is not None else ["reward_model"]),
     }
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
-    configs["saver"] = RoleConfig(worker=SAVER)
+    configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     pool, groups = start_roles(config, configs, run_dir)
     return Workers(
         pool=pool,

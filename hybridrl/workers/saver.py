@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.names import STATE
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import RoleConfig
+from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.checkpoint import (
     StoredTensor,
@@ -40,13 +39,6 @@ WITH_MOMENTS = 3
 LOOK_S, CLOSE_S = 1.0, 2.0
 
 
-@dataclass(kw_only=True)
-class SaverConfig(RoleConfig):
-    """The saver has no settings: it saves what the other roles tell it to."""
-
-    worker: str = "hybridrl.workers.saver.SaverWorker"
-
-
 class SaverWorker(Worker):
     """Keeps the training state of all roles of its process, and the process's random generators.
 
@@ -55,6 +47,7 @@ class SaverWorker(Worker):
     """
 
     config_class = SaverConfig
+    config: SaverConfig
 
     def __init__(self, config: SaverConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh)
@@ -65,6 +58,8 @@ class SaverWorker(Worker):
     def connect(self, roles: dict[str, Worker]) -> None:
         """Know the roles, and begin to have host memory for their state with AdamW's moments."""
         self.roles = {name: role for name, role in roles.items() if role is not self}
+        if not self.config.prepares:
+            return
         tensors = [tensor for role in self.roles for tensor in self._state(role).values()]
         self.saver.staging.prepare(WITH_MOMENTS * sum(map(_local_bytes, tensors)))
 

@@ -25,13 +25,14 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
-from hybridrl.workers.saver import SaverConfig, SaverWorker
+from hybridrl.workers.saver import SaverWorker
 from tests.role_configs import (
     actor_config,
     critic_config,
     fsdp_config,
     lora_config,
     reference_config,
+    saver_config,
 )
 from tests.training_batches import scheduled, training_batch
 
@@ -89,7 +90,7 @@ def build(folder, *, lora=0, **changes):
         "actor": CountingActor(actor_config(folder, spec, lora=lora_config(lora)), mesh),
         "critic": CriticWorker(critic_config(folder, spec), mesh),
         "ref": ReferenceWorker(reference_config(folder, spec, lora=lora_config(lora)), mesh),
-        "saver": SaverWorker(SaverConfig(), mesh),
+        "saver": SaverWorker(saver_config(), mesh),
     }
     for role in roles.values():
         role.connect(roles)

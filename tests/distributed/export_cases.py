@@ -17,8 +17,8 @@ from hybridrl.distributed.fsdp import adapter_state_dict, full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.manifest import plain, versions
 from hybridrl.workers.actor import ActorWorker
-from hybridrl.workers.saver import SaverConfig, SaverWorker
-from tests.role_configs import actor_config, fsdp_config, model_config
+from hybridrl.workers.saver import SaverWorker
+from tests.role_configs import actor_config, fsdp_config, model_config, saver_config
 
 STEP = 20
 
@@ -65,7 +65,7 @@ def checkpoint(
 def saved(run_dir: Path, actor: ActorWorker, mesh: DeviceMesh, config: dict[str, Any]) -> Path:
     """Write a checkpoint of an actor, as a run with this config would; returns its folder."""
     run_dir.mkdir()
-    saver = SaverWorker(SaverConfig(), mesh)
+    saver = SaverWorker(saver_config(), mesh)
     roles = {"actor": actor, "saver": saver}
     for role in roles.values():
         role.connect(roles)

@@ -15,9 +15,9 @@ from hybridrl.trainer.replay import examine
 from hybridrl.trainer.replay_batch import ReplayBatch
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.saver import SaverConfig, SaverWorker
+from hybridrl.workers.saver import SaverWorker
 from tests.distributed.launch import run_on_ranks
-from tests.role_configs import actor_config, critic_config, fsdp_config
+from tests.role_configs import actor_config, critic_config, fsdp_config, saver_config
 from tests.run_configs import run_config
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import RESPONSES, scheduled, training_batch
@@ -115,7 +115,7 @@ def replays(folder, mesh, spec, disk):
     found["advantage"] = findings(poisoned)
     found["loss"] = findings(batch, HereAndThere(NaNForShortest(actor.config, mesh)))
     found["unchanged"] = same(before, state_of(actor))
-    saver = SaverWorker(SaverConfig(), mesh)
+    saver = SaverWorker(saver_config(), mesh)
     saver.connect({"actor": actor, "saver": saver})
     save(saver, f"{disk}/good")
     with torch.no_grad():
