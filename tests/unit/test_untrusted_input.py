@@ -102,6 +102,25 @@ def test_a_chat_template_reaches_nothing_of_python(tmp_path, template):
         renderer.render([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\boxed{__import__('pathlib').Path('MARKER').touch()}",
+        "The final answer is __import__('pathlib').Path('MARKER').touch()",
+        "The final answer is 3*(4).__class__.__base__.__subclasses__()",
+        r"$\text{open('MARKER', 'w')}$",
+    ],
+)
+def test_an_answer_in_mathematics_is_read_and_not_run(tmp_path, answer):
+    """math-verify gives Python's parser digits and operators alone."""
+    score = pytest.importorskip("hybridrl.rewards.math_answer").score
+    pytest.importorskip("math_verify")
+    marker = tmp_path / "code_has_run"
+    response = answer.replace("MARKER", str(marker))
+    assert score("", response, {"answer": "7"}, mode="flexible") == 0.0
+    assert not marker.exists()
+
+
 def modules() -> list[tuple[str, ast.Module]]:
     paths = sorted(SOURCE.rglob("*.py"))
     assert len(paths) > 200
