@@ -125,7 +125,7 @@ def write_model(
         adapter: adapters that are merged into `weights`; they are written to target/adapter.
         dtype: of the weights in the folder.
         record: written to hybridrl_export.json: what the folder is an export of.
-        shard_bytes: largest file of weights, unless a single tensor is larger.
+        shard_bytes: of the float32 weights of one file, unless a single tensor is larger.
 
     Raises:
         OSError: the disk does not take it; what was at `target` is as it was.
@@ -159,16 +159,15 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    empty = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, shape in weights.shapes.items()
-    }
+    # Shards are cut by what they take in memory, where they are float32 at first.
+    empty = {name: torch.empty(shape, device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
         shard = weights.read(names)
-        _save({name: shard[name].to(dtype).contiguous() for name in names}, folder / file)
+        _save({name: shard.pop(name).to(dtype).contiguous() for name in names}, folder / file)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        size = sum(tensor.numel() for tensor in empty.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
