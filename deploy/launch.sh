@@ -98,7 +98,6 @@ start_ray() {
   say "Ray: starts, its output is in $FOLDER/ray.log"
   "${ON_ALL[@]}" ray "$HEAD" >"$FOLDER/ray.log" 2>&1 &
   RAY=$!
-  trap end_ray EXIT
   "${ON_HEAD[@]}" wait "$HEAD" "${HYBRIDRL_START_S:-300}" "${PLACES[@]}" &
   local waiting=$! code=0
   wait -n "$RAY" "$waiting" || code=$?
@@ -114,8 +113,17 @@ start_ray() {
   return "$code"
 }
 
-end_ray() {
+# At the end, whatever came of it. Code 75: SIGTERM came, and a checkpoint was written.
+finish() {
   trap - EXIT
+  [ -z "${RAY:-}" ] || end_ray
+  [ "$1" != 75 ] || preempted
+}
+
+# What a scheduler may be told then.
+preempted() { :; }
+
+end_ray() {
   say "Ray: ends"
   kill -TERM "$RAY" 2>/dev/null || true
   wait "$RAY" 2>/dev/null || true
@@ -139,6 +147,7 @@ run_to_end() {
 
 # Everything: the doctor, Ray, the command, Ray's end. Ends with the command's exit code.
 launch() {
+  trap 'finish $?' EXIT
   mkdir -p "$FOLDER"
   make_token
   if [ ${#NODES[@]} = 1 ]; then

@@ -140,6 +140,18 @@ def test_one_node_needs_no_ray(cluster):
     assert not (cluster.folder / "ray_node1").exists()
 
 
+@pytest.mark.parametrize(
+    ("code", "how", "queued"),
+    [(75, "resume=auto", True), (75, "resume=none", False), (143, "resume=auto", False)],
+)
+def test_a_job_that_was_saved_goes_back_into_the_queue(cluster, code, how, queued):
+    """After Ray has ended on both nodes."""
+    exited, output = cluster.run(*SBATCH, "bash", "-c", f"exit {code}", "command", how)
+    assert exited == code, output
+    assert ("requeued 4711, Ray ended: 2" in output) == queued, output
+    assert ("would go on by itself" in output) == (how == "resume=none"), output
+
+
 def test_sigterm_reaches_the_command_and_its_exit_code_stays(cluster):
     """As Slurm sends it before the job's time is over."""
     command = "trap 'echo ending; exit 143' TERM; touch $0; while true; do sleep 0.1; done"
