@@ -130,7 +130,12 @@ def _headline(case: "Case") -> str:
     what = subject.model if subject.folder is None else str(subject.folder)
     sampling = "greedy" if options.greedy else f"temperature {case.temperature:g}"
     asked = f"{len(case.asked)} problems ({options.split.value})"
-    return f"{what}: {asked}, {options.samples} samples each, {sampling} -> {case.output}"
+    environment = case.config.environment
+    judge = case.config.reward.function if environment is None else environment.function
+    return (
+        f"{what}: {asked}, {options.samples} samples each, {sampling}, scored by {judge}, "
+        f"into {case.output}"
+    )
 
 
 def _log_to(file: Path) -> None:
