@@ -28,7 +28,10 @@ export SLURMD_NODENAME=node1 SLURM_CPUS_ON_NODE=2 SLURM_GPUS_ON_NODE=${GPUS_1:-0
 exec bash "$STUB/slurm_script" "${@:2}"
 """,
     "scontrol": """
-if [ "$1" = requeue ]; then echo "requeued $2, Ray ended: $(ls "$STUB" | grep -c ray_ended)"; exit; fi
+if [ "$1" = requeue ]; then
+  echo "requeued $2, Ray ended: $(ls "$STUB" | grep -c ray_ended)"
+  exit
+fi
 [ "$1 $2" = "show hostnames" ] || exit 64
 [[ $3 =~ \\[1-([0-9]+)\\] ]]
 for ((i = 1; i <= BASH_REMATCH[1]; i++)); do echo "node$i"; done
