@@ -28,6 +28,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from hybridrl.checkpoint.names import checkpoints_folder
+from hybridrl.checkpoint.remains import steps_in
 from hybridrl.config.check_checkpoint import AUTO, auto_problem
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
@@ -166,7 +168,8 @@ def run(cfg: DictConfig) -> float:
                 "times after this (trainer.max_restarts)",
                 left - 1,
             )
-            config.resume = AUTO
+            if steps_in(checkpoints_folder(folder)):  # else it begins where this attempt began
+                config.resume = AUTO
     raise AssertionError("the last attempt returns or raises")
 
 
