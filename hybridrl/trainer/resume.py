@@ -83,6 +83,9 @@ def read_resume(config: RunConfig, found: Found) -> Resume:
     source = found.folder.resolve().parent.parent
     rows = [row for row in read_rows(source / METRICS_FILE) if (row["step"] or 0) <= state.step]
     notes = [f"{damaged}; it is passed over" for damaged in found.damaged]
+    total = config.trainer.total_steps
+    if state.step >= total:
+        notes.append(f"all {total} steps are done (trainer.total_steps): nothing is left to train")
     notes += _change_notes(config, found)
     return Resume(found, state, rows, notes)
 
