@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import secrets
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hybridrl.checkpoint.find import newest_good
 from hybridrl.trainer.state import read_state
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import SMALL, Run, started
+from tests.end_to_end.sockets import is_loopback, listening
 
 PROMISED = [
     "step",
@@ -30,11 +32,28 @@ PROMISED = [
 ]
 
 
+# In the environment, and on the command line under a secret key and in a URI.
+VARIABLES = (
+    *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HYBRIDRL_DOCTOR_KEY"),
+    *("MLFLOW_TRACKING_PASSWORD", "JUDGE_API_KEY"),
+)
+IN_ENVIRONMENT = {name: secrets.token_urlsafe(24) for name in VARIABLES}
+OF_KEY, OF_URI = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+WITH_SECRETS = [
+    f"+mine={{name: gsm8k_ppo, api_key: '{OF_KEY}', server: 'https://me:{OF_URI}@host/x'}}",
+    "run.name=${mine.name}",
+]
+LISTENING: list[tuple[str, int, str]] = []
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Run, str]:
     """One small run of the recipe, ended, and what it printed."""
     run_dir = tmp_path_factory.mktemp("end_to_end") / "run"
-    with started(run_dir, *SMALL, "trainer.samples_every_steps=1") as run:
+    overrides = [*SMALL, "trainer.samples_every_steps=1", *WITH_SECRETS]
+    with started(run_dir, *overrides, env=IN_ENVIRONMENT) as run:
+        run.wait_for('"step": 0,')
+        LISTENING.extend(listening(run.processes()))
         output = run.output()
         assert run.process.returncode == 0, output
         run.assert_nothing_left()
@@ -116,3 +135,29 @@ def test_output_says_what_ran_and_how_it_ended(finished):
     for words in ["gsm8k_ppo", "hardware", "embedded", "accuracy", "final"]:
         assert words in output, output
     assert "Traceback" not in output
+
+
+def test_no_secret_is_written_or_printed(finished):
+    run, output = finished
+    texts = {"output": output.encode()} | {
+        str(path): path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()
+    }
+    assert any("tensorboard" in name for name in texts)
+    assert any(".hydra" in name for name in texts)
+    every = {**IN_ENVIRONMENT, "a secret key": OF_KEY, "a URI": OF_URI}
+    found = [
+        (name, what)
+        for name, text in texts.items()
+        for what, secret in every.items()
+        if secret.encode() in text
+    ]
+    assert found == []
+    written = texts[str(run.run_dir / ".hydra" / "config.yaml")].decode()
+    assert "api_key: ***" in written and "https://***@host/x" in written
+
+
+def test_every_port_of_a_run_on_one_machine_is_loopback_only(finished):
+    """Ray, the rendezvous, gloo and vLLM included; the dashboard is off."""
+    assert len(LISTENING) > 5
+    assert [place for place in LISTENING if not is_loopback(place[0])] == []
+    assert not any("dashboard.py" in command for _, _, command in LISTENING)
