@@ -115,6 +115,12 @@ def replays(folder, mesh, spec, disk):
     found["advantage"] = findings(poisoned)
     found["loss"] = findings(batch, HereAndThere(NaNForShortest(actor.config, mesh)))
     found["unchanged"] = same(before, state_of(actor))
+    critic = CriticWorker(critic_config(folder, spec), mesh)
+    returns = batch.returns.values.clone()
+    returns[0] = float("inf")
+    overflowing = replace(batch, returns=batch.responses.like(returns))
+    of_critic = ReplayBatch("critic", 3, 0.0, overflowing, dealt.ranks, config)
+    found["critic"] = examine(of_critic, HereAndThere(critic))
     saver = SaverWorker(saver_config(), mesh)
     saver.connect({"actor": actor, "saver": saver})
     save(saver, f"{disk}/good")
@@ -229,6 +235,11 @@ def test_a_replay_finds_the_response_on_which_the_loss_alone_fails(found):
     (response,) = found["replays"]["loss"].responses
     assert (response.response, RESPONSES[response.response]) == (2, 1)
     assert response.bad == ["loss", "gradient"]
+
+
+def test_a_replay_of_the_critic_looks_at_its_loss(found):
+    (response,) = found["replays"]["critic"].responses
+    assert (response.response, response.bad) == (0, ["returns", "loss", "gradient"])
 
 
 def test_a_replay_names_weights_that_are_not_finite(found):
