@@ -1,10 +1,8 @@
 """Secrets are known by their names, and hidden wherever what they hold would be written."""
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -123,16 +121,3 @@ def test_a_clusters_workers_get_no_secret_but_the_token_for_downloads():
     names = ["HF_TOKEN", "HF_HOME", "HYBRIDRL_DOCTOR_KEY", "VLLM_API_KEY", "WANDB_API_KEY"]
     passed = worker_environment(dict.fromkeys(names, SECRET))
     assert {name for name, value in passed.items() if value == SECRET} == {"HF_TOKEN", "HF_HOME"}
-
-
-def test_every_test_that_the_security_page_names_is_there():
-    page = (ROOT / "docs" / "security.md").read_text()
-    folders = {"U": "unit", "D": "distributed", "E": "end_to_end"}
-    named = re.findall(r"`(?:([UDE])/([\w/]+?)(\.py)?/?|\.\.)(?:::(\w+))?(?:\.\.\.)?`", page)
-    assert len(named) > 15
-    path = Path()
-    for letter, file, suffix, test in named:
-        if letter and file:
-            path = ROOT / "tests" / folders[letter] / f"{file}{suffix}"
-        assert path.exists(), path
-        assert not test or f"def {test}" in path.read_text(), (path, test)
