@@ -24,6 +24,7 @@ from hybridrl.config.given import given_keys
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.agents import Agents, LocalAgents, call_all
 from hybridrl.controller.command import composed, examined
+from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
@@ -39,6 +40,8 @@ LOOK_S = 60.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; leaves by SystemExit."""
+    if argv is None:
+        guard_standard_output()
     options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # rewards and workers of the user's
         sys.path.insert(0, os.getcwd())

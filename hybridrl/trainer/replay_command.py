@@ -18,6 +18,7 @@ from rich.console import Console
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.output import guard_standard_output
 
 EXIT_NOT_FINITE, EXIT_USAGE = 1, 2
 # Of the tables, where the output is no terminal.
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("folder", type=Path, help="what a stopped run has named")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        guard_standard_output()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if os.getcwd() not in sys.path:  # losses and workers of the user's
         sys.path.insert(0, os.getcwd())

@@ -1,5 +1,6 @@
 """Secrets are known by their names, and hidden wherever what they hold would be written."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,10 @@ from hybridrl.config.secrets import (
     without,
 )
 from hybridrl.controller.ray_runtime import worker_environment
+from hybridrl.doctor.catalog import Stage
+from hybridrl.doctor.findings import warn
+from hybridrl.doctor.report import write_report
+from hybridrl.doctor.stages import StageReport
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.manifest import plain
 from tests.end_to_end.runs import ROOT
@@ -73,6 +78,16 @@ def test_entries_of_a_mapping_on_the_command_line_are_hidden():
 def test_a_secret_is_hidden_in_the_config_whatever_its_key(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", SECRET)
     assert plain({"header": f"Bearer {SECRET}"}) == {"header": "Bearer ***"}
+
+
+def test_the_doctors_report_holds_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    finding = warn("host.variables", "node", f"JUDGE_TOKEN is {SECRET}", "unset it")
+    reports = [StageReport(Stage.host, [finding], 0.1)]
+    path = write_report(tmp_path, reports, ["node"], ["+my.api_key=hunter22", "seed=1"])
+    text = path.read_text()
+    assert SECRET not in text and "hunter22" not in text
+    assert json.loads(text)["overrides"] == ["+my.api_key=***", "seed=1"]
 
 
 def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch):
