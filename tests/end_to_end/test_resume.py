@@ -1,0 +1,239 @@
+"""Killed runs go on as if they had not been, and what cannot be gone on from is refused."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.find import NoWholeCheckpoint
+from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
+from hybridrl.config.errors import ConfigError
+from hybridrl.trainer.resume import find_checkpoint, read_resume
+from tests.end_to_end.kill_and_resume import (
+    EVERYTHING,
+    STEPS,
+    TIMED,
+    WORKER,
+    Timeline,
+    assert_same_end,
+    draw_kill,
+    finished,
+    killed,
+    steps_logged,
+    undisturbed,
+    untimed_rows,
+    wait_until,
+)
+from tests.end_to_end.metric_names import explained
+from tests.end_to_end.runs import ROOT, SMALL, started
+from tests.run_configs import run_config
+
+# A worker, a driver and a driver, the latter two in the middle of a save.
+SEEDS = (1, 12, 6)
+# Two files of tests run at once.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+CONFIG = [key for key in EVERYTHING if not key.startswith(("+recipe=", "hardware="))]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> tuple[Path, Timeline]:
+    """An undisturbed run, watched."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    return run_dir, undisturbed(run_dir, *EVERYTHING, env=ONE_THREAD)
+
+
+@pytest.fixture
+def copied(reference, tmp_path) -> Path:
+    """The undisturbed run's directory, to be spoiled."""
+    return Path(shutil.copytree(reference[0], tmp_path / "run"))
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints, rising."""
+    names = [path.name for path in checkpoints_folder(run_dir).iterdir()]
+    return sorted(step for step in map(step_of, names) if step is not None)
+
+
+def flip(path: Path) -> None:
+    """Turn one bit of a file over."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def spoil(run_dir: Path, step: int) -> str:
+    """Damage a checkpoint's tensors; the file's path in the checkpoint."""
+    folder = checkpoints_folder(run_dir) / f"step_{step:08d}"
+    file = next((folder / STATE).iterdir())
+    flip(file)
+    return str(file.relative_to(folder))
+
+
+def refused(run_dir: Path, *overrides: str) -> str:
+    """What a run that exits with code 2 prints, on one line."""
+    with started(run_dir, *overrides) as run:
+        output = run.output()
+        assert run.process.returncode == 2, output
+        run.assert_nothing_left()
+    assert "Traceback" not in output
+    return " ".join(output.split())
+
+
+def test_a_run_killed_three_times_ends_like_the_undisturbed_one(reference, tmp_path):
+    """At the last time the newest checkpoint is damaged, too: the one before is as good."""
+    run_dir, timeline = reference
+    plans = sorted((draw_kill(timeline, seed) for seed in SEEDS), key=lambda plan: plan.step)
+    assert {plan.victim for plan in plans} == {"driver", "worker"}
+    assert any(plan.saving for plan in plans), plans
+    for plan in plans:
+        killed(tmp_path, plan, *EVERYTHING, env=ONE_THREAD)
+    *_, before, newest = steps_in(tmp_path)
+    file = spoil(tmp_path, newest)
+    output = " ".join(finished(tmp_path, *EVERYTHING, env=ONE_THREAD).split())
+    assert f"step_{newest:08d}: {file} has the sha256" in output, output
+    assert f"step_{before:08d}: step {before}, of" in output, output
+    assert (checkpoints_folder(tmp_path) / f"damaged_step_{newest:08d}" / file).is_file()
+    assert_same_end(tmp_path, run_dir)
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(copied):
+    before, newest = steps_in(copied)
+    file = spoil(copied, newest)
+    config = run_config(*CONFIG)
+    resume = read_resume(config, find_checkpoint(config, copied))
+    assert resume.state.step == before
+    assert [row["step"] for row in resume.rows] == list(range(before + 1))
+    assert any(f"step_{newest:08d}: {file} has the sha256" in note for note in resume.notes)
+
+
+def test_where_all_are_damaged_each_is_named(copied):
+    for step in steps_in(copied):
+        flip(checkpoints_folder(copied) / f"step_{step:08d}" / DRIVER)
+    with pytest.raises(NoWholeCheckpoint) as caught:
+        find_checkpoint(run_config(*CONFIG), copied)
+    for step in steps_in(copied):
+        assert f"step_{step:08d}: {DRIVER} has the sha256" in str(caught.value)
+
+
+def test_changes_of_what_is_computed_are_listed_and_must_be_allowed(reference):
+    changed = [*CONFIG, "actor.optim.lr=0.5", "actor.epochs=2", "cluster.gpus_per_node=2"]
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(run_config(*changed), reference[0])
+    for told in ("actor.optim.lr = 0.5, was 0.0001", "actor.epochs = 2, was 1"):
+        assert told in str(caught.value)
+    assert "gpus_per_node" not in str(caught.value)
+    config = run_config(*changed, "checkpoint.allow_config_changes=true")
+    resume = read_resume(config, find_checkpoint(config, reference[0]))
+    allowed, free = resume.notes[-2:]
+    assert allowed.startswith("changed, as allowed: ") and "actor.epochs = 2, was 1" in allowed
+    assert "cluster.gpus_per_node = 2, was 1" in free
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(reference):
+    with pytest.raises(ConfigError, match=f"the newest of step {STEPS}.*\n.*resume=auto"):
+        find_checkpoint(run_config(*CONFIG, "resume=none"), reference[0])
+
+
+def test_a_finished_run_has_nothing_left_to_do(reference):
+    config = run_config(*CONFIG)
+    resume = read_resume(config, find_checkpoint(config, reference[0]))
+    assert f"all {STEPS} steps are done" in " ".join(resume.notes)
+    longer = run_config(
+        *CONFIG, f"trainer.total_steps={STEPS + 1}", "actor.optim.schedule=constant"
+    )
+    assert "steps are done" not in " ".join(read_resume(longer, resume.found).notes)
+
+
+@pytest.mark.slow
+def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
+    for step in steps_in(copied):
+        spoil(copied, step)
+    told = refused(copied, *EVERYTHING)
+    assert all(f"step_{step:08d}: state/shard" in told for step in steps_in(copied)), told
+    told = refused(reference[0], *EVERYTHING, "actor.optim.lr=0.5")
+    assert "actor.optim.lr = 0.5, was 0.0001" in told
+    assert "resume=auto" in refused(reference[0], *EVERYTHING, "resume=none")
+
+
+@pytest.mark.slow
+def test_the_command_does_nothing_to_a_finished_run_but_says_so(copied, reference):
+    output = finished(copied, *EVERYTHING, env=ONE_THREAD)
+    assert f"all {STEPS} steps are done" in " ".join(output.split()), output
+    assert f"step {STEPS}/{STEPS}" not in output
+    assert_same_end(copied, reference[0])
+    assert (copied / "metrics.jsonl").read_bytes() == (reference[0] / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_another_directory_takes_metrics_over(reference, tmp_path):
+    """From the checkpoint before the last, with a longer course, which this config allows."""
+    source = checkpoints_folder(reference[0]) / f"step_{steps_in(reference[0])[0]:08d}"
+    overrides = [*EVERYTHING, f"resume={source}"]
+    finished(tmp_path / "new", *overrides, env=ONE_THREAD)
+    assert_same_end(tmp_path / "new", reference[0])
+    changed = [*overrides, "actor.epochs=2", "checkpoint.allow_config_changes=true"]
+    output = finished(tmp_path / "changed", *changed)
+    assert "changed, as allowed: actor.epochs = 2, was 1" in " ".join(output.split()), output
+    taken = step_of(source.name)
+    rows, wanted = untimed_rows(tmp_path / "changed"), untimed_rows(reference[0])
+    assert rows[: taken + 1] == wanted[: taken + 1] and rows[-1] != wanted[-1]
+
+
+@pytest.mark.slow
+def test_a_restart_before_the_first_own_checkpoint_begins_where_the_run_began(reference, tmp_path):
+    taken = steps_in(reference[0])[0]
+    source = checkpoints_folder(reference[0]) / f"step_{taken:08d}"
+    with started(tmp_path, *EVERYTHING, f"resume={source}", "trainer.max_restarts=1") as run:
+        wait_until(lambda: steps_logged(tmp_path) > taken + 1, f"step {taken + 1}", run)
+        (worker,) = [pid for pid, title in run.processes().items() if WORKER in title]
+        assert not checkpoints_folder(tmp_path).is_dir() or not steps_in(tmp_path)
+        os.kill(worker, signal.SIGKILL)
+        output = run.output()
+    assert run.process.returncode == 0, output
+    assert "The run starts anew" in output
+    assert_same_end(tmp_path, reference[0])
+
+
+def test_auto_needs_a_directory(tmp_path):
+    """Without one each start would be a new run, in silence."""
+    dry = [*SMALL, "run.dry=true", "resume=auto"]
+    call = [sys.executable, "-m", "hybridrl.main", *dry]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "resume = auto, but hydra.run.dir is not given" in ended.stderr
+
+
+def test_victims_alternate_and_instants_are_spread():
+    timeline = Timeline({0: 0.0, 1: 1.0}, {"first": 0.0, "last": 1.0}, [])
+    plans = [draw_kill(timeline, seed) for seed in range(30)]
+    assert [plan.victim for plan in plans] == ["driver", "worker"] * 15
+    assert min(plan.share for plan in plans) < 0.2 and max(plan.share for plan in plans) > 0.8
+    assert [plan.share for plan in plans] == [random.Random(seed).random() for seed in range(30)]
+
+
+def test_times_and_rates_are_what_a_clock_decides():
+    """Of all that docs/metrics.md explains; everything else is compared bit for bit."""
+    names = [re.sub(r"[<>]", "", name) for name in explained()]
+    timed = [name for name in names if TIMED.fullmatch(name)]
+    by_unit = [name for name in timed if name.endswith(("_s", "/seconds"))]
+    assert {"time/step_s", "idle/rankk_s", "setup/total_s", "reward/seconds"} < set(by_unit)
+    assert sorted(set(timed) - set(by_unit)) == [
+        "idle/fraction",
+        "mfu/old_log_probs",
+        "mfu/ref_log_probs",
+        "mfu/update_actor",
+        "rollout/engine_tokens_per_second_which",
+        "rollout/slowest_engine",
+        "rollout/tokens_per_second",
+        "tokens_per_s/phase",
+    ]
+    assert {name.partition("/")[0] for name in by_unit} <= {
+        *("checkpoint", "environment", "idle", "reshard", "reward", "rollout", "setup", "time"),
+    }
