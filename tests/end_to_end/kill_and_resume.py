@@ -48,6 +48,7 @@ EVERYTHING = [
     "actor.optim.schedule=cosine",
     "critic.optim.schedule=cosine",
     "eval.every_steps=2",
+    "trainer.samples_every_steps=4",
     "data.num_eval_problems=8",
     "checkpoint.every_steps=2",
     "resume=auto",
@@ -191,7 +192,7 @@ def finished(run_dir: Path, *overrides: str, env: Env = None) -> str:
 
 
 def assert_same_end(run_dir: Path, reference: Path) -> None:
-    """Final checkpoint, metrics and TensorBoard of two runs are equal, times and rates left out."""
+    """Final checkpoint, metrics and rollouts of two runs are equal, times and rates left out."""
     one, other = newest_good(run_dir), newest_good(reference)
     assert one is not None and other is not None
     assert one.folder.name == other.folder.name
@@ -199,6 +200,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
     assert_same_bits(read_whole(one.folder / STATE, ""), read_whole(other.folder / STATE, ""))
     assert untimed(one.manifest.metrics) == untimed(other.manifest.metrics)
     assert untimed_rows(run_dir) == untimed_rows(reference)
+    assert rollouts(run_dir) == rollouts(reference)
     shown = untimed(scalars(run_dir))
     assert shown["reward/mean"] and shown == untimed(scalars(reference))
 
@@ -226,6 +228,11 @@ def untimed_rows(run_dir: Path) -> list[str]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [re.findall(r'"([^"]+)": ([^,}]+)', line) for line in lines]
     return [str(sorted(untimed(dict(row)).items())) for row in rows]
+
+
+def rollouts(run_dir: Path) -> dict[str, bytes]:
+    """Prompts, responses and scores that were kept."""
+    return {path.name: path.read_bytes() for path in (run_dir / "rollouts").glob("*.jsonl")}
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
