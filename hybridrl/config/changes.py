@@ -38,6 +38,11 @@ FREE_TRAINER = frozenset(
         *("max_skipped_steps", "max_restarts", "profile_steps"),
     }
 )
+# Keys that are the first one's value unless they are set: told only where they differ from it.
+FOLLOWING = {
+    "seed": ("model.seed", "rollout.seed"),
+    "trainer.total_steps": ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
+}
 _FREE_IN = {"fsdp": FREE_FSDP, "rollout": FREE_ROLLOUT, "trainer": FREE_TRAINER}
 
 
@@ -69,10 +74,25 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         before, now: resolved configs as plain JSON.
     """
     old, new = _own_leaves(before), _own_leaves(now)
-    found = [
-        Change(key, old.get(key, MISSING), new.get(key, MISSING), _matters(key, new))
+    differing = [
+        key
         for key in sorted(old.keys() | new.keys())
         if old.get(key, MISSING) != new.get(key, MISSING)
+    ]
+    followers = {
+        leader: [key for key in keys if old.get(key) == old[leader] and new.get(key) == new[leader]]
+        for leader, keys in FOLLOWING.items()
+        if leader in differing and leader in old and leader in new
+    }
+    told = set(differing) - {key for keys in followers.values() for key in keys}
+    found = [
+        Change(
+            key,
+            old.get(key, MISSING),
+            new.get(key, MISSING),
+            any(_matters(one, new) for one in (key, *followers.get(key, ()))),
+        )
+        for key in sorted(told)
     ]
     return sorted(found, key=lambda change: not change.matters)
 

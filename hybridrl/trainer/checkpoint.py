@@ -193,7 +193,7 @@ class Checkpointer:
             return str(error)
         size = sum(record.size for record in files.values())
         seconds = max(result.seconds for result in results)
-        log.info("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, seconds)
+        log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, seconds)
         return None
 
     def _failed(self, step: int, why: str) -> None:

@@ -46,7 +46,7 @@ class Resume:
         what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
         size = sum(record.size for record in manifest.files.values()) / 2**20
         state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
-        told = f"metrics of {len(self.rows)} steps stand"
+        told = f"metrics go on after step {self.state.step}"
         notes = [("", note) for note in self.notes]
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 

@@ -74,6 +74,20 @@ def test_the_length_of_a_curriculum_matters_if_there_is_one(curriculum, matters)
     assert change.matters is matters
 
 
+@pytest.mark.parametrize(("schedule", "matters"), [("constant", False), ("linear", True)])
+def test_what_follows_another_key_is_not_told_beside_it(schedule, matters):
+    before, now = plain(run_config()), plain(run_config())
+    for config, steps in ((before, 30), (now, 60)):
+        config["actor"]["optim"]["schedule"] = schedule
+        config["trainer"]["total_steps"] = config["actor"]["total_steps"] = steps
+        config["critic"]["total_steps"] = config["data"]["curriculum_steps"] = steps
+    assert changes(before, now) == [Change("trainer.total_steps", 30, 60, matters)]
+    now["critic"]["total_steps"] = 45
+    assert [change.key for change in changes(before, now)] == (
+        ["trainer.total_steps", "critic.total_steps"][:: 1 if matters else -1]
+    )
+
+
 def test_a_key_that_is_new_or_gone_is_a_change():
     before, now = plain(run_config()), plain(run_config())
     now["actor"]["mine"] = 1
