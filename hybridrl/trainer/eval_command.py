@@ -42,7 +42,7 @@ def _evaluate(argv: Sequence[str]) -> None:
     machine = look()
     config_dir = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     line = parse_argv([*config_dir, *options.overrides])
-    examined = evaluation_config(line, subject, machine)
+    examined = evaluation_config(line, subject, machine, runs_code=options.runs_code)
     check_installation(examined.config.hardware.accelerator)
     _run(options, subject, examined, machine)
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridrl.config.choices import Init
 from hybridrl.config.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.foreign_code import refuse_foreign_code
 from hybridrl.config.given import given_keys
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
@@ -57,13 +58,16 @@ FLAGS = {
 }
 
 
-def evaluation_config(line: CommandLine, subject: Subject, machine: Machine) -> Examined:
+def evaluation_config(
+    line: CommandLine, subject: Subject, machine: Machine, *, runs_code: bool
+) -> Examined:
     """The config of an evaluation after all checks that concern one.
 
     Args:
         line: the overrides.
         subject: what is evaluated.
         machine: what there is to do it on.
+        runs_code: whether code may be run that the subject's config names, and is not hybridrl's.
 
     Raises:
         ConfigError: every problem, in one report.
@@ -76,6 +80,10 @@ def evaluation_config(line: CommandLine, subject: Subject, machine: Machine) -> 
     found = precompose(line, conf_dir(), partial(underlay, subject))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
+    if subject.checkpoint is not None and not runs_code:
+        run = subject.checkpoint.manifest.config
+        own = {name: run[name] for name in OF_RUN}
+        refuse_foreign_code(own, str(subject.checkpoint.folder), line.overrides)
     result = examine(
         found.cfg,
         machine=machine,

@@ -45,6 +45,7 @@ class EvalOptions:
         output: the folder to write; None: evals/<name>/<time>.
         split: which problems.
         correct_at: the score from which a sample is correct.
+        runs_code: whether code may be run that a checkpoint's config names, and is not hybridrl's.
     """
 
     subject: str
@@ -57,6 +58,7 @@ class EvalOptions:
     output: Path | None
     split: Split
     correct_at: float
+    runs_code: bool
 
 
 def parse_options(argv: Sequence[str]) -> EvalOptions:
@@ -81,6 +83,7 @@ def parse_options(argv: Sequence[str]) -> EvalOptions:
         output=args.output,
         split=args.split,
         correct_at=args.correct_at,
+        runs_code=args.run_code,
     )
 
 
@@ -102,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
     add("--correct-at", type=float, default=1.0, metavar="SCORE", help="correct from here on (1)")
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
+    add("--run-code", action="store_true", help="of others that the checkpoint's config names")
     add("--config-dir", metavar="DIR", help="a folder with config groups of your own")
     return parser
 

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridrl.config.foreign_code import foreign_code
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.trainer.errors import RunStopped
+from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.replay_batch import REPLAY_FOLDER, ReplayBatch, write_replay
 
 WEIGHTS_FOLDER = "weights"
@@ -115,7 +117,9 @@ class NonFiniteGuard:
             self._save_weights(folder / WEIGHTS_FOLDER)
         except OSError as error:
             return f"The batch could not be saved in {folder}: {error}"
+        names_code = any(foreign_code(plain(self._config)))
         return (
             f"The batch and the weights that met it are in {folder}.\n"
             f"To see which responses do it: hybridrl replay {folder}"
+            f"{' --run-code' if names_code else ''}"
         )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.foreign_code import refuse_foreign_code
 from hybridrl.config.load import typed_again
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
@@ -86,11 +87,15 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
     replace_file(folder / FACTS_FILE, lambda new: new.write_text(text, encoding="utf-8"))
 
 
-def read_replay(folder: Path) -> ReplayBatch:
+def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
     """What `write_replay` wrote.
 
+    Args:
+        folder: of the batch.
+        runs_code: whether code may be imported that its config names, and is not hybridrl's.
+
     Raises:
-        ConfigError: there is no such batch, or it is damaged.
+        ConfigError: there is no such batch, it is damaged, or it names code of others.
     """
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
@@ -104,6 +109,8 @@ def read_replay(folder: Path) -> ReplayBatch:
             f"Name a folder <run>/{REPLAY_FOLDER}/step_<n> of a run that was stopped because its "
             "steps were not finite."
         ) from error
+    if not runs_code:
+        refuse_foreign_code(facts["config"], str(folder))
     return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, typed_again(facts["config"]))
 
 

@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="what a stopped run has named")
+    parser.add_argument(
+        "--run-code", action="store_true", help="of others that the folder's config names"
+    )
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if argv is None:
         guard_standard_output()
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:  # losses and workers of the user's
         sys.path.insert(0, os.getcwd())
     try:
-        sys.exit(_replay(options.folder))
+        sys.exit(_replay(options.folder, runs_code=options.run_code))
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         sys.exit(EXIT_USAGE)
@@ -49,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_USAGE)
 
 
-def _replay(folder: Path) -> int:
+def _replay(folder: Path, *, runs_code: bool) -> int:
     # Heavy imports come only when the command line is known to be right.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.trainer.replay import replay, show, write_findings
     from hybridrl.trainer.replay_batch import read_replay
 
-    kept = read_replay(folder)
+    kept = read_replay(folder, runs_code=runs_code)
     with ray_runtime(kept.config.cluster, kept.config.hardware.accelerator):
         findings = replay(kept, folder)
     console = Console(highlight=False)

@@ -27,13 +27,16 @@ def checkpoint_of(*overrides: str) -> Subject:
     return Subject("run_step_20", checkpoint=Found(Path("step_00000020"), manifest))
 
 
-def config_of(subject: Subject, *overrides: str, machine: Machine = LAPTOP) -> RunConfig:
-    return evaluation_config(parse_argv(overrides), subject, machine).config
+def config_of(
+    subject: Subject, *overrides: str, machine: Machine = LAPTOP, runs_code: bool = False
+) -> RunConfig:
+    line = parse_argv(overrides)
+    return evaluation_config(line, subject, machine, runs_code=runs_code).config
 
 
-def problems_of(subject: Subject, *overrides: str) -> list[str]:
+def problems_of(subject: Subject, *overrides: str, runs_code: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        config_of(subject, *overrides)
+        config_of(subject, *overrides, runs_code=runs_code)
     return error.value.problems
 
 
@@ -125,12 +128,25 @@ def test_secrets_that_the_checkpoint_hides_are_asked_for():
     key, url = "+reward.args.api_key", "reward.args.url"
     function = "reward.function=tests.conf.test_eval_config.reward_with_key"
     run = checkpoint_of("reward=none", function, f"{key}=k", "+reward.args.url=http://me:x@host")
-    problems = problems_of(run)
+    problems = problems_of(run, runs_code=True)
     assert any("reward.args.api_key = ***" in p and "Give it again" in p for p in problems)
     assert any(f"{url} = http://***@host" in problem for problem in problems)
-    config = config_of(run, "reward.args.api_key=k", f"{url}=http://me:x@host")
+    config = config_of(run, "reward.args.api_key=k", f"{url}=http://me:x@host", runs_code=True)
     assert config.reward.args == {"api_key": "k", "url": "http://me:x@host"}
 
 
 def reward_with_key(prompt, response, example, *, api_key, url):
     return 1.0
+
+
+def test_code_that_a_checkpoint_names_is_run_only_when_asked_to(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(
+        "def score(prompt, response, example):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    subject = checkpoint_of("reward.function=my_reward.score", "~reward.args.mode")
+    (problem,) = problems_of(subject)
+    assert "reward.function = my_reward.score" in problem and "add --run-code" in problem
+    assert config_of(subject, runs_code=True).reward.function == "my_reward.score"
+    assert config_of(subject, "reward.function=my_reward.score").reward.function
+    assert config_of(subject, "reward=gsm8k").reward.function == "hybridrl.rewards.gsm8k.score"

@@ -51,7 +51,7 @@ def test_a_run_without_finite_steps_stops_and_its_replay_names_the_responses(tmp
     guilty = [row for row, length in enumerate(lengths) if length % 3 == 0]
     assert 0 < len(guilty) < len(lengths)
     replayed = subprocess.run(
-        [sys.executable, "-m", "hybridrl.cli", "replay", str(folder)],
+        [sys.executable, "-m", "hybridrl.cli", "replay", str(folder), "--run-code"],
         cwd=run_dir,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
