@@ -63,6 +63,7 @@ COMMON = [
     "eval.greedy=false",
     "trainer.samples_every_steps=0",
     "trainer.save_final_model=false",
+    "checkpoint.every_steps=0",
     "tracking.tensorboard=false",
 ]
 ON_GPU = [
