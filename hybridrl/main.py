@@ -155,21 +155,17 @@ def run(cfg: DictConfig) -> float:
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
     prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
-    for left in range(config.trainer.max_restarts, -1, -1):
+    for restart in range(config.trainer.max_restarts + 1):
         try:
             with sole_run(folder):
-                return _train(prepared, list(state.overrides.task), folder)
+                return _train(prepared, list(state.overrides.task), folder, restart)
         except WorkerError as error:
-            if not left:
+            if restart == config.trainer.max_restarts:
                 raise
             log.error("%s", error)
-            log.warning(
-                "The run starts anew from its last checkpoint, if there is one; %d more "
-                "times after this (trainer.max_restarts)",
-                left - 1,
-            )
             if steps_in(checkpoints_folder(folder)):  # else it begins where this attempt began
                 config.resume = AUTO
+            prepared = prepared._replace(setup=SetupTimes(time.time()))
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -187,8 +183,15 @@ class Prepared(NamedTuple):
     setup: SetupTimes
 
 
-def _train(prepared: Prepared, overrides: list[str], folder: Path) -> float:
-    """Start Ray and the workers, train, and end them; the final held-out accuracy."""
+def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int) -> float:
+    """Start Ray and the workers, train, and end them; the final held-out accuracy.
+
+    Args:
+        prepared: what is known.
+        overrides: of the command line.
+        folder: the run's.
+        restart: how often the run has been started anew because of its workers.
+    """
     # Heavy imports come only now.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.doctor.preflight import preflight
@@ -206,6 +209,13 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path) -> float:
                 preflight(result, machine, overrides)
             prompts, found = preparing.result()
             setup.mark("checks")
+            if restart:
+                log.warning(
+                    "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
+                    f"step {found.manifest.step}" if found else "its beginning",
+                    restart,
+                    config.trainer.max_restarts,
+                )
             # Workers may start elsewhere.
             config.model.path = absolute_path(config.model.path)
             if config.reward_model is not None:

@@ -154,6 +154,7 @@ class WorkerHost:
         self._rank = rank
         self._info = self._info._replace(slot=slot)
         log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
+        keep_earlier(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(
             RANK=str(rank),
@@ -301,6 +302,15 @@ def import_class(path: str) -> type[Any]:
     """The class that a dotted path names."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def keep_earlier(log_file: Path) -> None:
+    """Give a log of an earlier start of the run its number: <node>_rank<k>.1.log is the first."""
+    number = 1
+    while (earlier := log_file.with_suffix(f".{number}.log")).exists():
+        number += 1
+    if log_file.exists():
+        log_file.rename(earlier)
 
 
 def redirect_output(path: Path) -> None:

@@ -24,6 +24,7 @@ from hybridrl.controller.placement import (
     Slot,
     check_engines,
 )
+from hybridrl.controller.ray_watch import RayWatch, note_shared_memory, out_of_order
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
@@ -76,8 +77,9 @@ class Pool:
         self._reservation: PlacementGroup | None = None
         self._busy: dict[ObjectRef, Host] = {}
         self._shared_memory: dict[str, list[str]] = {}
+        self._ray_watch = RayWatch(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
-        self.store = ObjectStore()
+        self.store = ObjectStore(partial(self._ray_watch.check, "sending a batch"))
         self.start_times = PartTimes()
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -120,7 +122,7 @@ class Pool:
 
         Nothing else may be called until then. The deadline counts from the wait.
         """
-        refs = self._submit(self.hosts, method, arguments)
+        refs = self._submit(self.hosts, method, arguments, phase)
         cluster = self._config.cluster
         still_s = cluster.stall_timeout_s if method == "call" else 0.0
         deadlines = Deadlines(cluster.call_timeout_s, CALL_SETTING, still_s)
@@ -136,6 +138,7 @@ class Pool:
             files = self.run("connect", [()] * self.size, "start: connect")
         for host, paths in zip(self.hosts, files, strict=True):
             self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
+        note_shared_memory(self._shared_memory.get(self._nodes.driver, []))
 
     def close(self) -> None:
         """End roles and processes, unlink their shared memory, give the reservation back.
@@ -143,8 +146,10 @@ class Pool:
         Bounded to about ten seconds, also while a call is in flight or Ray is already gone.
         """
         with shielded():
-            with suppress(RayError):
-                self._close_idle()
+            self._ray_watch.close()
+            if not out_of_order():
+                with suppress(RayError):
+                    self._close_idle()
             left = {node_id: self._footprint(node_id) for node_id in by_node(self.hosts)}
             released = ray.is_initialized() and give_up_after(CONTROL_TIMEOUT_S, self._release)
             if not released:
@@ -226,12 +231,14 @@ class Pool:
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
         deadlines = Deadlines(self._config.cluster.start_timeout_s, START_SETTING)
-        refs = self._submit(hosts, method, arguments)
-        return self._wait(hosts, refs, f"start: {method}", deadlines)
+        phase = f"start: {method}"
+        refs = self._submit(hosts, method, arguments, phase)
+        return self._wait(hosts, refs, phase, deadlines)
 
     def _submit(
-        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
+        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
     ) -> list[ObjectRef]:
+        self._ray_watch.check(phase)
         refs = [
             getattr(host.handle, method).remote(*own)
             for host, own in zip(hosts, arguments, strict=True)
@@ -246,7 +253,8 @@ class Pool:
         phase: str,
         deadlines: Deadlines,
     ) -> list[Any]:
-        watch = Watch(self._readers, self._nodes, phase, len(hosts), deadlines.still_s)
+        still_s = deadlines.still_s
+        watch = Watch(self._readers, self._nodes, phase, len(hosts), still_s, self._ray_watch)
         try:
             results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
         except TimeoutError as error:
@@ -256,9 +264,13 @@ class Pool:
         except Stalled as stalled:
             late, setting, limit_s = stalled.late, STALL_SETTING, deadlines.still_s
             finding = f"nobody has got further in {phase} for {setting}={limit_s:g} s"
+        except WorkerError:
+            self._ray_watch.check_behind(phase)
+            raise
         else:
             self._busy = {}
             return results
+        self._ray_watch.check_behind(phase)
         advice = f"If they were merely slow, raise {setting}."
         raise overdue_error(self._nodes, late, len(hosts), phase, finding, advice)
 

@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
@@ -32,8 +34,11 @@ from hybridrl.config.machine import Machine, Node, local_machine
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.config.secrets import is_secret_variable
 from hybridrl.controller import processes
+from hybridrl.controller.janitor import Janitor
 from hybridrl.controller.ray_head import connect, head_place, ray_address
+from hybridrl.controller.ray_watch import out_of_order
 from hybridrl.controller.signals import SignalGuard, shielded
+from hybridrl.controller.waiting import give_up_after
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,8 @@ MARK = "HYBRIDRL_RAY"
 # Sockets lie below Ray's folder, and the kernel limits their paths to 107 bytes.
 MAX_TEMP_ROOT = 24
 STOP_GRACE_S = 3.0
+# Ray takes a second, and about five where its processes are gone.
+SHUTDOWN_LIMIT_S = 20.0
 # Set by users for libraries in the workers; processes on other nodes would not inherit it.
 PASSED_ON = (
     "CUDA_",
@@ -89,6 +96,8 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
             _join(worker_environment(os.environ))
         else:
             folder = _make_folder()
+            janitor = Janitor(MARK, folder)
+            stack.callback(janitor.dismiss)
             stack.callback(_stop, folder)
             _start(folder, cluster, accelerator)
         yield
@@ -201,7 +210,13 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
     assert slots is not None, "cluster.gpus_per_node is resolved before Ray starts"
     start = time.perf_counter()
     # An exception in the middle of ray.init may get lost there; a few seconds can be waited for.
-    with shielded(), _environment(folder), _on_loopback(), _keeping_our_signal_handlers():
+    with (
+        shielded(),
+        _environment(folder),
+        _on_loopback(),
+        _keeping_our_signal_handlers(),
+        _in_own_process_groups(),
+    ):
         ray.init(
             address="local",
             num_cpus=slots,
@@ -220,7 +235,12 @@ def _stop(folder: Path) -> None:
     with shielded():
         start = time.perf_counter()
         started = processes.with_environment(MARK, str(folder))
-        ray.shutdown()
+        if not out_of_order():
+            ray.shutdown()
+        else:  # it would wait for what is dead or stopped
+            processes.wait_or_kill(started, 0.0)
+            if not give_up_after(SHUTDOWN_LIMIT_S, ray.shutdown):
+                logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
         left = processes.wait_or_kill(started, STOP_GRACE_S)
         # Those that were born while the others were asked to end.
         left += processes.wait_or_kill(processes.with_environment(MARK, str(folder)), 0.0)
@@ -271,6 +291,12 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
 def _keeping_our_signal_handlers() -> AbstractContextManager[None]:
     """ray.init would replace SIGTERM's handler and has no option against it."""
     return _replaced(ray_utils, "set_sigterm_handler", lambda handler: None)
+
+
+def _in_own_process_groups() -> AbstractContextManager[None]:
+    """Ray's processes, and workers, which they start, outlive a Ctrl-C or SIGTERM to our group."""
+    popen = partial(ray_services.ConsolePopen, process_group=0)
+    return _replaced(ray_services, "ConsolePopen", popen)
 
 
 def _on_loopback() -> AbstractContextManager[None]:

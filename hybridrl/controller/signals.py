@@ -78,6 +78,7 @@ class Preemption:
     """While it is entered, SIGTERM asks for an end within a time instead of ending at once.
 
     When the time is over, or at the next SIGTERM, `Interrupted` is raised wherever the program is.
+    An error in that time may come of processes that got the signal, too: it leaves as `Interrupted`.
     To be entered in the main thread, inside a `SignalGuard`.
 
     Args:
@@ -108,6 +109,9 @@ class Preemption:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self.is_asked and isinstance(error, Exception):
+            logger.error("after SIGTERM: %s", error)
+            raise Interrupted(signal.SIGTERM) from error
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         if self.is_asked:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import RemoteError, WorkerError
@@ -123,10 +123,10 @@ def wait_for_all(
     results: dict[ObjectRef, Any] = {}
     failures: list[Failure] = []
     while waiting:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
+        left = max(deadline - time.monotonic(), 0.0)
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
+        if not (ready or left):
+            break
         if not (ready or failures):
             onlooker.look(list(waiting.values()))
         for ref in ready:
@@ -149,11 +149,15 @@ def _failure(host: Host, error: RayError, onlooker: Onlooker) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
         return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
-    died = isinstance(error, ActorDiedError)
     place = onlooker.last_place(host)
     where = f" {place}" if place else ""
-    summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
-    return Failure(host, died, summary if died else type(error).__name__, str(error), [])
+    if isinstance(error, ActorDiedError):
+        summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
+    elif isinstance(error, ActorUnavailableError):
+        summary = f"its process or its node is gone or out of reach{where}"
+    else:
+        return Failure(host, False, type(error).__name__, str(error), [])
+    return Failure(host, True, summary, str(error), [])
 
 
 def _raise(failure: Failure, phase: str) -> None:

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from hybridrl.controller.evidence import Movement, movement, movements
 from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.overdue import look_at
+from hybridrl.controller.ray_watch import RayWatch
 from hybridrl.controller.stalls import Scene, report
 from hybridrl.controller.waiting import Host, by_node
 from hybridrl.distributed.position import PositionReader
@@ -67,6 +68,7 @@ class Watch:
         phase: the call, for the warning that is logged when half of the time has passed.
         num_ranks: all that were called.
         limit_s: seconds without movement that end the run; 0: none do.
+        ray_watch: whether Ray is there.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Watch:
         phase: str,
         num_ranks: int,
         limit_s: float,
+        ray_watch: RayWatch,
     ) -> None:
         self._readers = readers
         self._nodes = nodes
         self._phase = phase
         self._num_ranks = num_ranks
         self._limit_s = limit_s
+        self._ray_watch = ray_watch
         self._has_warned = False
         self._stillness = Stillness()
         self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
@@ -93,7 +97,9 @@ class Watch:
 
         Raises:
             Stalled: none of them has, for too long.
+            WorkerError: Ray is gone.
         """
+        self._ray_watch.check(self._phase)
         if not self._limit_s:
             return
         now = time.monotonic()

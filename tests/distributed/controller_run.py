@@ -59,7 +59,7 @@ def pool_config(
 
 def run(folder: Path, mode: str) -> None:
     """One pool with one role, whose rank 1 sleeps, raises, or does neither."""
-    config = pool_config(folder)
+    config = pool_config(folder, nodes=2 if mode == "hang on two nodes" else 1)
     print("starting", flush=True)
     with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
         memory = f"/dev/shm/hybridrl_test_{folder.name}"

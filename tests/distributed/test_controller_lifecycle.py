@@ -1,6 +1,7 @@
 """From start to end of a run on Ray: nothing stays behind, clusters are joined, signals heeded."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,11 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller import processes
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.host import keep_earlier
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import MARK, cluster_machine, ray_runtime
-from hybridrl.controller.signals import Interrupted, SignalGuard, shielded
+from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
 from hybridrl.controller.worker_group import build_roles
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
@@ -148,6 +151,31 @@ def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path):
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node", "head"])
+def test_a_joined_cluster_that_loses_a_node_or_its_head_is_named_within_a_minute(
+    two_nodes, tmp_path, lost
+):
+    """In a process of its own: Ray ends it a minute after its head is gone."""
+    process = run_script(tmp_path, "hang on two nodes")
+    assert process.stdout.readline() == "starting\n"
+    assert process.stdout.readline(), process.stderr.read()
+    time.sleep(1.0)  # the call is in flight now
+    if lost == "node":
+        (other,) = two_nodes.worker_nodes
+        node_id = other.node_id
+        two_nodes.remove_node(other, allow_graceful=False)
+    else:
+        two_nodes.head_node.kill_gcs_server()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    if lost == "node":
+        assert re.search(rf"WorkerError: rank [23] on .*, node {node_id[:8]}\)", errors), errors
+    else:
+        told = f"WorkerError: Ray's head at {two_nodes.address} does not answer"
+        assert told in errors, errors
+
+
 def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
     config = pool_config(tmp_path)
@@ -173,3 +201,24 @@ def test_shutting_down_is_not_interrupted():
         signal.raise_signal(signal.SIGTERM)
         done = True
     assert done
+
+
+def test_an_error_after_sigterm_leaves_as_the_signal():
+    """It may come of processes that got the signal, too; nothing is to be started anew for it."""
+    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard(), Preemption(60.0):
+        signal.raise_signal(signal.SIGTERM)
+        raise WorkerError([0], "actor.update", "rank 0 died")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_logs_of_earlier_starts_are_kept_under_numbers(tmp_path):
+    log = tmp_path / "node.b_rank0.log"
+    for text in ("first", "second", "third"):
+        keep_earlier(log)
+        log.write_text(text)
+    kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert kept == {
+        "node.b_rank0.1.log": "first",
+        "node.b_rank0.2.log": "second",
+        "node.b_rank0.log": "third",
+    }
