@@ -27,10 +27,8 @@ TIMED = re.compile(
 WORKER = "WorkerHost"
 # Seconds between two looks at a run's files, and the longest that anything is waited for.
 LOOK_S, LONGEST_S = 0.005, 120.0
-# Seconds in which what a killed driver has started ends by itself: all but two agents of Ray, which
-# seek its head for a minute.
-ORPHANS_S, AGENTS_S = 20.0, 90.0
-AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+# Seconds after a kill in which the run is gone, with all that it has started and left.
+GONE_S = 60.0
 
 
 # Variables beside those of this process.
@@ -166,20 +164,20 @@ def wait_until(is_so: Callable[[], bool], what: str, run: Run, seconds: float = 
 
 
 def killed(run_dir: Path, plan: Kill, *overrides: str, env: Env = None) -> None:
-    """Start a run, kill it, and see what it started end by itself."""
+    """Start a run and kill it; all that it started ends, and nothing of it is left."""
     with started(run_dir, *overrides, env=env) as run:
         kill(run, plan)
         since = time.monotonic()
         if plan.victim == "driver":
             assert run.process.wait() == -signal.SIGKILL
         else:
-            output = run.output(timeout=LONGEST_S)
+            output = run.output(timeout=GONE_S)
             assert run.process.returncode == 1, output
             assert "its process died" in output
-            run.assert_nothing_left()
-        while left := [name for name in run.processes().values() if not name.startswith(AGENTS)]:
-            assert time.monotonic() < since + ORPHANS_S, left
+        while run.processes():
+            assert time.monotonic() < since + GONE_S, run.processes()
             time.sleep(LOOK_S)
+        run.assert_nothing_left()
 
 
 def finished(run_dir: Path, *overrides: str, env: Env = None) -> str:
@@ -200,7 +198,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
     assert_same_bits(read_whole(one.folder / STATE, ""), read_whole(other.folder / STATE, ""))
     assert untimed(one.manifest.metrics) == untimed(other.manifest.metrics)
     assert untimed_rows(run_dir) == untimed_rows(reference)
-    assert rollouts(run_dir) == rollouts(reference)
+    assert rollouts(run_dir).items() <= rollouts(reference).items()
     shown = untimed(scalars(run_dir))
     assert shown["reward/mean"] and shown == untimed(scalars(reference))
 

@@ -1,0 +1,53 @@
+"""Runs that SIGKILL ends anywhere between their checkpoints go on as if it had not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.kill_and_resume import (
+    EVERYTHING,
+    Timeline,
+    assert_same_end,
+    draw_kill,
+    finished,
+    killed,
+    undisturbed,
+)
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(30)
+OTHERWISE = {
+    "dynamic sampling, lora, sleep": [
+        "algorithm=dapo",
+        "+lora=default",
+        "rollout.sleep=all",
+        "trainer.critic_warmup_steps=0",
+    ],
+    "two workers": ["cluster.gpus_per_node=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> tuple[Path, Timeline]:
+    """The undisturbed run to which the others are compared."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    return run_dir, undisturbed(run_dir, *EVERYTHING)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_run_ends_like_the_undisturbed_one(reference, tmp_path, seed):
+    run_dir, timeline = reference
+    killed(tmp_path, draw_kill(timeline, seed), *EVERYTHING)
+    finished(tmp_path, *EVERYTHING)
+    assert_same_end(tmp_path, run_dir)
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_other_runs_end_like_undisturbed_ones(tmp_path, how):
+    overrides = [*EVERYTHING, *OTHERWISE[how]]
+    timeline = undisturbed(tmp_path / "reference", *overrides)
+    for seed in (1, 6):
+        killed(tmp_path / str(seed), draw_kill(timeline, seed), *overrides)
+        finished(tmp_path / str(seed), *overrides)
+        assert_same_end(tmp_path / str(seed), tmp_path / "reference")
