@@ -2,8 +2,9 @@
 
 import ipaddress
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import ray
@@ -12,6 +13,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from hybridrl.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 1.0
 
 
 class Slot(NamedTuple):
@@ -114,10 +117,18 @@ def visible_index(gpu: str, visible: str | None) -> int:
     return visible.split(",").index(gpu) if visible else int(gpu)
 
 
-def reserve(slots_on_nodes: Sequence[int], on_gpu: bool, timeout_s: float) -> PlacementGroup:
+def reserve(
+    slots_on_nodes: Sequence[int], on_gpu: bool, timeout_s: float, check: Callable[[], None]
+) -> PlacementGroup:
     """Reserve slots on as many different nodes as there are counts, all or nothing.
 
     One bundle per node, in the order given, holds all its slots.
+
+    Args:
+        slots_on_nodes: how many on each.
+        on_gpu: whether they are GPUs.
+        timeout_s: seconds to wait for them.
+        check: called every second of that; may raise.
 
     Raises:
         ConfigError: the cluster does not have them, or not within `timeout_s` seconds.
@@ -128,8 +139,11 @@ def reserve(slots_on_nodes: Sequence[int], on_gpu: bool, timeout_s: float) -> Pl
         for bundle, slots in zip(bundles, slots_on_nodes, strict=True):
             bundle["GPU"] = float(slots)
     group = placement_group(bundles, strategy="STRICT_SPREAD")
-    if group.wait(timeout_s):
-        return group
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if group.wait(min(timeout_s, CHECK_EVERY_S)):
+            return group
+        check()
     remove_placement_group(group)
     has = "; ".join(
         f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPUs, "

@@ -84,7 +84,9 @@ class Pool:
         with ExitStack() as undo:
             undo.callback(self.close)
             with self.start_times.part("processes"):
-                self._reservation = reserve_slots(config)
+                self._reservation = reserve_slots(
+                    config, partial(self._ray_watch.check, "start: slots")
+                )
                 self._identify(spawn(config, self._reservation))
             with self.start_times.part("imports"):
                 self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)

@@ -78,7 +78,7 @@ class Preemption:
     """While it is entered, SIGTERM asks for an end within a time instead of ending at once.
 
     When the time is over, or at the next SIGTERM, `Interrupted` is raised wherever the program is.
-    An error in that time may come of processes that got the signal, too: it leaves as `Interrupted`.
+    An error in that time may come of processes that got it, too, and leaves as `Interrupted`.
     To be entered in the main thread, inside a `SignalGuard`.
 
     Args:

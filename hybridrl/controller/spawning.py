@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,14 @@ class PoolConfig:
     log_folder: Path
 
 
-def reserve_slots(config: PoolConfig) -> PlacementGroup:
-    """Room for the pool's processes, on as many nodes as it wants.
+def reserve_slots(config: PoolConfig, check: Callable[[], None]) -> PlacementGroup:
+    """Room for the pool's processes, on as many nodes as it wants; `check` may end the wait.
 
     Raises:
         ConfigError: the cluster lacks the slots.
     """
     on_gpu = config.accelerator is Accelerator.gpu
-    return reserve(config.slots_on_nodes, on_gpu, config.cluster.start_timeout_s)
+    return reserve(config.slots_on_nodes, on_gpu, config.cluster.start_timeout_s, check)
 
 
 def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
