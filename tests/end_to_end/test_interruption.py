@@ -1,47 +1,121 @@
-"""Ctrl-C, SIGTERM, a killed worker: the run ends in time, keeps its metrics, leaves nothing."""
+"""Ctrl-C and SIGTERM: the run ends in time, keeps its metrics, leaves nothing."""
 
 import os
-import re
 import signal
 import time
 
 import pytest
 
+from tests.end_to_end.faults import Fault, Phase, Victim, faulty
+from tests.end_to_end.kill_and_resume import assert_same_end
 from tests.end_to_end.runs import SMALL, started
 
 LONG = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
+STOP = signal.SIGSTOP
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, 143, id="sigterm", marks=pytest.mark.slow),
-    ],
-)
-def test_interrupted_run_ends_within_15_seconds(tmp_path, number, code):
+def test_ctrl_c_ends_the_run_within_15_seconds(tmp_path):
+    """A terminal sends it to the whole group; Ray's processes stay until the run ends them."""
     with started(tmp_path / "run", *LONG) as run:
         run.wait_for('"step": 2')
-        os.kill(run.process.pid, number)
+        os.killpg(run.process.pid, signal.SIGINT)
         start = time.monotonic()
         output = run.output(timeout=30)
         assert time.monotonic() - start < 15
-        assert run.process.returncode == code, output
+        assert run.process.returncode == 130, output
         assert "Traceback" not in output
         assert len(run.metrics()) >= 3
         assert (tmp_path / "run" / "metrics.png").is_file()
         run.assert_nothing_left()
 
 
-def test_killed_worker_is_named_within_a_minute(tmp_path):
-    with started(tmp_path / "run", *LONG, "cluster.gpus_per_node=2") as run:
-        run.wait_for('"step": 1')
-        workers = [pid for pid, title in run.processes().items() if "WorkerHost" in title]
-        assert len(workers) == 2, run.processes()
-        os.kill(workers[0], signal.SIGKILL)
-        output = run.output(timeout=60)
-        assert run.process.returncode == 1, output
-        told = rf"rank \d on .* pid {workers[0]} failed in .*: its process died "
-        assert len(re.findall(told, output)) == 1, output
-        assert "(raylet)" not in output
-        run.assert_nothing_left()
+@pytest.mark.slow
+def test_sigterm_in_the_setup_ends_the_run_at_once(tmp_path):
+    with faulty(tmp_path / "run") as run:
+        run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.start), set())
+        run.reader.join(15.0)
+        assert run.run.process.wait() == 143, run.text
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_time_too_short_for_a_checkpoint_ends_the_run_without_one(tmp_path):
+    overrides = ["trainer.total_steps=500", "checkpoint.on_sigterm=0.05"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.rollout), set())
+        run.reader.join(15.0)
+        assert run.run.process.wait() == 143, run.text
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_second_sigterm_does_not_wait(tmp_path):
+    """A stopped worker keeps the checkpoint from being written."""
+    with faulty(tmp_path / "run", "trainer.total_steps=500", "cluster.stall_timeout_s=60") as run:
+        run.hit(Fault(Victim.rank1, STOP, Phase.update), set())
+        os.kill(run.run.process.pid, signal.SIGTERM)
+        time.sleep(2.0)
+        assert run.run.process.poll() is None, run.text
+        os.kill(run.run.process.pid, signal.SIGTERM)
+        run.reader.join(15.0)
+        assert run.run.process.wait() == 143, run.text
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_an_error_after_sigterm_is_no_reason_to_start_anew(tmp_path):
+    """Whoever preempts a job may send the signal to all of its processes."""
+    overrides = ["trainer.total_steps=500", "trainer.max_restarts=3", "cluster.stall_timeout_s=60"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        worker = run.hit(Fault(Victim.rank1, STOP, Phase.update), set())
+        os.kill(run.run.process.pid, signal.SIGTERM)
+        time.sleep(1.0)
+        os.kill(worker, signal.SIGKILL)
+        run.reader.join(30.0)
+        assert run.run.process.wait() == 143, run.text
+        assert f"pid {worker} failed in" in run.text
+        assert "starts anew" not in run.text
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_each_time_uses_up_the_restarts(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "failing.py").write_text(FAILING)
+    overrides = ["actor.worker=failing.Failing", "trainer.max_restarts=2"]
+    with started(tmp_path / "run", *LONG, *overrides) as run:
+        output = run.output()
+    assert run.process.returncode == 1, output
+    assert output.count("starts anew from its beginning: restart ") == 2, output
+    assert output.count("ValueError: each time") >= 3, output
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
+    """Exit code 75 means that; the metrics are then those of a run of one piece."""
+    command = ["trainer.total_steps=6", "resume=auto"]
+    with faulty(tmp_path / "run", *command) as run:
+        run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.score), set())
+        run.reader.join(60.0)
+        assert run.run.process.wait() == 75, run.text
+        assert run.steps()[-1] < 6
+    with faulty(tmp_path / "run", *command) as run:
+        run.reader.join(120.0)
+        assert run.run.process.wait() == 0, run.text
+        assert run.steps() == list(range(7))
+    with faulty(tmp_path / "whole", *command) as run:
+        run.reader.join(120.0)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+FAILING = """
+from hybridrl.workers.actor import ActorWorker
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+
+
+class Failing(ActorWorker):
+    @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
+    def update(self, batch, step, kl_coef):
+        raise ValueError("each time")
+"""

@@ -1,0 +1,188 @@
+"""Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
+
+Forty faults. A run that restarts meets several, one after the other; ten of them in `make test`.
+"""
+
+import os
+import signal
+import time
+from signal import SIGKILL, SIGSTOP
+
+import pytest
+
+from tests.end_to_end.faults import STALL_S, TOLD_S, Fault, Faulty, Phase, Victim, faulty, told
+
+rank0, rank1, reward = Victim.rank0, Victim.rank1, Victim.reward
+driver, raylet, gcs = Victim.driver, Victim.raylet, Victim.gcs
+start, evaluate, reshard, rollout = Phase.start, Phase.evaluate, Phase.reshard, Phase.rollout
+score, update, save = Phase.score, Phase.update, Phase.save
+
+IN_SHORT = [
+    Fault(rank1, SIGKILL, start),
+    Fault(rank0, SIGKILL, save),
+    Fault(rank1, SIGSTOP, update),
+    Fault(gcs, SIGKILL, rollout),
+]
+RANK_0_KILLED = [
+    Fault(rank0, SIGKILL, phase) for phase in (evaluate, reshard, rollout, score, update)
+]
+RANK_1_KILLED = [
+    Fault(rank1, SIGKILL, phase) for phase in (evaluate, reshard, rollout, score, update, save)
+]
+RANK_0_STOPPED = [
+    Fault(rank0, SIGSTOP, phase) for phase in (evaluate, reshard, rollout, score, update, save)
+]
+RANK_1_STOPPED = [Fault(rank1, SIGSTOP, phase) for phase in (reshard, rollout, score, save)]
+RAY = [
+    Fault(raylet, SIGKILL, start),
+    Fault(gcs, SIGSTOP, rollout),
+    Fault(raylet, SIGSTOP, score),
+    Fault(gcs, SIGKILL, update),
+    Fault(raylet, SIGKILL, save),
+    Fault(raylet, SIGKILL, score),
+]
+# The run goes on without a restart.
+HARMLESS = [
+    Fault(reward, SIGKILL, score),
+    Fault(reward, SIGSTOP, score),
+    Fault(reward, SIGKILL, update),
+    Fault(driver, SIGSTOP, rollout),
+    Fault(driver, SIGSTOP, update),
+]
+DRIVER_KILLED = [Fault(driver, SIGKILL, phase) for phase in (start, rollout, update, save)]
+# A run needs Ray's GCS for nothing but its start and end: steps until it is missed, at most.
+STEPS_WITHOUT_GCS = 4 * STALL_S
+# From which fault of a run on there is a checkpoint to go on from.
+SAVED_BEFORE = 3
+# Seconds for which the driver is stopped, and those that what it leaves behind may live.
+STOPPED_S, ORPHANS_S = 2.0, 15.0
+
+
+def test_there_are_forty_different_faults():
+    chains = (RANK_0_KILLED, RANK_1_KILLED, RANK_0_STOPPED, RANK_1_STOPPED, RAY)
+    everything = {*IN_SHORT, *HARMLESS, *DRIVER_KILLED}.union(*chains)
+    assert len(everything) == 40
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(IN_SHORT, id="in short"),
+        pytest.param(RANK_1_KILLED, id="rank 1 killed", marks=pytest.mark.slow),
+        pytest.param(RANK_1_STOPPED, id="rank 1 stopped", marks=pytest.mark.slow),
+        pytest.param(RAY, id="Ray", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, faults):
+    stopped = [fault for fault in faults if fault.victim is gcs and fault.signum == SIGSTOP]
+    last = len(faults) + 4 + STEPS_WITHOUT_GCS * len(stopped)
+    overrides = [f"trainer.total_steps={last}", f"trainer.max_restarts={len(faults)}"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        earlier = set()
+        for number, fault in enumerate(faults, 1):
+            if number == SAVED_BEFORE:
+                await_checkpoint(run)
+            since = hit_and_hear(run, fault, earlier)
+            earlier |= run.present
+            where = "step [0-9]+" if number >= SAVED_BEFORE else ".*"
+            anew = f"starts anew from {where}: restart {number} of {len(faults)}"
+            run.await_line(anew, since, 90.0)
+        run.reader.join(120.0)
+        assert run.run.process.wait() == 0, run.text
+        assert run.steps() == list(range(last + 1))
+        kept = [path.name for path in (tmp_path / "run" / "logs").glob("*_rank0.*log")]
+        after_start = [fault for fault in faults if fault.phase is not start]
+        assert len(kept) == len(after_start) + 1, kept
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(RANK_0_KILLED, id="rank 0 killed"),
+        pytest.param(RANK_0_STOPPED, id="rank 0 stopped"),
+    ],
+)
+def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, faults):
+    limit = f"trainer.max_restarts={len(faults) - 1}"
+    with faulty(tmp_path / "run", "trainer.total_steps=500", limit) as run:
+        earlier = set()
+        for fault in faults:
+            since = hit_and_hear(run, fault, earlier)
+            earlier |= run.present
+        run.reader.join(60.0)
+        assert run.run.process.wait() == 1, run.text
+        assert time.monotonic() - since < TOLD_S + STALL_S
+        run.run.assert_nothing_left()
+
+
+def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path):
+    """Reward processes are replaced, a stopped driver goes on; then the run is preempted."""
+    with faulty(tmp_path / "run", "trainer.total_steps=500") as run:
+        for fault in HARMLESS:
+            pid = run.hit(fault, set())
+            if fault.victim is driver:
+                time.sleep(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+            await_steps(run, 1)
+            if fault.victim is reward:
+                assert pid not in run.pids(reward)
+        failed = [row["reward/failed"] for row in run.run.metrics()[1:]]
+        assert 1 <= sum(failed) <= len(failed), failed
+        os.killpg(run.run.process.pid, signal.SIGTERM)
+        run.reader.join(40.0)
+        assert run.run.process.wait() == 75, run.text
+        assert "the run goes on from" in run.text
+        kept = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+        assert kept == f"step_{run.steps()[-1]:08d}"
+        run.run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault, id=fault.phase.name, marks=[] if fault.phase is update else pytest.mark.slow
+        )
+        for fault in DRIVER_KILLED
+    ],
+)
+def test_a_killed_driver_leaves_nothing(tmp_path, fault):
+    """One engine on both ranks, which has files in shared memory."""
+    overrides = ["trainer.total_steps=500", "rollout.tensor_parallel_size=2"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        pid = run.hit(fault, set())
+        since = time.monotonic()
+        assert run.run.process.wait() == -SIGKILL
+        while run.run.processes() and time.monotonic() < since + ORPHANS_S:
+            time.sleep(0.1)
+        run.run.assert_nothing_left()
+        assert f"The run's process (pid {pid}) was killed" in run.text
+
+
+def hit_and_hear(run: Faulty, fault: Fault, earlier: set[int]) -> float:
+    """Hit a process and wait until the run has named it; the instant of the signal."""
+    pid = run.hit(fault, earlier)
+    since = time.monotonic()
+    for pattern in told(fault, pid):
+        run.await_line(pattern, since, TOLD_S + STALL_S * (fault.signum == SIGSTOP))
+    return since
+
+
+def await_checkpoint(run: Faulty) -> None:
+    """Wait until a checkpoint is there."""
+    latest = run.run.run_dir / "checkpoints" / "latest"
+    deadline = time.monotonic() + TOLD_S
+    while not latest.exists():
+        assert time.monotonic() < deadline and run.reader.is_alive(), run.text
+        time.sleep(0.1)
+
+
+def await_steps(run: Faulty, number: int) -> None:
+    """Wait until so many more steps are done."""
+    wanted = run.steps()[-1] + number
+    deadline = time.monotonic() + TOLD_S
+    while run.steps()[-1] < wanted:
+        assert time.monotonic() < deadline and run.reader.is_alive(), run.text
+        time.sleep(0.1)
