@@ -102,13 +102,37 @@ def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> list[psutil
     return psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]
 
 
+def of_ray(variable: str, folder: Path) -> list[psutil.Process]:
+    """Processes of the Ray whose files are in a folder.
+
+    They are known by the environment variable that has the folder's name as its value. Ray's agents
+    write a title over their environment; they have files open in the folder.
+    """
+    marked = with_environment(variable, str(folder))
+    known = {process.pid for process in marked}
+    titled = [
+        p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::")
+    ]
+    return marked + [p for p in titled if p.pid not in known and _has_open(p.pid, folder)]
+
+
 def with_environment(name: str, value: str) -> list[psutil.Process]:
     """Processes of this user that were started with an environment variable of this value."""
+    wanted = f"{name}={value}".encode()
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(name) == value:
+            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 found.append(process)
-        except (psutil.Error, OSError):
+        except OSError:
             continue  # gone meanwhile, or another user's
     return found
+
+
+def _has_open(pid: int, folder: Path) -> bool:
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(link).startswith(f"{folder}/"):
+                    return True
+    return False

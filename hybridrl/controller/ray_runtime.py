@@ -234,7 +234,7 @@ def _stop(folder: Path) -> None:
     """Shut Ray down, wait until every process it started is gone, and delete its folder."""
     with shielded():
         start = time.perf_counter()
-        started = processes.with_environment(MARK, str(folder))
+        started = processes.of_ray(MARK, folder)
         if not out_of_order():
             ray.shutdown()
         else:  # it would wait for what is dead or stopped
@@ -243,7 +243,7 @@ def _stop(folder: Path) -> None:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
         left = processes.wait_or_kill(started, STOP_GRACE_S)
         # Those that were born while the others were asked to end.
-        left += processes.wait_or_kill(processes.with_environment(MARK, str(folder)), 0.0)
+        left += processes.wait_or_kill(processes.of_ray(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
         if left:
             logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
