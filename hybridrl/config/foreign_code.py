@@ -1,5 +1,6 @@
-"""Code that a config of unknown origin names: imported and run by whoever uses the config."""
+"""What a config of unknown origin would run or send, at the cost of whoever uses the config."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from hybridrl.config.keys import leaves
 NAMES_CODE = ("function", "worker")
 ESTIMATOR = "algorithm.advantage"
 OURS = "hybridrl."
+# Sections whose `args` go to a process that sees the environment variables named there.
+JUDGES = ("reward", "environment", "eval")
+# How keys end that name an environment variable.
+OF_VARIABLE = "_env"
 
 
 def foreign_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -20,8 +25,22 @@ def foreign_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
+def outward(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments of rewards and environments that are a URL or name an environment variable."""
+    for key, value in _texts(config):
+        section, *parts = key.split(".")
+        is_argument = section in JUDGES and "args" in parts
+        names_variable = value in os.environ or key.endswith(OF_VARIABLE)
+        if is_argument and ("://" in value or names_variable):
+            yield key, value
+
+
 def refuse_foreign_code(
-    config: Mapping[str, Any], origin: str, overrides: Sequence[str] = ()
+    config: Mapping[str, Any],
+    origin: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs_judges: bool = False,
 ) -> None:
     """Let only code of hybridrl be run, and what the command line itself names.
 
@@ -29,19 +48,53 @@ def refuse_foreign_code(
         config: plain or resolved, as far as it is used.
         origin: where it comes from, for the text.
         overrides: of the command line.
+        runs_judges: whether its rewards and environments are run; then they may neither call a
+            URL nor see a secret, either, unless the command line gives these very arguments.
 
     Raises:
-        ConfigError: the config names other code.
+        ConfigError: the config names other code, or arguments of that kind.
     """
-    given = [override.split("=")[0].lstrip("+~") for override in overrides]
-    found = [
-        f"{key} = {path}"
-        for key, path in foreign_code(config)
-        if not any(key == name or key.startswith(f"{name}.") for name in given)
-    ]
-    if found:
-        raise ConfigError(
-            f"{origin} names code that is not hybridrl's: {', '.join(found)}.\n"
+    problems = []
+    if code := _not_given(foreign_code(config), overrides):
+        problems.append(
+            f"{origin} names code that is not hybridrl's: {', '.join(code)}.\n"
             f"It would be imported and run, with your rights.\n"
             f"If you trust whoever made it, add --run-code."
         )
+    if runs_judges and (sent := _not_given(outward(config), overrides)):
+        problems.append(
+            f"{origin} names URLs or environment variables: {', '.join(sent)}.\n"
+            f"Responses, and what the variables hold, could be sent to whoever made it.\n"
+            f"Give these keys yourself, each as key=value; or, if you trust them, add --run-code."
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _not_given(found: Iterator[tuple[str, str]], overrides: Sequence[str]) -> list[str]:
+    """Those of the keys that no override sets or removes, with what they hold."""
+    return [
+        f"{key} = {value}"
+        for key, value in found
+        if not any(_takes_the_place(override, key) for override in overrides)
+    ]
+
+
+def _takes_the_place(override: str, key: str) -> bool:
+    """Whether nothing of `key` is left; a mapping as a value leaves what it does not name."""
+    name, _, value = override.partition("=")
+    name = name.lstrip("+")
+    if name.startswith("~"):
+        return key == name[1:] or key.startswith(f"{name[1:]}.")
+    is_group = "." not in name and not value.lstrip().startswith("{")
+    return key == name or (is_group and key.startswith(f"{name}."))
+
+
+def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested mappings and lists by its dotted key."""
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for name, item in items:
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, str):
+        yield key, tree

@@ -4,12 +4,14 @@ What is measured comes from the run (data, reward, limits, seed); where it is me
 nodes, sharding) from the machine at hand; overrides come on top of both.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hybridrl.checkpoint.find import Found
 from hybridrl.config.choices import Init
 from hybridrl.config.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.errors import ConfigError
@@ -67,7 +69,8 @@ def evaluation_config(
         line: the overrides.
         subject: what is evaluated.
         machine: what there is to do it on.
-        runs_code: whether code may be run that the subject's config names, and is not hybridrl's.
+        runs_code: whether the subject's config is trusted: code that it names and that is not
+            hybridrl's may be run, and its rewards may call URLs and see environment variables.
 
     Raises:
         ConfigError: every problem, in one report.
@@ -77,13 +80,14 @@ def evaluation_config(
         raise ConfigError(*problems)
     if not names_hardware(line.overrides):
         line.overrides.extend(hardware_overrides(machine))
+    if subject.checkpoint is not None:
+        _refuse_unresolved(subject.checkpoint)
     found = precompose(line, conf_dir(), partial(underlay, subject))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     if subject.checkpoint is not None and not runs_code:
-        run = subject.checkpoint.manifest.config
-        own = {name: run[name] for name in OF_RUN}
-        refuse_foreign_code(own, str(subject.checkpoint.folder), line.overrides)
+        origin = str(subject.checkpoint.folder)
+        refuse_foreign_code(_own(subject.checkpoint), origin, line.overrides, runs_judges=True)
     result = examine(
         found.cfg,
         machine=machine,
@@ -96,6 +100,25 @@ def evaluation_config(
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     return result
+
+
+def _own(checkpoint: Found) -> dict[str, Any]:
+    """What an evaluation takes of the run's config."""
+    run = checkpoint.manifest.config
+    return {"run": {"name": run["run"]["name"]}} | {name: run[name] for name in OF_RUN}
+
+
+def _refuse_unresolved(checkpoint: Found) -> None:
+    """Let a checkpoint's config have no ${...}: some read environment variables.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if "${" in json.dumps(_own(checkpoint)):
+        raise ConfigError(
+            f"{checkpoint.folder}: its config has a value with ${{...}}, which a run resolves "
+            f"before it writes checkpoints.\nEvaluate a checkpoint that hybridrl has written."
+        )
 
 
 def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:

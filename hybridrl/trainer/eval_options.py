@@ -45,7 +45,8 @@ class EvalOptions:
         output: the folder to write; None: evals/<name>/<time>.
         split: which problems.
         correct_at: the score from which a sample is correct.
-        runs_code: whether code may be run that a checkpoint's config names, and is not hybridrl's.
+        runs_code: whether a checkpoint's config may name code of others, URLs and environment
+            variables.
     """
 
     subject: str
@@ -105,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
     add("--correct-at", type=float, default=1.0, metavar="SCORE", help="correct from here on (1)")
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
-    add("--run-code", action="store_true", help="of others that the checkpoint's config names")
+    trust = "trust the checkpoint's config: code of others, URLs, environment variables"
+    add("--run-code", action="store_true", help=trust)
     add("--config-dir", metavar="DIR", help="a folder with config groups of your own")
     return parser
 

@@ -1,5 +1,6 @@
 """What is evaluated: a checkpoint of a run, or a model in Hugging Face's format."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.trainer.commands import UsageError, checkpoint_at
 
 _MODEL = "config.json"
+# Of a name; file systems take 255 bytes.
+_NAME_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Subject:
     """What is evaluated.
 
     Attributes:
-        name: for people and folders.
+        name: for people and folders; one component of a path.
         model: its path as in model.path; None of a checkpoint, whose run names its model.
         checkpoint: None of a model.
     """
@@ -47,10 +50,10 @@ def find_subject(path: str) -> Subject:
     """
     folder = Path(path).expanduser()
     if not folder.exists():
-        return Subject(name=Path(path).name, model=path)
+        return Subject(name=safe_name(Path(path).name), model=path)
     name = folder.resolve().name
     if (folder / _MODEL).is_file():
-        return Subject(name=name, model=str(folder))
+        return Subject(name=safe_name(name), model=str(folder))
     is_of_run = name == CHECKPOINTS or (folder / CHECKPOINTS).is_dir() or step_of(name) is not None
     if not (is_of_run or (folder / MANIFEST).is_file() or folder.is_file()):
         raise UsageError(
@@ -58,5 +61,10 @@ def find_subject(path: str) -> Subject:
             f"model's folder with {_MODEL}.\nName one of these, or a model on the hub."
         )
     found = checkpoint_at(folder)
-    run = found.manifest.config["run"]["name"]
+    run = safe_name(str(found.manifest.config["run"]["name"]))
     return Subject(name=f"{run}_step_{found.manifest.step}", checkpoint=found)
+
+
+def safe_name(text: str) -> str:
+    """A text as one component of a path, which leads nowhere else."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:_NAME_CHARS].lstrip(".") or "model"

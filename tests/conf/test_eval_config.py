@@ -150,3 +150,24 @@ def test_code_that_a_checkpoint_names_is_run_only_when_asked_to(tmp_path, monkey
     assert config_of(subject, runs_code=True).reward.function == "my_reward.score"
     assert config_of(subject, "reward.function=my_reward.score").reward.function
     assert config_of(subject, "reward=gsm8k").reward.function == "hybridrl.rewards.gsm8k.score"
+
+
+def test_a_checkpoints_reward_over_http_gets_no_secret_unless_asked_to(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret-of-mine")
+    url, token = "reward.args.url=http://127.0.0.1:1/x", "reward.args.token_env=MY_TOKEN"
+    subject = checkpoint_of("reward=http", url, token)
+    (problem,) = problems_of(subject)
+    assert "reward.args.url = http" in problem and "reward.args.token_env = MY_TOKEN" in problem
+    (problem,) = problems_of(subject, url)
+    assert "reward.args.url" not in problem and "reward.args.token_env = MY_TOKEN" in problem
+    assert config_of(subject, runs_code=True).reward.args["token_env"] == "MY_TOKEN"
+    assert config_of(subject, url, token).reward.args["token_env"] == "MY_TOKEN"
+    assert config_of(subject, "reward=gsm8k").reward.args == {"mode": "strict"}
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_checkpoints_config_cannot_look_up_environment_variables(trusted):
+    subject = checkpoint_of("reward=http")
+    subject.checkpoint.manifest.config["reward"]["args"]["url"] = "http:${oc.env:HF_TOKEN}"
+    (problem,) = problems_of(subject, runs_code=trusted)
+    assert "a value with ${...}" in problem and "HF_TOKEN" not in problem

@@ -1,9 +1,13 @@
 """What the path of hybridrl eval means."""
 
+from pathlib import Path
+
 import pytest
 
+from hybridrl.checkpoint.commit import begin, commit
+from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.config.errors import ConfigError
-from hybridrl.trainer.eval_subject import find_subject
+from hybridrl.trainer.eval_subject import find_subject, safe_name
 
 
 @pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-0.5B-Instruct"])
@@ -37,3 +41,29 @@ def test_damaged_checkpoint_is_told_with_the_file(tmp_path):
         find_subject(str(folder))
     with pytest.raises(ConfigError, match=r"manifest\.json is missing"):
         find_subject(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gsm8k_ppo-2.b", "gsm8k_ppo-2.b"),
+        ("../../x", "_.._x"),
+        ("/abs/x", "_abs_x"),
+        ("..", "model"),
+        ("", "model"),
+        ("a\n\0b", "a_b"),
+        ("x" * 300, "x" * 100),
+    ],
+)
+def test_a_name_of_others_is_one_component_of_a_path(name, expected):
+    assert safe_name(name) == expected
+
+
+@pytest.mark.parametrize("name", ["../../x", "/abs/x"])
+def test_a_runs_name_leads_to_no_other_folder(tmp_path, name):
+    folder = begin(tmp_path, 20)
+    created = "2026-01-01T00:00:00+00:00"
+    commit(folder, Manifest(20, created, {"run": {"name": name}}, {}, 1, {}, {}))
+    subject = find_subject(str(tmp_path))
+    assert Path("evals", subject.name).resolve().parent == Path("evals").resolve()
+    assert subject.name.endswith("x_step_20")

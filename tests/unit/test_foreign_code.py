@@ -37,3 +37,56 @@ def test_a_run_of_ours_names_no_code_of_others(override):
 @pytest.mark.parametrize("override", ["reward.function=mine.score", "reward=gsm8k"])
 def test_what_the_command_line_names_is_trusted(override):
     refuse_foreign_code({"reward": {"function": "mine.score"}}, "somewhere", [override])
+
+
+def test_a_mapping_on_the_command_line_hides_no_code_that_it_leaves():
+    with pytest.raises(ConfigError, match=r"reward\.function = mine\.score"):
+        refuse_foreign_code({"reward": {"function": "mine.score"}}, "x", ["reward={timeout_s: 1}"])
+
+
+URL = {"url": "http://evil/x"}
+OUTWARD = [
+    ({"reward": {"args": URL}}, "reward.args.url = http://evil/x"),
+    ({"reward": {"args": {"token_env": "NOT_SET"}}}, "reward.args.token_env = NOT_SET"),
+    ({"reward": {"args": {"mode": "A_TOKEN"}}}, "reward.args.mode = A_TOKEN"),
+    ({"reward": {"args": {"parts": {"a": {"args": URL}}}}}, "reward.args.parts.a.args.url ="),
+    ({"reward": {"args": {"names": ["x", "A_TOKEN"]}}}, "reward.args.names.1 = A_TOKEN"),
+    ({"eval": {"rules": {"a": {"args": URL}}}}, "eval.rules.a.args.url = http://evil/x"),
+    ({"environment": {"args": {"key": "A_TOKEN"}}}, "environment.args.key = A_TOKEN"),
+]
+
+
+@pytest.mark.parametrize(("config", "named"), OUTWARD)
+def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
+    config, named, monkeypatch
+):
+    monkeypatch.setenv("A_TOKEN", "secret-of-mine")
+    with pytest.raises(ConfigError, match="--run-code") as caught:
+        refuse_foreign_code(config, "somewhere", runs_judges=True)
+    assert named in str(caught.value) and "secret-of-mine" not in str(caught.value)
+    refuse_foreign_code(config, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("override", "is_enough"),
+    [
+        ("reward.args.url=http://mine", True),
+        ("reward=http", True),
+        ("~reward.args", True),
+        ("reward.args.retries=1", False),
+        ("reward.args={retries: 1}", False),
+        ("reward={args: {retries: 1}}", False),
+    ],
+)
+def test_only_an_override_of_the_very_argument_takes_its_place(override, is_enough):
+    config = {"reward": {"args": URL}}
+    if is_enough:
+        refuse_foreign_code(config, "somewhere", [override], runs_judges=True)
+    else:
+        with pytest.raises(ConfigError, match=r"reward\.args\.url"):
+            refuse_foreign_code(config, "somewhere", [override], runs_judges=True)
+
+
+@pytest.mark.parametrize("override", ["reward=weighted", "reward=code", "environment=calculator"])
+def test_a_run_that_calls_nobody_is_let_through(override):
+    refuse_foreign_code(plain(run_config(override)), "somewhere", runs_judges=True)
