@@ -3,6 +3,7 @@
 weights: names and shapes -> shards of 5 GB -> each is read, cast and written, then forgotten
 """
 
+import errno
 import json
 import os
 import shutil
@@ -18,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrl.checkpoint.durable import remove, sync_file, sync_folder
+from hybridrl.checkpoint.durable import exists, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.models.exported import RECORD
+from hybridrl.models.exported import RECORD, files_in, in_between
 
 # Where adapters lie in the folder of the model that they were merged into.
 ADAPTER_FOLDER = "adapter"
@@ -124,13 +125,15 @@ def write_model(
         target: the folder to write.
         adapter: adapters that are merged into `weights`; they are written to target/adapter.
         dtype: of the weights in the folder.
-        record: written to hybridrl_export.json: what the folder is an export of.
+        record: written to hybridrl_export.json, with a list of the files: what the folder is an
+            export of.
         shard_bytes: of the float32 weights of one file, unless a single tensor is larger.
 
     Raises:
-        OSError: the disk does not take it; what was at `target` is as it was.
+        OSError: the disk does not take it, or does not give a file of `source`, which is named;
+            what was at `target` is as it was.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial, _ = in_between(target)
     with ExitStack() as stack:
         remove(partial)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -140,7 +143,8 @@ def write_model(
         if adapter is not None:
             adapter.write(partial / ADAPTER_FOLDER)
         if record is not None:
-            (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps({**record, "files": files_in(partial)}, indent=2) + "\n"
+            (partial / RECORD).write_text(text, encoding="utf-8")
         _sync(partial)
         _put_in_place(partial, target)
 
@@ -150,12 +154,20 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     for path in sorted(source.iterdir()):
         is_ours = path.name == RECORD or path.name.endswith(".index.json")
         if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            (folder / path.name).write_bytes(_content(path))
+    config = json.loads(_content(source / "config.json"))
     config.pop("torch_dtype", None)
     config["dtype"] = dtype.value
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds; an error names it, which Python does for failures to open it alone."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
@@ -175,7 +187,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         save_file(tensors, file, metadata=METADATA)
     except SafetensorError as error:  # says "I/O error" of what is an OSError elsewhere
-        raise OSError(f"{file.name}: {error}") from error
+        raise OSError(errno.EIO, str(error), str(file)) from error
 
 
 def _sync(folder: Path) -> None:
@@ -187,10 +199,17 @@ def _sync(folder: Path) -> None:
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
-    aside = target.with_name(f".{target.name}.replaced")
-    remove(aside)
-    if target.exists():
+    """Rename the new folder to its final name, after the one that has it."""
+    _, aside = in_between(target)
+    replaces = exists(target)
+    if replaces:
+        remove(aside)
         os.rename(target, aside)
-    os.rename(partial, target)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if replaces:
+            os.rename(aside, target)
+        raise
     sync_folder(target.parent)
     remove(aside)

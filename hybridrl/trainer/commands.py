@@ -3,12 +3,14 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hybridrl.checkpoint.find import Found, named
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, named
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
@@ -38,6 +40,10 @@ def run_command(command: Callable[[], None]) -> None:
     except ConfigError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(EXIT_CONFIG)
+    except DamagedCheckpoint as error:  # in a way that shows only when its content is used
+        problem = f"{error}.\nName another checkpoint."
+        sys.stderr.write(f"{ConfigError.__name__}: {UsageError(problem)}\n")
+        sys.exit(EXIT_CONFIG)
     except WorkerError as error:  # tells the whole story itself
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_FAILED)
@@ -54,17 +60,46 @@ def checkpoint_at(path: Path) -> Found:
         path: a checkpoint's folder, or a run's directory for its newest one that is whole.
 
     Raises:
-        ConfigError: there is none, or the one that was named is damaged.
+        ConfigError: there is none, or the one that was named is damaged or goes meanwhile.
     """
     try:
-        found = named(path, key="PATH")
+        found = _look(path)
     except ConfigError as error:
         if type(error) is not ConfigError:  # says what it is about
             raise
         raise UsageError(*error.problems) from error
     for damaged in found.damaged:
-        sys.stderr.write(f"passed over, damaged: {damaged}\n")
+        if damaged.folder.exists():  # else a run that trains has removed it
+            sys.stderr.write(f"passed over, damaged: {damaged}\n")
     return found
+
+
+@contextmanager
+def while_it_stays(folder: Path) -> Iterator[None]:
+    """Say so if a folder goes while it is read: a run that trains removes old checkpoints.
+
+    Raises:
+        UsageError: something failed, and the folder is gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if folder.exists():
+            raise
+        raise UsageError(
+            f"{folder} was removed meanwhile (checkpoint.keep_last).\n"
+            f"Name the run's directory again for its newest checkpoint, or copy the folder first."
+        ) from error
+
+
+def _look(path: Path) -> Found:
+    if not path.expanduser().exists():
+        return named(path, key="PATH")  # raises, and says what was expected
+    with while_it_stays(path.expanduser()):
+        try:
+            return named(path, key="PATH")
+        except NoWholeCheckpoint:  # perhaps all that were there have been replaced meanwhile
+            return named(path, key="PATH")
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:

@@ -7,7 +7,7 @@ a pass                  some samples of every problem -> completions.jsonl
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompt_sets import PromptSets
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.trainer.commands import while_it_stays
 from hybridrl.trainer.eval_completions import Completion, CompletionLog
 from hybridrl.trainer.eval_options import EvalOptions
 from hybridrl.trainer.eval_subject import Subject
@@ -154,7 +155,9 @@ def _engines(case: Case, stack: ExitStack) -> Generate:
         lora=config.lora,
         checkpoint=None if folder is None else str(folder.resolve()),
     )
-    pool, groups = start_roles(config, {"rollout": config.rollout, "actor": policy}, case.output)
+    roles = {"rollout": config.rollout, "actor": policy}
+    with nullcontext() if folder is None else while_it_stays(folder):
+        pool, groups = start_roles(config, roles, case.output)
     stack.enter_context(pool)
     rollout: WorkerGroup = groups["rollout"]
     rollout.call("reshard", case.subject.step)

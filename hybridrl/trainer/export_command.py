@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.names import STATE
+from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.config.choices import Accelerator, DType, Init
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.models.exported import is_export
+from hybridrl.models.exported import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
-from hybridrl.trainer.commands import EXIT_FAILED, UsageError, checkpoint_at, run_command
+from hybridrl.trainer.commands import (
+    EXIT_FAILED,
+    UsageError,
+    checkpoint_at,
+    run_command,
+    while_it_stays,
+)
+
+# Files that a message lists.
+MAX_NAMED = 5
 
 DESCRIPTION = """\
 Write a checkpoint as an ordinary Hugging Face folder: weights as safetensors, config, tokenizer,
@@ -61,16 +71,21 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
 
     Raises:
         ConfigError: a path means nothing, the checkpoint is damaged, or the folder is in use.
-        SystemExit: the disk did not take it.
+        SystemExit: the disk did not take it, or did not give it.
     """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
     check_target(folder)
     found = checkpoint_at(checkpoint)
+    check_origin(folder, found, base)
     try:
-        tensors = write_checkpoint(found, folder, dtype, base)
+        with while_it_stays(found.folder):
+            tensors = write_checkpoint(found, folder, dtype, base)
     except OSError as error:
-        sys.stderr.write(f"{folder} could not be written, nothing is left of it: {error}\n")
+        said = f"{folder} could not be written, nothing is left of it"
+        if not _is_of_writing(error, folder):
+            said = f"{folder} was not written, what it is made of could not be read"
+        sys.stderr.write(f"{said}: {error}\n")
         sys.exit(EXIT_FAILED)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     sys.stdout.write(
@@ -93,7 +108,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
 
     Raises:
         ConfigError: there is no such model, or the checkpoint is of another one.
-        OSError: the disk does not take it.
+        OSError: the disk does not take it, or does not give it.
     """
     # What is wrong with the paths is said before these imports of seconds.
     from hybridrl.distributed.export import AdapterFiles, write_model
@@ -103,7 +118,10 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     config = found.manifest.config
     model, lora = _model(config, base), _lora(config)
     drawn_on = Accelerator(config["hardware"]["accelerator"])
-    policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
+    try:
+        policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
+    except OSError as error:  # transformers' name no path
+        raise ConfigError(f"model.path = {model.path} could not be read: {error}") from error
     files = None
     if lora is not None:
         files = AdapterFiles(policy.adapters(), lora, name_or_folder(model))
@@ -126,16 +144,56 @@ def check_target(folder: Path) -> None:
         UsageError: it is a file, or a folder with other things than an earlier export.
     """
     if folder.is_dir() and not folder.is_symlink():
-        if is_export(folder) or not any(folder.iterdir()):
+        added = added_to(folder) if is_export(folder) else []
+        if not added and (is_export(folder) or not any(folder.iterdir())):
             return
         found = "is not empty, and no earlier export"
+        if added:
+            rest = f" and {len(added) - MAX_NAMED} more" if len(added) > MAX_NAMED else ""
+            found = f"has more than an earlier export: {', '.join(added[:MAX_NAMED])}{rest}"
     elif folder.exists() or folder.is_symlink():
         found = "is no folder"
     else:
         return
-    raise UsageError(
-        f"DIR = {folder}: {found}; nothing there is overwritten.\n"
-        f"Name another folder, or remove this one: rm -r {folder}"
+    raise _not_there(folder, found)
+
+
+def check_origin(folder: Path, found: Found, base: str | None) -> None:
+    """Refuse to write where the checkpoint, or the model that was trained, comes from.
+
+    Args:
+        folder: to be written.
+        found: the checkpoint.
+        base: the model that was trained, if it is not where the run had it.
+
+    Raises:
+        UsageError: the folder is that model's, or lies among checkpoints.
+        ConfigError: there is no such model.
+    """
+    target, checkpoint = folder.resolve(), found.folder.resolve()
+    above = {target, *target.parents}
+    among = checkpoint.parent in above and checkpoint.parent.name == CHECKPOINTS
+    in_some = any(step_of(p.name) is not None or promised_step(p.name) is not None for p in above)
+    if among or in_some or checkpoint in above:
+        raise _not_there(folder, "lies among a run's checkpoints")
+    source = plain_folder(_model(found.manifest.config, base).path).resolve()
+    if target in (source, *source.parents):
+        raise _not_there(folder, "has the model that was trained")
+
+
+def _not_there(folder: Path, found: str) -> UsageError:
+    return UsageError(
+        f"DIR = {folder}: {found}; nothing there is overwritten.\nName another folder."
+    )
+
+
+def _is_of_writing(error: OSError, folder: Path) -> bool:
+    """Whether an error names a folder that is written, what lies above it, or no path at all."""
+    names = [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
+    written = (folder, *in_between(folder))
+    return not names or any(
+        folder.is_relative_to(name) or any(name.is_relative_to(one) for one in written)
+        for name in names
     )
 
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hybridrl.checkpoint.find import Found
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.export import InMemory, write_model
+from hybridrl.trainer.commands import checkpoint_at
 from hybridrl.trainer.export_command import export
 from tests.distributed.export_cases import STEP, Trained, checkpoint
 from tests.role_configs import lora_config
@@ -126,14 +128,54 @@ def test_large_models_are_written_in_several_shards(cases, tmp_path):
 def test_folder_in_use_is_refused_but_an_earlier_export_replaced(cases, tmp_path):
     target = tmp_path / "model"
     target.mkdir()
-    exported(cases["tied"], target)
-    (target / "of_the_first").touch()
+    exported(cases["adapted"], target)
+    assert (target / "adapter").is_dir()
     exported(cases["untied"], target)
-    assert not (target / "of_the_first").exists()
+    assert not (target / "adapter").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (target / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"more than an earlier export: notes\.txt;"):
+        exported(cases["tied"], target)
     (target / "hybridrl_export.json").unlink()
-    with pytest.raises(ConfigError, match=f"not empty(.|\n)*rm -r {target}"):
+    with pytest.raises(ConfigError, match=r"not empty(.|\n)*Name another folder\.$"):
         exported(cases["untied"], target)
+
+
+def test_neither_the_trained_model_nor_checkpoints_are_written_over(cases, tmp_path):
+    case, base = cases["untied"], tmp_path / "base"
+    exported(case, base)
+    with pytest.raises(ConfigError, match="has the model that was trained"):
+        export(case.run_dir, base, DType.float32, str(base))
+    with pytest.raises(ConfigError, match="lies among a run's checkpoints"):
+        exported(case, case.run_dir / "checkpoints" / "model")
+    with pytest.raises(ConfigError, match="lies among a run's checkpoints"):
+        exported(case, tmp_path / "other" / "step_00000040" / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_checkpoint_that_goes_while_it_is_exported_is_told_so(cases, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    shutil.copytree(cases["tied"].run_dir, run_dir)
+
+    def pruned_then_found(path: Path) -> Found:
+        found = checkpoint_at(path)
+        shutil.rmtree(found.folder)
+        return found
+
+    monkeypatch.setattr("hybridrl.trainer.export_command.checkpoint_at", pruned_then_found)
+    with pytest.raises(ConfigError, match=r"was removed meanwhile \(checkpoint\.keep_last\)"):
+        export(run_dir, tmp_path / "model", DType.float32, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_failed_read_is_not_called_a_failed_write(cases, tmp_path, capsys):
+    base = tmp_path / "base"
+    exported(cases["untied"], base)
+    (base / "special_tokens_map.json").symlink_to("/proc/self/mem")  # a file that gives an EIO
+    with pytest.raises(SystemExit, match="1"):
+        export(cases["untied"].run_dir, tmp_path / "model", DType.float32, str(base))
+    said = capsys.readouterr().err
+    assert "could not be read" in said and "written, nothing is left" not in said
 
 
 def test_damaged_file_is_named_and_nothing_is_written(cases, tmp_path):

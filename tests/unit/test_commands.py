@@ -1,0 +1,50 @@
+"""How the commands beside training end, and what becomes of a folder that goes meanwhile."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.config.errors import ConfigError
+from hybridrl.trainer.commands import run_command, while_it_stays
+
+
+@pytest.fixture
+def own_process(monkeypatch) -> Iterator[None]:
+    """Puts back what a command sets for its whole process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("own_process")
+def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
+    def command() -> None:
+        raise DamagedCheckpoint(tmp_path, "state", "has only parts of actor.weights.x")
+
+    with pytest.raises(SystemExit) as end:
+        run_command(command)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: 1 problem on the command line")
+    assert f"{tmp_path}: state has only parts of actor.weights.x" in said
+
+
+def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):
+    folder = tmp_path / "step_00000020"
+    folder.mkdir()
+    gone = rf"{folder} was removed meanwhile \(checkpoint\.keep_last\)"
+    with pytest.raises(ConfigError, match=gone), while_it_stays(folder):
+        shutil.rmtree(folder)
+        (folder / "state").stat()
+
+
+def test_a_failure_with_the_folder_in_its_place_stays_what_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="mine"), while_it_stays(tmp_path):
+        raise RuntimeError("mine")
