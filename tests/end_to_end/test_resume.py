@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.end_to_end.kill_and_resume import (
     STEPS,
     TIMED,
     WORKER,
+    Kill,
     Timeline,
     assert_same_end,
     draw_kill,
@@ -35,8 +36,6 @@ from tests.end_to_end.metric_names import explained
 from tests.end_to_end.runs import ROOT, SMALL, started
 from tests.run_configs import run_config
 
-# A worker, a driver and a driver, the latter two in the middle of a save.
-SEEDS = (1, 12, 6)
 # Two files of tests run at once.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CONFIG = [key for key in EVERYTHING if not key.startswith(("+recipe=", "hardware="))]
@@ -86,18 +85,26 @@ def refused(run_dir: Path, *overrides: str) -> str:
     return " ".join(output.split())
 
 
+def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
+    """Of the thirty the first three with both victims and a save, two steps or more apart.
+
+    Else rows of the start before could be taken for those that a kill waits for.
+    """
+    plans = sorted((draw_kill(timeline, seed) for seed in range(30)), key=lambda plan: plan.step)
+    return next(
+        three
+        for three in combinations(plans, 3)
+        if {plan.victim for plan in three} == {"driver", "worker"}
+        and any(plan.saving for plan in three)
+        and all(later.step - plan.step >= 2 for plan, later in pairwise(three))
+    )
+
+
 def test_a_run_killed_three_times_ends_like_the_undisturbed_one(reference, tmp_path):
     """At the last time the newest checkpoint is damaged, too: the one before is as good."""
     run_dir, timeline = reference
-    plans = sorted((draw_kill(timeline, seed) for seed in SEEDS), key=lambda plan: plan.step)
-    assert {plan.victim for plan in plans} == {"driver", "worker"}
-    assert any(plan.saving for plan in plans), plans
-    earliest = 0
-    for plan in plans:
-        # Two steps on at least: rows of the start before could be taken for this one's.
-        step = max(plan.step, earliest)
-        killed(tmp_path, replace(plan, step=step), *EVERYTHING, env=ONE_THREAD)
-        earliest = step + 2
+    for plan in three_kills(timeline):
+        killed(tmp_path, plan, *EVERYTHING, env=ONE_THREAD)
     *_, before, newest = steps_in(tmp_path)
     file = spoil(tmp_path, newest)
     output = " ".join(finished(tmp_path, *EVERYTHING, env=ONE_THREAD).split())
