@@ -113,11 +113,12 @@ start_ray() {
   return "$code"
 }
 
-# At the end, whatever came of it. Code 75: SIGTERM came, and a checkpoint was written.
+# At the end, whatever came of it. SIGTERM came: 75, and a checkpoint was written in time; 143, and
+# the run goes on from an earlier one.
 finish() {
   trap - EXIT
   [ -z "${RAY:-}" ] || end_ray
-  [ "$1" != 75 ] || preempted
+  case "$1" in 75 | 143) preempted ;; esac
 }
 
 # What a scheduler may be told then.

@@ -18,9 +18,10 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -30,7 +31,7 @@ from rich.console import Console
 
 from hybridrl.checkpoint.names import checkpoints_folder
 from hybridrl.checkpoint.remains import steps_in
-from hybridrl.config.check_checkpoint import AUTO, auto_problem
+from hybridrl.config.check_checkpoint import AUTO, NONE, auto_problem
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command_line import CONFIG_NAME, CommandLine, parse_argv
@@ -45,7 +46,7 @@ from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
-from hybridrl.controller.signals import Interrupted, Preempted
+from hybridrl.controller.signals import Interrupted, written_in_time
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
@@ -82,8 +83,9 @@ def main() -> None:
         _show(error)
         sys.exit(EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
-        if isinstance(interrupt, Preempted) and interrupt.checkpoint is not None:
-            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {interrupt.checkpoint}\n")
+        checkpoint = written_in_time(interrupt)
+        if checkpoint is not None:
+            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {checkpoint}\n")
             sys.exit(EXIT_PREEMPTED)
         signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
         sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
@@ -152,9 +154,13 @@ def run(cfg: DictConfig) -> float:
         (console if console.is_terminal else Console(width=160)).print(table)
         return math.nan
     model_folder(config.model)  # a download, if any, is made once and not by every worker
+    # Workers may start elsewhere, and checkpoints be resumed from there.
+    config.model.path = absolute_path(config.model.path)
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
+        config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
+    prepared.is_on_course = config.resume in (NONE, AUTO)
     for restart in range(config.trainer.max_restarts + 1):
         try:
             with sole_run(folder):
@@ -163,24 +169,28 @@ def run(cfg: DictConfig) -> float:
             if restart == config.trainer.max_restarts:
                 raise
             log.error("%s", error)
-            if steps_in(checkpoints_folder(folder)):  # else it begins where this attempt began
+            # Else it begins where this attempt began.
+            if prepared.is_on_course and steps_in(checkpoints_folder(folder)):
                 config.resume = AUTO
-            prepared = prepared._replace(setup=SetupTimes(time.time()))
+            prepared.setup = SetupTimes(time.time())
     raise AssertionError("the last attempt returns or raises")
 
 
-class Prepared(NamedTuple):
+@dataclass
+class Prepared:
     """What is known of a run before anything is started.
 
     Attributes:
         result: the checked config.
         machine: what the run may use.
         setup: times what happens before the loop.
+        is_on_course: whether all checkpoints in the run's directory are of its own course.
     """
 
     result: Examined
     machine: Machine
     setup: SetupTimes
+    is_on_course: bool = False
 
 
 def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int) -> float:
@@ -196,7 +206,7 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.doctor.preflight import preflight
 
-    result, machine, setup = prepared
+    result, machine, setup = prepared.result, prepared.machine, prepared.setup
     config = result.config
     if not ray_address():
         preflight(result, machine, overrides)
@@ -216,10 +226,7 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
                     restart,
                     config.trainer.max_restarts,
                 )
-            # Workers may start elsewhere.
-            config.model.path = absolute_path(config.model.path)
-            if config.reward_model is not None:
-                config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+            prepared.is_on_course = True  # what was in the way has been set aside
             from hybridrl.trainer.session import train
 
             return train(config, folder, machine, prompts, setup, found)

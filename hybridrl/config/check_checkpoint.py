@@ -13,7 +13,7 @@ METRIC = re.compile(r"-?\w+/\S+")
 
 def resume_problems(config: RunConfig) -> Iterator[str]:
     """A path to resume from that is not there."""
-    if config.resume not in (NONE, AUTO) and not Path(config.resume).exists():
+    if config.resume not in (NONE, AUTO) and not Path(config.resume).expanduser().exists():
         yield (
             f"resume = {config.resume}, expected none, auto, or the path of a checkpoint or of a "
             f"run: there is no such folder (seen from {Path.cwd()}).\n"
@@ -37,6 +37,17 @@ def auto_problem(config: RunConfig, hydra_overrides: Collection[str], key: str) 
         f"is never a checkpoint to go on from.\n"
         f"Set {key}=<directory>, the same at each start, or resume=<path of a checkpoint>."
     )
+
+
+def restart_problems(config: RunConfig) -> Iterator[str]:
+    """Restarts that would all begin anew."""
+    restarts = config.trainer.max_restarts
+    if restarts and not config.checkpoint.every_steps:
+        yield (
+            f"trainer.max_restarts = {restarts} with checkpoint.every_steps = 0: there is nothing "
+            f"to go on from, so each restart would begin with the first step.\n"
+            f"Set checkpoint.every_steps above 0, or trainer.max_restarts=0."
+        )
 
 
 def retention_problems(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,11 @@ from hybridrl.config import check_losses as losses
 from hybridrl.config import check_resources as resources
 from hybridrl.config import check_sequences as sequences
 from hybridrl.config import check_sizes as sizes
-from hybridrl.config.check_checkpoint import resume_problems, retention_problems
+from hybridrl.config.check_checkpoint import (
+    restart_problems,
+    resume_problems,
+    retention_problems,
+)
 from hybridrl.config.check_data import mixture_problems
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.check_environment import environment_problems
@@ -66,6 +70,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (kl_problems, (*RESPONSES, "algorithm.kl")),
     (resume_problems, ("resume",)),
     (retention_problems, ("checkpoint.keep_best",)),
+    (restart_problems, ("trainer.max_restarts", "checkpoint.every_steps")),
     (
         group_problems,
         ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),

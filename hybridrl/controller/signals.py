@@ -74,6 +74,13 @@ class Preempted(Interrupted):
         self.checkpoint = checkpoint
 
 
+def written_in_time(error: BaseException | None) -> Path | None:
+    """The checkpoint with which a preempted run ended, whatever came while it was ending."""
+    while error is not None and not isinstance(error, Preempted):
+        error = error.__context__
+    return None if error is None else error.checkpoint
+
+
 class Preemption:
     """While it is entered, SIGTERM asks for an end within a time instead of ending at once.
 

@@ -1,8 +1,10 @@
 """Training prompts in the order in which they are drawn, behind one cursor."""
 
+import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from itertools import count
 
 from hybridrl.data.order import most_drawn, pacing, shares, shuffled, whole_weights
@@ -53,6 +55,16 @@ class PromptSource:
                 raise ValueError(f"cannot draw {most} of {len(members)} prompts{of_set}")
         self._position = 0
         self._drawn = self._draw()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what may be drawn: the prompts' ids and tokens, by data set, in order."""
+        known = hashlib.sha256()
+        for name, members in self._members.items():
+            known.update(f"{name} {len(members)}\n".encode())
+            for prompt in members:
+                known.update(f"{prompt.prompt_id} {list(prompt.token_ids)}\n".encode())
+        return known.hexdigest()
 
     @property
     def position(self) -> int:

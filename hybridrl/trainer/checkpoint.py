@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hybridrl.checkpoint import commit, retention
-from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.durable import write_file
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
+from hybridrl.checkpoint.remains import clean
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
@@ -58,6 +58,7 @@ class Checkpointer:
         config: the run.
         run_dir: existing directory of the run, seen by all nodes.
         saver: the role that keeps the workers' state.
+        sync: has the disk take the metrics so far; a checkpoint is not newer than they are.
         warn: tells the user of a checkpoint that was lost.
 
     Attributes:
@@ -66,7 +67,12 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, saver: WorkerGroup, warn: Callable[[str], None]
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        saver: WorkerGroup,
+        sync: Callable[[], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.failures = 0
         self.newest: Path | None = None
@@ -75,16 +81,21 @@ class Checkpointer:
         self._versions = versions()
         self._run_dir = run_dir
         self._saver = saver
+        self._sync = sync
         self._warn = warn
         self._writing: Writing | None = None
         self._last: tuple[int, Row] = (-1, {})
+        self._clear_up()
 
-    def after_step(self, state: LoopState) -> None:
-        """Begin a checkpoint where one is due; commit the one before if it is written."""
-        self.poll()
+    def step_ended(self) -> None:
+        """Have noted what the next step draws from, for a checkpoint that is taken amid it."""
+        if self._config.checkpoint.every_steps:
+            self._saver.call("note_generators")
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be taken after a step."""
         every, last = self._config.checkpoint.every_steps, self._config.trainer.total_steps
-        if is_due(every, state.step) or (every and state.step == last):
-            self.begin(state)
+        return is_due(every, step) or (every > 0 and step == last)
 
     def leave(self, state: LoopState) -> Path | None:
         """Have a checkpoint of the step on disk; None if that cannot be."""
@@ -96,20 +107,14 @@ class Checkpointer:
         return self.newest if written else None
 
     def load(self, found: Found) -> list[str]:
-        """Have the workers take up a checkpoint, and set aside those that are in the way.
-
-        Returns:
-            What is not as it was, a sentence each.
-
-        Raises:
-            OSError: the run's directory cannot be written.
-        """
+        """Have the workers take up a checkpoint; what is not as it was, a sentence each."""
         notes: list[str] = self._saver.call("load", str(found.folder))[0]
         self.newest = found.folder
-        if checkpoints_folder(self._run_dir).is_dir():
-            for folder in set_aside(self._run_dir, found):
-                notes.append(f"{folder} is kept, and taken up by its path alone")
         return notes
+
+    def load_generators(self) -> None:
+        """Have the ranks' random generators as they were: going on has drawn from them."""
+        self._saver.call("load_generators", str(self.newest))
 
     def begin(self, state: LoopState) -> None:
         """Copy the state, and begin to write it; waits for the checkpoint before."""
@@ -188,6 +193,7 @@ class Checkpointer:
             files=files,
         )
         try:
+            self._sync()
             self.newest = commit.commit(writing.partial, manifest)
         except (OSError, DamagedCheckpoint) as error:
             return str(error)
@@ -195,6 +201,15 @@ class Checkpointer:
         seconds = max(result.seconds for result in results)
         log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, seconds)
         return None
+
+    def _clear_up(self) -> None:
+        """Remove what a run that was killed has left of a checkpoint: it may be large."""
+        folder = checkpoints_folder(self._run_dir)
+        if folder.is_dir():
+            try:
+                clean(folder)
+            except OSError as error:
+                self._warn(f"what an earlier run left in {folder} could not be removed: {error}")
 
     def _failed(self, step: int, why: str) -> None:
         self.failures += 1

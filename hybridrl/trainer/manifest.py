@@ -1,6 +1,7 @@
 """The run manifest: what ran, on what, with which versions; no secrets."""
 
 import json
+import logging
 import platform
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from hybridrl.config.secrets import (
     is_secret_key,
     without_secrets,
 )
+from hybridrl.trainer.spare_files import replace_file
+
+log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 # What is kept of a start when the run is resumed.
@@ -77,16 +81,18 @@ def write_manifest(
     }
     path = run_dir / MANIFEST_FILE
     manifest["earlier_starts"] = [] if found is None else _starts(path)
-    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return path
+    text = json.dumps(manifest, indent=2) + "\n"
+    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     """The starts that a run's manifest knows, its own last."""
-    if not path.is_file():
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return [*known["earlier_starts"], {name: known[name] for name in START}]
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s tells nothing of earlier starts (%s)", path, type(error).__name__)
         return []
-    known = json.loads(path.read_text(encoding="utf-8"))
-    return [*known["earlier_starts"], {name: known[name] for name in START}]
 
 
 def plain(value: Any, name: str = "") -> Any:

@@ -17,6 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hybridrl.config.choices import Offload
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
@@ -135,10 +137,10 @@ class PPOTrainer:
             with self.profiler.step(step), self.phases.step():
                 self.reshard()
                 sampled = self.rollout(step)
-                self.leave_if_asked()
+                self.pause()
                 scheduled = self.score(sampled, step)
                 scheduled = self.advantage(scheduled, step)
-                self.leave_if_asked()
+                self.pause()
                 self.update(scheduled, step)
                 if step == last or is_due(self.config.eval.every_steps, step):
                     self.reshard()
@@ -146,7 +148,7 @@ class PPOTrainer:
                 self.checkpoint(step)
             self.log(step)
             self.guard.check()
-            self.leave_if_asked()
+            self.pause()
         self.checkpoints.finish()
         self.save()
         self.reporter.finish()
@@ -159,12 +161,14 @@ class PPOTrainer:
             self.evaluate(step=0)
         self.log(step=0)
         self.done = self.state(step=0)
+        self.checkpoints.step_ended()
 
     def go_on(self, resume: Resume) -> None:
         """Be as the run was when the checkpoint was taken; its metrics have been told."""
         for note in self.checkpoints.load(resume.found):
             self.reporter.warn(note)
         self.done = state = resume.state
+        self._check_prompts(state)
         self.prompts.seek(state.prompts_taken)
         if state.kl_coef is not None and self.kl.coef is not None:
             self.kl.restore(state.kl_coef)
@@ -177,10 +181,30 @@ class PPOTrainer:
         self.metrics = told
         if not state.rollout_is_current:
             self.rollout_version = self.workers.rollout.call("sleep")[0]
+        self.checkpoints.load_generators()
 
-    def leave_if_asked(self) -> None:
-        """End here if SIGTERM has come: until the update, weights are those of the step before."""
+    def _check_prompts(self, state: LoopState) -> None:
+        """A position means nothing in another sequence.
+
+        Raises:
+            ConfigError: the training data are others than they were.
+        """
+        changed = state.prompts != self.prompts.fingerprint
+        if changed and not self.config.checkpoint.allow_config_changes:
+            raise ConfigError(
+                "data: the training prompts are not those of the checkpoint, although the config "
+                "names them alike: files, tokenizer or chat template have changed.\n"
+                "Put them back, or set checkpoint.allow_config_changes=true."
+            )
+
+    def pause(self) -> None:
+        """Between phases: commit a checkpoint that is written; end here if SIGTERM has come.
+
+        Until the update, weights and moments are those of the step before.
+        """
+        self.checkpoints.poll()
         if self.preemption.is_asked:
+            self._make_room_for_moments()
             raise Preempted(self.checkpoints.leave(self.done))
 
     def reshard(self) -> None:
@@ -300,10 +324,14 @@ class PPOTrainer:
             self.metrics |= self.evaluator.evaluate(step, generate)
 
     def checkpoint(self, step: int) -> None:
-        """Begin a checkpoint where one is due, and end the one before when it is written."""
-        self.done = self.state(step)
+        """Begin a checkpoint where one is due; it is written while later steps run."""
         with self.phases.section("checkpoint"):
-            self.checkpoints.after_step(self.done)
+            if is_taken := self.checkpoints.is_due(step):
+                self._make_room_for_moments()
+            self.done = self.state(step)
+            self.checkpoints.step_ended()
+            if is_taken:
+                self.checkpoints.begin(self.done)
         self.metrics["checkpoint/failed"] = float(self.checkpoints.failures)
 
     def log(self, step: int) -> None:
@@ -316,7 +344,7 @@ class PPOTrainer:
         """What later steps take from those up to `step`, beside the workers' own state."""
         return loop_state(
             step,
-            self.prompts.position,
+            self.prompts,
             self.kl.coef,
             self.weight_version,
             self.rollout_version,
@@ -330,8 +358,13 @@ class PPOTrainer:
             folder = self.reporter.run_dir / "final"
             # Weights that idle on the host come back to be gathered: the engine makes room.
             self.rollout_version = self.workers.rollout.call("sleep")[0]
-            self.workers.actor.call("save", str(folder))
-            self.reporter.saved(folder, self.workers.pool.hosts[0].node_name)
+            problem = self.workers.actor.call("save", str(folder))
+            self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
+
+    def _make_room_for_moments(self) -> None:
+        """A checkpoint brings moments back that idle on the host: then vLLM makes room."""
+        if self.config.fsdp.offload is not Offload.none:
+            self.rollout_version = self.workers.rollout.call("sleep")[0]
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         """Responses, dealt to engines by expected length; their lengths are learned from."""

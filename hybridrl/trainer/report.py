@@ -83,9 +83,14 @@ class Reporter:
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
 
-    def saved(self, folder: Path, node: str) -> None:
-        """The trained model was written by the first rank, on `node`."""
-        if not (folder / "config.json").is_file():
+    def saved(self, folder: Path, node: str, problem: str | None) -> None:
+        """The trained model was written by the first rank, on `node`, or could not be."""
+        if problem is not None:
+            self._console.warn(
+                f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "
+                f"{self.run_dir} <folder>` writes it from the last checkpoint."
+            )
+        elif not (folder / "config.json").is_file():
             self._console.warn(
                 f"{folder} is not to be seen here: it lies on {node}. Let the run directory be on "
                 "storage that all nodes share."

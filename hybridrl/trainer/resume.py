@@ -1,12 +1,15 @@
 """Taking a run up where a checkpoint has left it."""
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybridrl.checkpoint.aside import set_aside
+from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.names import checkpoints_folder
-from hybridrl.checkpoint.remains import steps_in
+from hybridrl.checkpoint.names import checkpoints_folder, step_name
+from hybridrl.checkpoint.remains import restore_replaced, steps_in
 from hybridrl.config.changes import changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -14,6 +17,8 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking import METRICS_FILE, Row, read_rows
+
+log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
 
@@ -54,6 +59,7 @@ class Resume:
 def find_checkpoint(config: RunConfig, run_dir: Path) -> Found | None:
     """The checkpoint that `resume` means; None: the run begins anew.
 
+    What is in its way is set aside, so that only its course is left in the run's directory.
     Every file of it is read and compared with its checksum. A newer one that is damaged is passed
     over; `Found.damaged` names it.
 
@@ -68,21 +74,43 @@ def find_checkpoint(config: RunConfig, run_dir: Path) -> Found | None:
         found = newest_good(run_dir) if run_dir.is_dir() else None
     else:
         found = named(Path(config.resume))
+        if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
+            _refuse_used(run_dir)
     if found is not None:
         _check_changes(config, found)
-    return found
+    return found if found is None else take_up(run_dir, found)
 
 
-def read_resume(config: RunConfig, found: Found) -> Resume:
+def take_up(run_dir: Path, found: Found) -> Found:
+    """Set aside the run's checkpoints that the course from `found` on will not come from."""
+    folder = checkpoints_folder(run_dir)
+    if not folder.is_dir():
+        return found
+    for moved in set_aside(run_dir, found):
+        log.warning("%s is kept, and taken up by its path alone", moved)
+    if found.folder.resolve().parent != folder.resolve():
+        return found
+    restore_replaced(folder)
+    return replace(found, folder=folder / step_name(found.manifest.step))
+
+
+def read_resume(config: RunConfig, run_dir: Path, found: Found) -> Resume:
     """Read what the driver goes on from; the metrics are those of the run that it was.
 
     Raises:
-        DamagedCheckpoint: the checkpoint was not written by this version.
+        ConfigError: the checkpoint was not written by this version.
     """
-    state = read_state(found.folder)
+    try:
+        state = read_state(found.folder)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
     source = found.folder.resolve().parent.parent
-    rows = [row for row in read_rows(source / METRICS_FILE) if (row["step"] or 0) <= state.step]
-    notes = [f"{damaged}; it is passed over" for damaged in found.damaged]
+    known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
+    rows = [row for row in known if (row["step"] or 0) <= state.step]
+    notes = [f"{damaged}; it was set aside" for damaged in found.damaged]
+    missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
+    if missing:
+        notes.append(f"{METRICS_FILE} lacks {len(missing)} of these steps, from {missing[0]} on")
     total = config.trainer.total_steps
     if state.step >= total:
         notes.append(f"all {total} steps are done (trainer.total_steps): nothing is left to train")
@@ -96,7 +124,7 @@ def _refuse_used(run_dir: Path) -> None:
     if steps:
         raise ConfigError(
             f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "
-            f"{steps[-1]}: a new run's would mix with them.\n"
+            f"{steps[-1]}: those of another course would mix with them.\n"
             f"Set resume=auto to go on with that run, or another hydra.run.dir."
         )
 

@@ -43,6 +43,8 @@ from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 
+log = logging.getLogger(__name__)
+
 # Seconds that trackers get to send what is left: after success, and after anything else.
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
@@ -76,8 +78,13 @@ def train(
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
         started = datetime.now(UTC)
-        resume = None if found is None else read_resume(config, found)
-        write_manifest(run_dir, config, machine, prompts.data_sets, started=started, found=found)
+        resume = None if found is None else read_resume(config, run_dir, found)
+        try:
+            write_manifest(
+                run_dir, config, machine, prompts.data_sets, started=started, found=found
+            )
+        except OSError as error:  # a run can do without
+            log.warning("the manifest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
         decode = decoder(load_tokenizer(config.model.path))
         judge = open_judge(config, prompts, decode, stack)
@@ -100,7 +107,7 @@ def train(
             prompt_source(prompts, config.data, config.seed),
             judge,
             evaluator,
-            Checkpointer(config, run_dir, workers.saver, console.warn),
+            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn),
             preemption,
             reporter,
         )
@@ -187,7 +194,7 @@ def _draw_unfinished(
     try:
         draw(config, run_dir)
     except OSError as error:
-        logging.getLogger(__name__).warning("the curves could not be drawn: %s", error)
+        log.warning("the curves could not be drawn: %s", error)
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:

@@ -45,6 +45,14 @@ class GrowingFile:
         else:
             self._waiting, self.reason = [], None
 
+    def sync(self) -> None:
+        """Wait until the disk has what was written.
+
+        Raises:
+            OSError: it does not take it.
+        """
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
         """Try once more to write what waits, and close."""
         if self._waiting:

@@ -9,6 +9,7 @@ from typing import Any
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER
 from hybridrl.data.lengths import ResponseLengths
+from hybridrl.data.prompt_source import PromptSource
 from hybridrl.trainer.nonfinite import SkippedSteps
 
 
@@ -21,6 +22,7 @@ class LoopState:
     Attributes:
         step: the last finished training step.
         prompts_taken: position in the run's sequence of prompts, refilled ones included.
+        prompts: what that sequence is made of (`PromptSource.fingerprint`).
         kl_coef: weight of the KL penalty in the next step; None without a reference.
         weight_version: updates of the actor so far.
         rollout_is_current: whether vLLM holds these weights, so that no reshard comes next.
@@ -30,6 +32,7 @@ class LoopState:
 
     step: int
     prompts_taken: int
+    prompts: str
     kl_coef: float | None
     weight_version: int
     rollout_is_current: bool
@@ -43,7 +46,7 @@ class LoopState:
 
 def loop_state(
     step: int,
-    prompts_taken: int,
+    prompts: PromptSource,
     kl_coef: float | None,
     weight_version: int,
     rollout_version: int | None,
@@ -53,7 +56,8 @@ def loop_state(
     """The state after a step, which later steps do not change."""
     return LoopState(
         step,
-        prompts_taken,
+        prompts.position,
+        prompts.fingerprint,
         kl_coef,
         weight_version,
         rollout_version == weight_version,

@@ -56,10 +56,10 @@ class Tracker:
 
     def __init__(self, run_dir: Path, config: RunConfig, before: Sequence[Row] = ()) -> None:
         self.rows: list[Row] = list(before)
-        path = run_dir / METRICS_FILE
-        if before:
-            replace_file(path, lambda new: new.write_bytes(b"".join(map(_line, before))))
-        self._file = GrowingFile(path, path.stat().st_size if before else 0)
+        path, kept = run_dir / METRICS_FILE, b"".join(map(_line, before))
+        if not (path.is_file() and path.read_bytes().startswith(kept)):
+            replace_file(path, lambda new: new.write_bytes(kept))
+        self._file = GrowingFile(path, len(kept))
         resolved = plain(config)
         assert isinstance(resolved, dict)
         told = [_known(row) for row in before]
@@ -87,6 +87,10 @@ class Tracker:
     def lost(self) -> int:
         """Rows that are not on disk, and calls of other trackers that failed."""
         return self._file.waiting + sum(sink.failures for sink in self._sinks)
+
+    def sync(self) -> None:
+        """Wait until the disk has the rows so far, but for those that wait for room."""
+        self._file.sync()
 
     def failures(self) -> list[str]:
         """One line for metrics.jsonl and each other tracker that did not get everything."""

@@ -172,15 +172,22 @@ class ActorWorker(ReplayedWorker):
         return named_shards(self.model)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
-    def save(self, folder: str) -> None:
+    def save(self, folder: str) -> str | None:
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
         float32, as trained; adapters are merged into it, and stand beside it in peft's format. The
         folder appears under its name when it is complete.
+
+        Returns:
+            Why the disk did not take it, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora
         weights, adapters = full_state_dict(self.model), adapter_state_dict(self.model)
         if dist.get_rank() == 0:
             files = None if lora is None else AdapterFiles(adapters, lora, name_or_folder(model))
-            write_hf_folder(weights, model_folder(model), Path(folder), files)
+            try:
+                write_hf_folder(weights, model_folder(model), Path(folder), files)
+            except OSError as error:
+                return str(error)
+        return None

@@ -54,6 +54,7 @@ class SaverWorker(Worker):
         self.device = device_of(mesh)
         self.saver = Saver(self.device)
         self.roles: dict[str, Worker] = {}
+        self.noted: dict[str, Tensor] = {}
 
     def connect(self, roles: dict[str, Worker]) -> None:
         """Know the roles, and begin to have host memory for their state with AdamW's moments."""
@@ -62,6 +63,14 @@ class SaverWorker(Worker):
             return
         tensors = [tensor for role in self.roles for tensor in self._state(role).values()]
         self.saver.staging.prepare(WITH_MOMENTS * sum(map(_local_bytes, tensors)))
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def note_generators(self) -> None:
+        """Let later saves hold the random generators as they are now, at the end of a step.
+
+        Weights and moments stay until the next update; sampling before it draws from these.
+        """
+        self.noted = rng_state(self.device)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def begin_save(self, folder: str) -> None:
@@ -80,7 +89,7 @@ class SaverWorker(Worker):
             with role.state_at_hand():
                 staging.stage(self._state(name))
         rank = dist.get_rank()
-        generators = rng_state(self.device)
+        generators = self.noted or rng_state(self.device)
         staging.stage({f"{RNG}{rank}.{name}": state for name, state in generators.items()})
         blocked_s = time.perf_counter() - start
         gib = staging.num_bytes / 2**30
@@ -128,6 +137,12 @@ class SaverWorker(Worker):
                 if tensors:
                     load_in_place(tensors, state, self.saver.group)
         return self._roles_left_out(stored) + self._load_generators(state, stored)
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def load_generators(self, folder: str) -> None:
+        """Take the random generators up alone, after what has drawn from them since `load`."""
+        state = Path(folder) / STATE
+        self._load_generators(state, stored_tensors(state))
 
     def close(self) -> None:
         """Wait for a save that goes on, but not long; who wants it whole calls `finish_save`."""

@@ -142,7 +142,12 @@ def test_one_node_needs_no_ray(cluster):
 
 @pytest.mark.parametrize(
     ("code", "how", "queued"),
-    [(75, "resume=auto", True), (75, "resume=none", False), (143, "resume=auto", False)],
+    [
+        (75, "resume=auto", True),
+        (143, "resume=auto", True),
+        (75, "resume=none", False),
+        (1, "resume=auto", False),
+    ],
 )
 def test_a_job_that_was_saved_goes_back_into_the_queue(cluster, code, how, queued):
     """After Ray has ended on both nodes."""
