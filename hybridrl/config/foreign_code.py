@@ -4,13 +4,27 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridrl.config.classes import BUILT_IN
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import leaves
 
 # Keys whose texts are dotted paths, by their last word; and one that is a name or a path.
 NAMES_CODE = ("function", "worker")
 ESTIMATOR = "algorithm.advantage"
-OURS = "hybridrl."
+# What a config may name unasked. Not all that can be imported from hybridrl: io.FileIO can, too.
+OURS = frozenset(
+    {
+        "hybridrl.environments.calculator.Calculator",
+        "hybridrl.rewards.code.score",
+        "hybridrl.rewards.format.gsm8k_answer",
+        "hybridrl.rewards.format.matches",
+        "hybridrl.rewards.gsm8k.score",
+        "hybridrl.rewards.http.score",
+        "hybridrl.rewards.math_answer.score",
+        "hybridrl.rewards.none.score",
+        "hybridrl.rewards.weighted.score",
+        *(worker for worker, _ in BUILT_IN.values()),
+    }
+)
 # Sections whose `args` go to a process that sees the environment variables named there.
 JUDGES = ("reward", "environment", "eval")
 # How keys end that name an environment variable.
@@ -18,10 +32,10 @@ OF_VARIABLE = "_env"
 
 
 def foreign_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The dotted paths in a config that lead out of hybridrl: key and path."""
-    for key, value in leaves(config).items():
+    """The dotted paths in a config to other than hybridrl's rewards and the like: key and path."""
+    for key, value in _texts(config):
         is_path = key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
-        if is_path and isinstance(value, str) and "." in value and not value.startswith(OURS):
+        if is_path and "." in value and value not in OURS:
             yield key, value
 
 
@@ -42,7 +56,7 @@ def refuse_foreign_code(
     *,
     runs_judges: bool = False,
 ) -> None:
-    """Let only code of hybridrl be run, and what the command line itself names.
+    """Let only rewards and the like of hybridrl be run, and what the command line itself names.
 
     Args:
         config: plain or resolved, as far as it is used.
@@ -57,7 +71,7 @@ def refuse_foreign_code(
     problems = []
     if code := _not_given(foreign_code(config), overrides):
         problems.append(
-            f"{origin} names code that is not hybridrl's: {', '.join(code)}.\n"
+            f"{origin} names code that is no reward or the like of hybridrl: {', '.join(code)}.\n"
             f"It would be imported and run, with your rights.\n"
             f"If you trust whoever made it, add --run-code."
         )

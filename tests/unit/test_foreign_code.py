@@ -1,19 +1,26 @@
 """Code that a checkpoint's config names: ours is run, that of others only when asked to."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.foreign_code import foreign_code, refuse_foreign_code
+from hybridrl.config.foreign_code import NAMES_CODE, OURS, foreign_code, refuse_foreign_code
+from hybridrl.config.keys import leaves
 from hybridrl.trainer.manifest import plain
 from tests.run_configs import run_config
+from tests.unit.deploy_stubs import REPO
 
 FOREIGN = [
     ("reward", {"function": "os.system", "args": {}}, "reward.function = os.system"),
     (
         "reward",
-        {"function": "hybridrl.x", "args": {"parts": {"a": {"function": "b.c"}}}},
+        {
+            "function": "hybridrl.rewards.weighted.score",
+            "args": {"parts": {"a": {"function": "b.c"}}},
+        },
         "reward.args.parts.a.function = b.c",
     ),
+    ("reward", {"function": "hybridrl.rewards.jail.FileIO"}, "= hybridrl.rewards.jail.FileIO"),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),
     ("algorithm", {"loss": {"function": "mine.loss"}}, "algorithm.loss.function = mine.loss"),
@@ -27,6 +34,16 @@ def test_code_of_others_is_refused_by_key_and_path(section, content, named):
         refuse_foreign_code({section: content, "model": {"path": "a.b"}}, "somewhere")
     assert str(caught.value).count(" = ") == 1
     assert named in str(caught.value)
+
+
+def test_what_conf_names_is_ours():
+    named = {
+        value
+        for path in (REPO / "conf").rglob("*.yaml")
+        for key, value in leaves(OmegaConf.to_container(OmegaConf.load(path))).items()
+        if key.rpartition(".")[2] in NAMES_CODE and "." in value
+    }
+    assert named == OURS
 
 
 @pytest.mark.parametrize("override", ["reward=weighted", "environment=calculator", "seed=2"])
