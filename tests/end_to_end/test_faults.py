@@ -125,9 +125,9 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
             if fault.victim is driver:
                 time.sleep(STOPPED_S)
                 os.kill(pid, signal.SIGCONT)
-            await_steps(run, 1)
+            await_steps(run, 2)
             if fault.victim is reward:
-                assert pid not in run.pids(reward)
+                await_replacement(run, pid)
         failed = [row["reward/failed"] for row in run.run.metrics()[1:]]
         assert 1 <= sum(failed) <= len(failed), failed
         os.killpg(run.run.process.pid, signal.SIGTERM)
@@ -175,6 +175,14 @@ def await_checkpoint(run: Faulty) -> None:
     latest = run.run.run_dir / "checkpoints" / "latest"
     deadline = time.monotonic() + TOLD_S
     while not latest.exists():
+        assert time.monotonic() < deadline and run.reader.is_alive(), run.text
+        time.sleep(0.1)
+
+
+def await_replacement(run: Faulty, pid: int) -> None:
+    """Wait until a reward process is gone: one that stands still is missed when it has work."""
+    deadline = time.monotonic() + TOLD_S
+    while pid in run.pids(reward):
         assert time.monotonic() < deadline and run.reader.is_alive(), run.text
         time.sleep(0.1)
 
