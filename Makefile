@@ -20,9 +20,10 @@ lint: env
 	$(VENV)/bin/lint-imports
 	$(PY) -m mypy
 
+# Long files come first, so that short ones fill up the end.
 test: lint
 	$(PY) -m pytest tests/conf tests/unit -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
-	$(PY) -m pytest tests/distributed tests/end_to_end tests/gpu -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest tests/end_to_end tests/distributed tests/gpu -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 # Longer than `make test` may take; can be interrupted and called again (tests/SLOW.md).
 test_slow: env

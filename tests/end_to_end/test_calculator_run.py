@@ -55,6 +55,7 @@ def assert_computed(run: Run) -> None:
     assert checked > 32
 
 
+@pytest.mark.slow
 def test_two_steps_with_the_calculator(tmp_path):
     with started(tmp_path / "run", *RECIPE, *WATCHED) as run:
         assert_trained_in_turns(run)

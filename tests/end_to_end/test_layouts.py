@@ -16,7 +16,9 @@ from tests.end_to_end.traces import assert_traces
 @pytest.mark.parametrize(
     "layout",
     [
-        ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+        pytest.param(
+            ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"], marks=pytest.mark.slow
+        ),
         pytest.param(["cluster.gpus_per_node=2"], marks=pytest.mark.slow),
         pytest.param(["cluster.gpus_per_node=2", "fsdp.dp_replicate=2"], marks=pytest.mark.slow),
         pytest.param(

@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(copied):
     before, newest = steps_in(copied)
     file = spoil(copied, newest)
     config = run_config(*CONFIG)
-    resume = read_resume(config, find_checkpoint(config, copied))
+    resume = read_resume(config, copied, find_checkpoint(config, copied))
     assert resume.state.step == before
     assert [row["step"] for row in resume.rows] == list(range(before + 1))
     assert any(f"step_{newest:08d}: {file} has the sha256" in note for note in resume.notes)
@@ -141,7 +141,7 @@ def test_changes_of_what_is_computed_are_listed_and_must_be_allowed(reference):
         assert told in str(caught.value)
     assert "gpus_per_node" not in str(caught.value)
     config = run_config(*changed, "checkpoint.allow_config_changes=true")
-    resume = read_resume(config, find_checkpoint(config, reference[0]))
+    resume = read_resume(config, reference[0], find_checkpoint(config, reference[0]))
     allowed, free = resume.notes[-2:]
     assert allowed.startswith("changed, as allowed: ") and "actor.epochs = 2, was 1" in allowed
     assert "cluster.gpus_per_node = 2, was 1" in free
@@ -154,12 +154,12 @@ def test_a_new_run_does_not_mix_with_an_old_one(reference):
 
 def test_a_finished_run_has_nothing_left_to_do(reference):
     config = run_config(*CONFIG)
-    resume = read_resume(config, find_checkpoint(config, reference[0]))
+    resume = read_resume(config, reference[0], find_checkpoint(config, reference[0]))
     assert f"all {STEPS} steps are done" in " ".join(resume.notes)
     longer = run_config(
         *CONFIG, f"trainer.total_steps={STEPS + 1}", "actor.optim.schedule=constant"
     )
-    assert "steps are done" not in " ".join(read_resume(longer, resume.found).notes)
+    assert "steps are done" not in " ".join(read_resume(longer, reference[0], resume.found).notes)
 
 
 @pytest.mark.slow
