@@ -135,7 +135,7 @@ def actor_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> ActorConfig:
 def critic_config(folder: Path, fsdp: FSDPConfig, **changes: Any) -> CriticConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.critic.CriticWorker",
-        "model": model_config(folder),
+        "model": model_config(folder, seed=3),
         "fsdp": fsdp,
         "total_steps": 10,
         "value_clip": 0.2,

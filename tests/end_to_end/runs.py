@@ -76,7 +76,7 @@ class Run:
         left = {
             "processes": self.processes(),
             "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
-            "shared memory": sorted(shared_memory() - self.shared_memory - mapped_by_somebody()),
+            "shared memory": sorted(abandoned(shared_memory() - self.shared_memory)),
         }
         assert not any(left.values()), left
 
@@ -86,16 +86,27 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def abandoned(names: set[str]) -> set[str]:
+    """Those of some names in /dev/shm that nobody has mapped, and that are still there then."""
+    return (names - mapped_by_somebody()) & shared_memory()
+
+
 def mapped_by_somebody() -> set[str]:
     """Names in /dev/shm that a living process has mapped: of other programs on this machine.
 
-    What a run has left behind is mapped by nobody, as its processes are gone.
+    What a run has left behind is mapped by nobody, as its processes are gone. Files are known by
+    their inodes: a named semaphore is made under another name than it has.
     """
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
-    return mapped
+            mapped |= set(re.findall(r" (\d+) +/dev/shm/", maps.read_text()))
+    names = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+            if str(path.stat().st_ino) in mapped:
+                names.add(path.name)
+    return names
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """A reward that raises and hangs: scored as failed, counted, shown; the run goes on to its end."""
 
+import pytest
+
 from tests.end_to_end.runs import SMALL, started
 
 REWARD = """
@@ -14,6 +16,7 @@ def score(prompt, response, example):
 """
 
 
+@pytest.mark.slow
 def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()

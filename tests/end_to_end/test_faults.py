@@ -20,7 +20,6 @@ score, update, save = Phase.score, Phase.update, Phase.save
 IN_SHORT = [
     Fault(rank1, SIGKILL, start),
     Fault(rank0, SIGKILL, save),
-    Fault(rank1, SIGSTOP, update),
     Fault(gcs, SIGKILL, rollout),
 ]
 RANK_0_KILLED = [
@@ -32,20 +31,20 @@ RANK_1_KILLED = [
 RANK_0_STOPPED = [
     Fault(rank0, SIGSTOP, phase) for phase in (evaluate, reshard, rollout, score, update, save)
 ]
-RANK_1_STOPPED = [Fault(rank1, SIGSTOP, phase) for phase in (reshard, rollout, score, save)]
+RANK_1_STOPPED = [Fault(rank1, SIGSTOP, phase) for phase in (reshard, rollout, score, update, save)]
 RAY = [
     Fault(raylet, SIGKILL, start),
     Fault(gcs, SIGSTOP, rollout),
     Fault(raylet, SIGSTOP, score),
     Fault(gcs, SIGKILL, update),
     Fault(raylet, SIGKILL, save),
-    Fault(raylet, SIGKILL, score),
 ]
 # The run goes on without a restart.
 HARMLESS = [
     Fault(reward, SIGKILL, score),
     Fault(reward, SIGSTOP, score),
     Fault(reward, SIGKILL, update),
+    Fault(reward, SIGSTOP, update),
     Fault(driver, SIGSTOP, rollout),
     Fault(driver, SIGSTOP, update),
 ]

@@ -58,6 +58,7 @@ def test_random_weights_need_no_checkpoint(tmp_path):
             assert row["rollout/log_prob_diff_mean"] < 1e-4
 
 
+@pytest.mark.slow
 def test_the_extending_page_works_as_written(tmp_path):
     page = (ROOT / "docs" / "extending.md").read_text()
     assert len(page.splitlines()) < 40
