@@ -140,15 +140,15 @@ def reward_with_key(prompt, response, example, *, api_key, url):
 
 
 def test_code_that_a_checkpoint_names_is_run_only_when_asked_to(tmp_path, monkeypatch):
-    (tmp_path / "my_reward.py").write_text(
+    (tmp_path / "reward_of_a_stranger.py").write_text(
         "def score(prompt, response, example):\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    subject = checkpoint_of("reward.function=my_reward.score", "~reward.args.mode")
+    subject = checkpoint_of("reward.function=reward_of_a_stranger.score", "~reward.args.mode")
     (problem,) = problems_of(subject)
-    assert "reward.function = my_reward.score" in problem and "add --run-code" in problem
-    assert config_of(subject, runs_code=True).reward.function == "my_reward.score"
-    assert config_of(subject, "reward.function=my_reward.score").reward.function
+    assert "reward.function = reward_of_a_stranger.score" in problem and "add --run-code" in problem
+    assert config_of(subject, runs_code=True).reward.function == "reward_of_a_stranger.score"
+    assert config_of(subject, "reward.function=reward_of_a_stranger.score").reward.function
     assert config_of(subject, "reward=gsm8k").reward.function == "hybridrl.rewards.gsm8k.score"
 
 
