@@ -97,6 +97,7 @@ class Preemption:
 
     def __init__(self, grace_s: float) -> None:
         self.is_asked = False
+        self._has_ended = False
         self._grace_s = grace_s
         self._previous: dict[int, Any] = {}
 
@@ -116,6 +117,8 @@ class Preemption:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._has_ended and type(error) is KeyboardInterrupt:  # Ray forgets the subclass
+            raise Interrupted(signal.SIGTERM) from None
         if self.is_asked and isinstance(error, Exception):
             logger.error("after SIGTERM: %s", error)
             raise Interrupted(signal.SIGTERM) from error
@@ -131,6 +134,7 @@ class Preemption:
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
     def _end(self, signum: int, frame: FrameType | None) -> None:
+        self._has_ended = True
         raise Interrupted(signal.SIGTERM)
 
 
