@@ -95,10 +95,11 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
             stack.callback(ray.shutdown)
             _join(worker_environment(os.environ))
         else:
-            folder = _make_folder()
-            janitor = Janitor(MARK, folder)
-            stack.callback(janitor.dismiss)
-            stack.callback(_stop, folder)
+            with shielded():  # a signal in between would leave the folder behind
+                folder = _make_folder()
+                janitor = Janitor(MARK, folder)
+                stack.callback(janitor.dismiss)
+                stack.callback(_stop, folder)
             _start(folder, cluster, accelerator)
         yield
 
