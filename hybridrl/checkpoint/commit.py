@@ -1,12 +1,11 @@
 """How a checkpoint appears: whole, under its name, by one rename; `latest` follows."""
 
-import os
 import shutil
 from pathlib import Path
 
 from hybridrl.checkpoint import latest
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.durable import exists, remove, sync_file, sync_folder
+from hybridrl.checkpoint.durable import put_in_place, remove, sync_file, sync_folder
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import (
     MANIFEST,
@@ -73,7 +72,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     _sync(partial, manifest)
     latest.prepare(folder, step)
     final, aside = folder / step_name(step), folder / hidden_name(step, REPLACED)
-    _put_in_place(partial, final, aside)
+    put_in_place(partial, final, aside)
     sync_folder(folder)
     latest.replace(folder)
     remove(aside)
@@ -98,16 +97,3 @@ def _sync(partial: Path, manifest: Manifest) -> None:
         folders.update(p for p in path.parents if p.is_relative_to(partial))
     for one in sorted(folders, reverse=True):
         sync_folder(one)
-
-
-def _put_in_place(partial: Path, final: Path, aside: Path) -> None:
-    """Rename the new folder to its final name, after the one that has it."""
-    replaces = exists(final)
-    if replaces:
-        os.rename(final, aside)
-    try:
-        os.rename(partial, final)
-    except OSError:
-        if replaces:
-            os.rename(aside, final)
-        raise

@@ -60,3 +60,20 @@ def remove(path: Path) -> None:
         path.unlink()
     elif exists(path):
         shutil.rmtree(path)
+
+
+def put_in_place(new: Path, final: Path, aside: Path) -> None:
+    """Rename a new folder to its final name, after the one that has it, if there is one.
+
+    Raises:
+        OSError: a rename failed; the old folder has its name.
+    """
+    replaces = exists(final)
+    if replaces:
+        os.rename(final, aside)
+    try:
+        os.rename(new, final)
+    except OSError:
+        if replaces:
+            os.rename(aside, final)
+        raise

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrl.checkpoint.durable import exists, remove, sync_file, sync_folder
+from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.models.exported import RECORD, files_in, in_between
@@ -201,15 +201,8 @@ def _sync(folder: Path) -> None:
 def _put_in_place(partial: Path, target: Path) -> None:
     """Rename the new folder to its final name, after the one that has it."""
     _, aside = in_between(target)
-    replaces = exists(target)
-    if replaces:
+    if exists(target):
         remove(aside)
-        os.rename(target, aside)
-    try:
-        os.rename(partial, target)
-    except OSError:
-        if replaces:
-            os.rename(aside, target)
-        raise
+    put_in_place(partial, target, aside)
     sync_folder(target.parent)
     remove(aside)
