@@ -29,20 +29,24 @@ class Staller(Worker):
         self.resharder = self.side.resharder(bucket_elements=64)
         self.resharder.sync(0, verify=True)  # the first takes longest, which is no stall
         self.start = self.resharder._movers[-1].staging.start
+        self.calls = 0
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, who):
         """Move random weights into a toy engine; rank `who` stops before it sends bucket 3."""
         staging = self.resharder._movers[-1].staging
         store = dist.distributed_c10d._get_default_store()
+        self.calls += 1
+        further = f"another rank is in bucket 3 of call {self.calls}"
 
         def start_or_stop(number):
             if (dist.get_rank(), number) == (who, 2):
-                store.wait(["another rank is in bucket 3"], timedelta(seconds=20))
+                store.wait([further], timedelta(seconds=20))
                 # Sent to the process, it could reach another thread first; this one would go on.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+                time.sleep(1.0)  # told to go on and to write its stack, it is still here
             if dist.get_rank() != who and number == 3:
-                store.set("another rank is in bucket 3", "")
+                store.set(further, "")
             return self.start(number)
 
         staging.start = start_or_stop
