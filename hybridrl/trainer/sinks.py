@@ -35,6 +35,8 @@ EVERY_STEP = "time/step_s"
 # A step and its finite metrics.
 Known = tuple[int, Mapping[str, float]]
 _REMEMBERING = Lock()
+# W&B knows one run of an id in a process at a time, also while it is being finished.
+_ONE_WANDB_RUN = Lock()
 
 
 class Sink(Protocol):
@@ -185,15 +187,18 @@ class WandbSink:
 
         # A login prompt would wait for an answer that nobody gives.
         settings = wandb.Settings(init_timeout=60, login_timeout=10, console="off", silent=True)
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(folder),
-            config=config,
-            settings=settings,
-            id=known_run(folder, "wandb") if goes_on else None,
-            resume="allow" if goes_on else None,
-        )
+        with _ONE_WANDB_RUN:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=str(folder),
+                config=config,
+                settings=settings,
+                id=known_run(folder, "wandb") if goes_on else None,
+                resume="allow" if goes_on else None,
+                # W&B would give back a run of this process that was given up before its end.
+                reinit="finish_previous",
+            )
         remember_run(folder, "wandb", self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -202,7 +207,8 @@ class WandbSink:
 
     def close(self) -> None:
         """Upload what is left."""
-        self._run.finish()
+        with _ONE_WANDB_RUN:
+            self._run.finish()
 
 
 class MLflowSink:
