@@ -53,6 +53,7 @@ from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.run_lock import sole_run
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import JobResult, finite
+from hybridrl.trainer.verifying import Verifying
 
 if TYPE_CHECKING:
     from hybridrl.checkpoint.find import Found
@@ -211,8 +212,9 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
     if not ray_address():
         preflight(result, machine, overrides)
     setup.mark("checks")
-    with ThreadPoolExecutor(1) as meanwhile:  # for seconds Ray's start does nothing but wait
-        preparing = meanwhile.submit(_prepare_session, result, folder)
+    # For seconds Ray's start does nothing but wait.
+    with ThreadPoolExecutor(1) as meanwhile, Verifying(log.info) as watch:
+        preparing = meanwhile.submit(_prepare_session, result, folder, watch)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
             if ray_address():
@@ -264,7 +266,9 @@ def _check_data(result: Examined) -> "PromptSets":
     return prompts
 
 
-def _prepare_session(result: Examined, folder: Path) -> "tuple[PromptSets, Found | None]":
+def _prepare_session(
+    result: Examined, folder: Path, watch: Verifying
+) -> "tuple[PromptSets, Found | None]":
     """The prompts of a config, as `_check_data`, and the checkpoint it goes on from.
 
     torch and the like are imported in between.
@@ -273,7 +277,7 @@ def _prepare_session(result: Examined, folder: Path) -> "tuple[PromptSets, Found
     importlib.import_module("hybridrl.trainer.session")
     from hybridrl.trainer.resume import find_checkpoint
 
-    return prompts, find_checkpoint(result.config, folder)
+    return prompts, find_checkpoint(result.config, folder, watch)
 
 
 def _look_at_data(result: Examined) -> "PromptSets | None":

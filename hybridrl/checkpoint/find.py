@@ -19,6 +19,7 @@ from hybridrl.checkpoint.names import (
     step_name,
 )
 from hybridrl.checkpoint.remains import hidden_steps_in, steps_in
+from hybridrl.checkpoint.verification import Watch, unwatched
 from hybridrl.config.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ class NoWholeCheckpoint(ConfigError):
     subject = "with the run's checkpoints; none is whole. resume=none starts anew"
 
 
-def newest_good(run_dir: Path, *, verify: bool = True) -> Found | None:
+def newest_good(run_dir: Path, *, verify: bool = True, watch: Watch = unwatched) -> Found | None:
     """The newest checkpoint of a run that is whole, by step; None if the run has none at all.
 
     Decided from what is on disk; `latest`, which a kill can leave behind, is not asked. Nothing is
@@ -52,46 +53,49 @@ def newest_good(run_dir: Path, *, verify: bool = True) -> Found | None:
     Args:
         run_dir: the run's directory.
         verify: compare checksums, too, not only names and sizes.
+        watch: told how far that is; what it raises ends it.
 
     Raises:
         NoWholeCheckpoint: there are some, and all are damaged; it names each.
     """
-    return _newest_in(checkpoints_folder(run_dir), verify=verify)
+    return _newest_in(checkpoints_folder(run_dir), verify, watch)
 
 
-def named(path: Path, *, key: str = "resume", verify: bool = True) -> Found:
+def named(
+    path: Path, *, key: str = "resume", verify: bool = True, watch: Watch = unwatched
+) -> Found:
     """The checkpoint that a user's path means.
 
     Args:
         path: a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
             one that is whole; or its file `latest`, for the one that is named there.
         key: the setting that has the path, for the texts.
-        verify: as for `newest_good`.
+        verify, watch: as for `newest_good`.
 
     Raises:
         ConfigError: there is no checkpoint there, or the one that was named is damaged.
     """
     path = path.expanduser()
     if path.name == LATEST and path.is_file():
-        return _explicit(_of_latest(path, key), key, verify=verify)
+        return _explicit(_of_latest(path, key), key, verify, watch)
     if not path.is_dir():
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
     if _is_checkpoint(path):
-        return _explicit(path, key, verify=verify)
+        return _explicit(path, key, verify, watch)
     for folder in (checkpoints_folder(path), path):
-        found = _newest_in(folder, verify=verify)
+        found = _newest_in(folder, verify, watch)
         if found is not None:
             return found
     where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
     raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
 
 
-def _newest_in(folder: Path, *, verify: bool) -> Found | None:
+def _newest_in(folder: Path, verify: bool, watch: Watch) -> Found | None:
     damaged: list[DamagedCheckpoint] = []
     for candidate in _candidates(folder):
         try:
-            manifest = verification.verify(candidate, checksums=verify)
+            manifest = verification.verify(candidate, checksums=verify, watch=watch)
         except DamagedCheckpoint as error:
             damaged.append(error)
         else:
@@ -115,9 +119,9 @@ def _is_checkpoint(path: Path) -> bool:
     return exists(path / MANIFEST) and exists(path / STATE)
 
 
-def _explicit(folder: Path, key: str, *, verify: bool) -> Found:
+def _explicit(folder: Path, key: str, verify: bool, watch: Watch) -> Found:
     try:
-        return Found(folder, verification.verify(folder, checksums=verify))
+        return Found(folder, verification.verify(folder, checksums=verify, watch=watch))
     except DamagedCheckpoint as error:
         raise ConfigError(
             f"{key} = {folder}: this checkpoint is damaged: {error.file} {error.reason}.\n"

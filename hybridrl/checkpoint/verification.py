@@ -3,7 +3,9 @@
 import hashlib
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
 from hybridrl.checkpoint import manifest as manifests
@@ -13,20 +15,39 @@ from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
 
 # Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
 _READERS = 8
+_BLOCK = 2**20  # bytes
+# Seconds between two looks at how far the readers are.
+_LOOK_S = 0.2
+
+# Gets a checkpoint's folder, the bytes of it that have been read and those that it has, several
+# times a second while its files are read. What it raises ends the reading.
+Watch = Callable[[Path, int, int], None]
 
 
-def digest(path: Path) -> FileRecord:
+def unwatched(folder: Path, read: int, size: int) -> None:
+    """A watch that lets the reading go on."""
+
+
+def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileRecord:
     """Size and SHA-256 of a file; to be called by the process that wrote it.
+
+    Args:
+        path: of the file.
+        note: gets the bytes of each block that was read; what it raises ends the reading.
 
     Raises:
         OSError: it cannot be read.
     """
+    content, size, block = hashlib.sha256(), 0, memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        found = hashlib.file_digest(file, "sha256")
-        return FileRecord(file.tell(), found.hexdigest())
+        while count := file.readinto(block):
+            content.update(block[:count])
+            size += count
+            note(count)
+    return FileRecord(size, content.hexdigest())
 
 
-def verify(folder: Path, *, checksums: bool = True) -> Manifest:
+def verify(folder: Path, *, checksums: bool = True, watch: Watch = unwatched) -> Manifest:
     """The manifest of a checkpoint whose files are all as it says.
 
     A file in state/ that the manifest does not list is damage, for whoever loads the state reads
@@ -35,6 +56,7 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
     Args:
         folder: of the checkpoint.
         checksums: read every file; without, only names and sizes are compared.
+        watch: told how far the reading is, by the thread that calls this.
 
     Raises:
         DamagedCheckpoint: the first file at fault.
@@ -45,7 +67,7 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
         _check_size(folder, name, manifest.files[name])
     _check_unlisted(folder, manifest)
     if checksums:
-        _check_content(folder, manifest)
+        _check_content(folder, manifest, watch)
     return manifest
 
 
@@ -100,17 +122,52 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
                 raise DamagedCheckpoint(folder, shown, "is not in the manifest")
 
 
-def _check_content(folder: Path, manifest: Manifest) -> None:
-    def check(name: str) -> None:
-        expected = manifest.files[name].sha256
-        try:
-            found = digest(folder / name).sha256
-        except OSError as error:
-            raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
-        if found != expected:
-            reason = f"has the sha256 {found}, the manifest says {expected}"
-            raise DamagedCheckpoint(folder, name, reason)
+class _Stopped(Exception):
+    """Nobody waits for the reader any more."""
 
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, sorted(manifest.files)):
-            pass
+
+class _Readers:
+    """What the readers of a checkpoint's files share."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._are_stopped = False
+
+    def note(self, count: int) -> None:
+        """Count a block; ends its reader if all are to stop."""
+        if self._are_stopped:
+            raise _Stopped
+        with self._lock:
+            self.bytes_read += count
+
+    def stop(self) -> None:
+        """Have every reader end after its block."""
+        self._are_stopped = True
+
+
+def _check_content(folder: Path, manifest: Manifest, watch: Watch) -> None:
+    """Read and hash the files in threads; an exception that comes meanwhile ends these, too."""
+    readers, names = _Readers(), sorted(manifest.files)
+    size = sum(record.size for record in manifest.files.values())
+    pool = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
+    try:
+        for check in [pool.submit(_check, folder, name, manifest, readers) for name in names]:
+            watch(folder, readers.bytes_read, size)
+            while wait([check], _LOOK_S).not_done:
+                watch(folder, readers.bytes_read, size)
+            check.result()
+    finally:
+        readers.stop()
+        pool.shutdown(cancel_futures=True)
+
+
+def _check(folder: Path, name: str, manifest: Manifest, readers: _Readers) -> None:
+    expected = manifest.files[name].sha256
+    try:
+        found = digest(folder / name, readers.note).sha256
+    except OSError as error:
+        raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
+    if found != expected:
+        reason = f"has the sha256 {found}, the manifest says {expected}"
+        raise DamagedCheckpoint(folder, name, reason)

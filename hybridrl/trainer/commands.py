@@ -15,6 +15,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
+from hybridrl.trainer.verifying import Verifying
 
 EXIT_FAILED, EXIT_CONFIG = 1, 2
 
@@ -56,6 +57,8 @@ def run_command(command: Callable[[], None]) -> None:
 def checkpoint_at(path: Path) -> Found:
     """The checkpoint that a path means, verified; says which newer ones were passed over.
 
+    Where that takes more than seconds, it also says how far it is.
+
     Args:
         path: a checkpoint's folder, or a run's directory for its newest one that is whole.
 
@@ -93,13 +96,14 @@ def while_it_stays(folder: Path) -> Iterator[None]:
 
 
 def _look(path: Path) -> Found:
+    watch = Verifying(lambda line: sys.stderr.write(f"{line}\n"))
     if not path.expanduser().exists():
         return named(path, key="PATH")  # raises, and says what was expected
     with while_it_stays(path.expanduser()):
         try:
-            return named(path, key="PATH")
+            return named(path, key="PATH", watch=watch)
         except NoWholeCheckpoint:  # perhaps all that were there have been replaced meanwhile
-            return named(path, key="PATH")
+            return named(path, key="PATH", watch=watch)
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:

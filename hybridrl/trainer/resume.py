@@ -10,6 +10,7 @@ from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, named, newest_good
 from hybridrl.checkpoint.names import checkpoints_folder, step_name
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
+from hybridrl.checkpoint.verification import Watch, unwatched
 from hybridrl.config.changes import changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -56,12 +57,17 @@ class Resume:
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 
 
-def find_checkpoint(config: RunConfig, run_dir: Path) -> Found | None:
+def find_checkpoint(config: RunConfig, run_dir: Path, watch: Watch = unwatched) -> Found | None:
     """The checkpoint that `resume` means; None: the run begins anew.
 
     What is in its way is set aside, so that only its course is left in the run's directory.
     Every file of it is read and compared with its checksum. A newer one that is damaged is passed
     over; `Found.damaged` names it.
+
+    Args:
+        config: the run.
+        run_dir: its directory, which may not be there yet.
+        watch: told how far the reading is; what it raises ends it.
 
     Raises:
         ConfigError: there is none at the path, all are damaged, the config has changed in what is
@@ -71,9 +77,9 @@ def find_checkpoint(config: RunConfig, run_dir: Path) -> Found | None:
         _refuse_used(run_dir)
         return None
     if config.resume == AUTO:
-        found = newest_good(run_dir) if run_dir.is_dir() else None
+        found = newest_good(run_dir, watch=watch) if run_dir.is_dir() else None
     else:
-        found = named(Path(config.resume))
+        found = named(Path(config.resume), watch=watch)
         if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
             _refuse_used(run_dir)
     if found is not None:

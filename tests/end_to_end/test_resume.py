@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from tests.end_to_end.kill_and_resume import (
 from tests.end_to_end.metric_names import explained
 from tests.end_to_end.runs import ROOT, SMALL, started
 from tests.run_configs import run_config
+from tests.unit.checkpoint.checkpoint_cases import huge_checkpoint
 
 # Two files of tests run at once.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -211,6 +213,23 @@ def test_a_restart_before_the_first_own_checkpoint_begins_where_the_run_began(re
     assert run.process.returncode == 0, output
     assert "The run starts anew" in output
     assert_same_end(tmp_path, reference[0])
+
+
+@pytest.mark.slow
+def test_sigterm_does_not_wait_for_a_checkpoint_to_be_verified(tmp_path):
+    """Another thread does that, beginning while Ray starts; here it would take half a minute."""
+    huge = huge_checkpoint(tmp_path / "old")
+    run_dir = tmp_path / "new"
+    with started(run_dir, *SMALL, f"resume={huge}") as run:
+        logged = lambda: "".join(path.read_text() for path in run_dir.glob("*.log"))  # noqa: E731
+        wait_until(lambda: f"Verifying {huge}: " in logged(), "a line of the verification", run)
+        run.process.terminate()
+        start = time.monotonic()
+        output = run.output(timeout=60)
+        assert time.monotonic() - start < 10
+        assert run.process.returncode == 143, output
+        assert "Traceback" not in output
+        run.assert_nothing_left()
 
 
 def test_auto_needs_a_directory(tmp_path):

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from hybridrl.checkpoint import commit, names
+from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.verification import digest
 
@@ -54,6 +55,16 @@ def manifest(step: int, files: dict[str, FileRecord], **metrics: float | None) -
         metrics=metrics,
         files=files,
     )
+
+
+def huge_checkpoint(run_dir: Path) -> Path:
+    """A checkpoint that takes half a minute to read at the least, and no room on the disk."""
+    folder, size = names.checkpoints_folder(run_dir) / names.step_name(20), 64 * 2**30
+    (folder / names.STATE).mkdir(parents=True)
+    with (folder / SHARDS[0]).open("wb") as file:
+        file.truncate(size)
+    manifests.write(folder, manifest(20, {SHARDS[0]: FileRecord(size, "0" * 64)}))
+    return folder
 
 
 def hidden(run_dir: Path) -> list[str]:
