@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.model_shape import model_shape
@@ -37,6 +36,7 @@ from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place, straddling
 from hybridrl.trainer.environment import turn_metrics
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
 from hybridrl.trainer.mismatch import check_rollout_log_probs
@@ -89,7 +89,8 @@ class PPOTrainer:
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_fields = LossFields(config.algorithm, config.seed)
         self.rewarding = judge
-        self.answer = judge.in_turns(self._sample)
+        self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
+        self.answer = judge.in_turns(self.engine.generate)
         self.prompts = prompts
         self.sampling = sampling_for(config, prompts.take, self._generate, judge)
         self.baseline: Baseline = NoBaseline()
@@ -115,8 +116,6 @@ class PPOTrainer:
         )
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.metrics: dict[str, float | None] = {}
-        self.weight_version = 0
-        self.rollout_version: int | None = None
 
     def fit(self, resume: Resume | None = None) -> float:
         """Train up to trainer.total_steps; return the final held-out accuracy.
@@ -174,13 +173,9 @@ class PPOTrainer:
             self.kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
         self.guard.skipped = SkippedSteps(**state.skipped)
-        self.weight_version = state.weight_version
         self.evaluator.last_accuracy = resume.last_accuracy
-        told = dict(self.metrics)
-        self.reshard()
-        self.metrics = told
-        if not state.rollout_is_current:
-            self.rollout_version = self.workers.rollout.call("sleep")[0]
+        with self.phases.section("reshard"):
+            self.engine.restore(state.weight_version, is_current=state.rollout_is_current)
         self.checkpoints.load_generators()
 
     def _check_prompts(self, state: LoopState) -> None:
@@ -204,27 +199,22 @@ class PPOTrainer:
         """
         self.checkpoints.poll()
         if self.preemption.is_asked:
-            self._make_room_for_moments()
+            self.engine.make_room_for_moments()
             raise Preempted(self.checkpoints.leave(self.done))
 
     def reshard(self) -> None:
         """Bring vLLM's weights up to the actor's, unless they are."""
-        if self.rollout_version == self.weight_version:
-            return
-        with self.phases.section("reshard"):
-            per_rank = self.workers.rollout.call("reshard", self.weight_version)
-            self.rollout_version = self.weight_version
-        for name in per_rank[0]:
-            self.metrics[f"reshard/{name}"] = max(metrics[name] for metrics in per_rank)
+        if not self.engine.is_current:
+            with self.phases.section("reshard"):
+                self.metrics |= self.engine.reshard()
 
     def rollout(self, step: int) -> Sampled:
         """Sample responses to the next prompts; then vLLM gives back what rollout.sleep names."""
         with self.phases.section("rollout"):
             sampled = self.sampling.sample(step)
             self.baseline.generate(sampled.prompts, step)
-            self.rollout_version = self.workers.rollout.call("sleep")[0]
+            self.engine.sleep()
         batch, engines = sampled.rollout.batch, sampled.rollout.engines
-        assert (batch.weight_version == self.weight_version).all(), "sampled from stale weights"
         seconds = self.phases.seconds("rollout")
         self.metrics |= sampled.metrics | rollout_metrics(batch) | engine_metrics(engines, seconds)
         self.metrics |= turn_metrics(sampled.rollout)
@@ -311,7 +301,7 @@ class PPOTrainer:
         with self.phases.section("update"):
             outcomes = call_together(calls, scheduled)
         self.phases.split("update", seconds_of(outcomes))
-        self.weight_version += trains_policy
+        self.engine.weight_version += trains_policy
         for outcome in outcomes.values():
             self.metrics |= outcome.value
         self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
@@ -327,7 +317,7 @@ class PPOTrainer:
         """Begin a checkpoint where one is due; it is written while later steps run."""
         with self.phases.section("checkpoint"):
             if is_taken := self.checkpoints.is_due(step):
-                self._make_room_for_moments()
+                self.engine.make_room_for_moments()
             self.done = self.state(step)
             self.checkpoints.step_ended()
             if is_taken:
@@ -346,8 +336,8 @@ class PPOTrainer:
             step,
             self.prompts,
             self.kl.coef,
-            self.weight_version,
-            self.rollout_version,
+            self.engine.weight_version,
+            self.engine.rollout_version,
             self.lengths,
             self.guard.skipped,
         )
@@ -357,24 +347,15 @@ class PPOTrainer:
         if self.config.trainer.save_final_model:
             folder = self.reporter.run_dir / "final"
             # Weights that idle on the host come back to be gathered: the engine makes room.
-            self.rollout_version = self.workers.rollout.call("sleep")[0]
+            self.engine.sleep()
             problem = self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
-
-    def _make_room_for_moments(self) -> None:
-        """A checkpoint brings moments back that idle on the host: then vLLM makes room."""
-        if self.config.fsdp.offload is not Offload.none:
-            self.rollout_version = self.workers.rollout.call("sleep")[0]
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         """Responses, dealt to engines by expected length; their lengths are learned from."""
         rollout = self.answer(self.lengths.expect(prompts))
         self.lengths.learn(rollout.batch)
         return rollout
-
-    def _sample(self, prompts: PromptBatch) -> Rollout:
-        """What all engines write in one turn."""
-        return self.workers.rollout.call("generate", prompts)
 
 
 def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
