@@ -1,5 +1,6 @@
 """How many tokens a prompt will cost, from what its responses took before."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Mean:
     """A running mean of whole numbers, exact in any order.
 
@@ -65,15 +66,28 @@ def expected_tokens(
 class ResponseLengths:
     """Lengths of the responses so far, kept by the controller from step to step.
 
-    The same history gives the same estimates, so prompts are dealt alike in every run of it.
+    The same history gives the same estimates, so prompts are dealt alike in every run of it. What
+    a step learns counts at once in what is expected, and in `state` once it is committed: a run
+    may have hundreds of thousands of prompts, of which a step changes a few.
 
     Attributes:
-        seen: prompt id -> its responses.
-        overall: all responses.
+        seen: prompt id -> its responses, up to the last commit.
+        overall: all responses up to the last commit.
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
     overall: Mean = field(default_factory=Mean)
+
+    def __post_init__(self) -> None:
+        self._learned: dict[int, Mean] = {}
+        self._known = ChainMap(self._learned, self.seen)
+        self._overall = self.overall
+
+    def commit(self) -> None:
+        """Count what was learned since the last commit as of a finished step."""
+        self.seen.update(self._learned)
+        self._learned.clear()
+        self.overall = self._overall
 
     def state(self) -> dict[str, Any]:
         """As plain JSON: `overall` and, by prompt id, `seen` as [count, total]."""
@@ -91,8 +105,8 @@ class ResponseLengths:
         expected = expected_tokens(
             prompts.prompts.lengths.tolist(),
             prompts.prompt_id.tolist(),
-            self.seen,
-            self.overall,
+            self._known,
+            self._overall,
             prompts.responses_per_prompt,
         )
         return replace(prompts, expected_tokens=expected)
@@ -102,5 +116,5 @@ class ResponseLengths:
         for prompt_id, length in zip(
             batch.group_id.tolist(), batch.responses.lengths.tolist(), strict=True
         ):
-            self.seen[prompt_id] = self.seen.get(prompt_id, Mean()).plus(length)
-            self.overall = self.overall.plus(length)
+            self._learned[prompt_id] = self._known.get(prompt_id, Mean()).plus(length)
+            self._overall = self._overall.plus(length)

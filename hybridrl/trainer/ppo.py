@@ -25,7 +25,6 @@ from hybridrl.controller.calls import Outcome
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
@@ -40,7 +39,7 @@ from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
 from hybridrl.trainer.mismatch import check_rollout_log_probs
-from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
+from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
@@ -48,7 +47,7 @@ from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
-from hybridrl.trainer.state import LoopState, loop_state
+from hybridrl.trainer.state import LoopState, TrainState
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -91,7 +90,6 @@ class PPOTrainer:
         self.rewarding = judge
         self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
         self.answer = judge.in_turns(self.engine.generate)
-        self.prompts = prompts
         self.sampling = sampling_for(config, prompts.take, self._generate, judge)
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
@@ -99,12 +97,12 @@ class PPOTrainer:
         self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
+        self.fingerprint = prompts.fingerprint
         self.checkpoints = checkpoints
         self.preemption = preemption
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
-        self.lengths = ResponseLengths()
         self.stragglers = StragglerAlarm(lambda engine: engine_place(workers.rollout, engine))
         self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
@@ -115,6 +113,7 @@ class PPOTrainer:
             lambda: self.phases.timeline,
         )
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
+        self.state = TrainState(prompts, kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
 
     def fit(self, resume: Resume | None = None) -> float:
@@ -132,7 +131,7 @@ class PPOTrainer:
             self.begin()
         else:
             self.go_on(resume)
-        for step in range(self.done.step + 1, last + 1):
+        for step in range(self.state.step + 1, last + 1):
             with self.profiler.step(step), self.phases.step():
                 self.reshard()
                 sampled = self.rollout(step)
@@ -159,23 +158,17 @@ class PPOTrainer:
             self.reshard()
             self.evaluate(step=0)
         self.log(step=0)
-        self.done = self.state(step=0)
+        self.state.commit(step=0)
         self.checkpoints.step_ended()
 
     def go_on(self, resume: Resume) -> None:
         """Be as the run was when the checkpoint was taken; its metrics have been told."""
         for note in self.checkpoints.load(resume.found):
             self.reporter.warn(note)
-        self.done = state = resume.state
-        self._check_prompts(state)
-        self.prompts.seek(state.prompts_taken)
-        if state.kl_coef is not None and self.kl.coef is not None:
-            self.kl.restore(state.kl_coef)
-        self.lengths = ResponseLengths.restored(state.lengths)
-        self.guard.skipped = SkippedSteps(**state.skipped)
-        self.evaluator.last_accuracy = resume.last_accuracy
+        self._check_prompts(resume.state)
         with self.phases.section("reshard"):
-            self.engine.restore(state.weight_version, is_current=state.rollout_is_current)
+            self.state.restore(resume.state)
+        self.evaluator.last_accuracy = resume.last_accuracy
         self.checkpoints.load_generators()
 
     def _check_prompts(self, state: LoopState) -> None:
@@ -184,7 +177,7 @@ class PPOTrainer:
         Raises:
             ConfigError: the training data are others than they were.
         """
-        changed = state.prompts != self.prompts.fingerprint
+        changed = state.prompts != self.fingerprint
         if changed and not self.config.checkpoint.allow_config_changes:
             raise ConfigError(
                 "data: the training prompts are not those of the checkpoint, although the config "
@@ -200,7 +193,7 @@ class PPOTrainer:
         self.checkpoints.poll()
         if self.preemption.is_asked:
             self.engine.make_room_for_moments()
-            raise Preempted(self.checkpoints.leave(self.done))
+            raise Preempted(self.checkpoints.leave(self.state.finished()))
 
     def reshard(self) -> None:
         """Bring vLLM's weights up to the actor's, unless they are."""
@@ -318,10 +311,10 @@ class PPOTrainer:
         with self.phases.section("checkpoint"):
             if is_taken := self.checkpoints.is_due(step):
                 self.engine.make_room_for_moments()
-            self.done = self.state(step)
+            self.state.commit(step)
             self.checkpoints.step_ended()
             if is_taken:
-                self.checkpoints.begin(self.done)
+                self.checkpoints.begin(self.state.finished())
         self.metrics["checkpoint/failed"] = float(self.checkpoints.failures)
 
     def log(self, step: int) -> None:
@@ -329,18 +322,6 @@ class PPOTrainer:
         row = self.reporter.log(step, self.metrics | self.phases.metrics())
         self.checkpoints.logged(step, row)
         self.metrics = {}
-
-    def state(self, step: int) -> LoopState:
-        """What later steps take from those up to `step`, beside the workers' own state."""
-        return loop_state(
-            step,
-            self.prompts,
-            self.kl.coef,
-            self.engine.weight_version,
-            self.engine.rollout_version,
-            self.lengths,
-            self.guard.skipped,
-        )
 
     def save(self) -> None:
         """Write the trained model as an ordinary HF folder."""
@@ -353,8 +334,8 @@ class PPOTrainer:
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         """Responses, dealt to engines by expected length; their lengths are learned from."""
-        rollout = self.answer(self.lengths.expect(prompts))
-        self.lengths.learn(rollout.batch)
+        rollout = self.answer(self.state.lengths.expect(prompts))
+        self.state.lengths.learn(rollout.batch)
         return rollout
 
 

@@ -1,8 +1,9 @@
 """What the driver's loop remembers from step to step, beside the workers' weights and moments."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompt_source import PromptSource
-from hybridrl.trainer.nonfinite import SkippedSteps
+from hybridrl.trainer.hybrid_engine import HybridEngine
+from hybridrl.trainer.kl_control import KLControl
+from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,65 @@ class LoopState:
 
     def encode(self) -> bytes:
         """As JSON; floats keep their bits."""
-        return (json.dumps(asdict(self)) + "\n").encode()
+        return (json.dumps(vars(self)) + "\n").encode()
 
 
-def loop_state(
-    step: int,
-    prompts: PromptSource,
-    kl_coef: float | None,
-    weight_version: int,
-    rollout_version: int | None,
-    lengths: ResponseLengths,
-    skipped: SkippedSteps,
-) -> LoopState:
-    """The state after a step, which later steps do not change."""
-    return LoopState(
-        step,
-        prompts.position,
-        prompts.fingerprint,
-        kl_coef,
-        weight_version,
-        rollout_version == weight_version,
-        lengths.state(),
-        asdict(skipped),
-    )
+class TrainState:
+    """What the loop carries from step to step, and how it stood after the last finished one.
+
+    A checkpoint that is taken amid a step is one of the step before. To hold on to that costs what
+    the step has changed; to tell of it, a pass over all prompts that were seen.
+
+    Args:
+        prompts: the training prompts.
+        kl: the reference's part.
+        engine: the actor's weights and vLLM's.
+        guard: counts skipped optimizer steps.
+
+    Attributes:
+        lengths: of the responses so far.
+        step: the last finished training step.
+    """
+
+    step: int
+
+    def __init__(
+        self, prompts: PromptSource, kl: KLControl, engine: HybridEngine, guard: NonFiniteGuard
+    ) -> None:
+        self.lengths = ResponseLengths()
+        self._prompts = prompts
+        self._kl = kl
+        self._engine = engine
+        self._guard = guard
+        self._finished: Callable[..., LoopState]
+
+    def commit(self, step: int) -> None:
+        """Hold on to everything as it is: `step` is finished."""
+        self.step = step
+        self.lengths.commit()
+        self._finished = partial(
+            LoopState,
+            step=step,
+            prompts_taken=self._prompts.position,
+            kl_coef=self._kl.coef,
+            weight_version=self._engine.weight_version,
+            rollout_is_current=self._engine.is_current,
+            skipped=asdict(self._guard.skipped),
+        )
+
+    def finished(self) -> LoopState:
+        """Everything as it was after the last finished step."""
+        return self._finished(prompts=self._prompts.fingerprint, lengths=self.lengths.state())
+
+    def restore(self, state: LoopState) -> None:
+        """Be as after the step of an earlier run; the actor has that run's weights already."""
+        self._prompts.seek(state.prompts_taken)
+        if state.kl_coef is not None and self._kl.coef is not None:
+            self._kl.restore(state.kl_coef)
+        self.lengths = ResponseLengths.restored(state.lengths)
+        self._guard.skipped = SkippedSteps(**state.skipped)
+        self._engine.restore(state.weight_version, is_current=state.rollout_is_current)
+        self.commit(state.step)
 
 
 def read_state(checkpoint: Path) -> LoopState:

@@ -23,6 +23,7 @@ def test_lengths_are_learned_by_prompt():
     lengths = ResponseLengths()
     lengths.learn(batch_of([4, 1, 7]))
     lengths.learn(batch_of([8, 1]))
+    lengths.commit()
     assert lengths.seen == {0: Mean(2, 12), 1: Mean(2, 2), 2: Mean(1, 7)}
     assert lengths.overall == Mean(5, 21)
 

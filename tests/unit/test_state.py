@@ -1,17 +1,20 @@
 """What the loop remembers: as it was, bit for bit, when it is read again."""
 
 import json
+import tracemalloc
 
 import pytest
 from test_kl_control import control, scored
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.data.lengths import Mean, ResponseLengths
+from hybridrl.config.choices import Offload
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.prompts import Prompt
+from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import NoReference
-from hybridrl.trainer.nonfinite import SkippedSteps
-from hybridrl.trainer.state import loop_state, read_state
+from hybridrl.trainer.nonfinite import NonFiniteGuard
+from hybridrl.trainer.state import TrainState, read_state
+from tests.batches import batch_of
 
 
 def test_an_adaptive_coefficient_goes_on_as_if_nothing_had_happened():
@@ -51,27 +54,77 @@ def test_the_prompts_are_known_by_their_tokens_not_by_how_many_were_taken():
     assert taken(0).fingerprint == taken(5).fingerprint != taken(0, token=8).fingerprint
 
 
-@pytest.mark.parametrize(("coef", "rollout_version"), [(None, 3), (0.1 + 0.2, 2)])
-def test_the_file_gives_back_what_was_written(coef, rollout_version, tmp_path):
-    lengths = ResponseLengths({7: Mean(4, 95), 2**40: Mean(1, 3)}, Mean(5, 98))
-    skipped = SkippedSteps({"actor": 2, "critic": 0}, {"actor": 5})
-    state = loop_state(6, taken(5), coef, 3, rollout_version, lengths, skipped)
-    (tmp_path / "driver.json").write_bytes(state.encode())
-    assert (read := read_state(tmp_path)) == state
-    assert read.rollout_is_current is (rollout_version == 3)
-    assert ResponseLengths.restored(read.lengths) == lengths
-    assert SkippedSteps(**read.skipped) == skipped
+class Engines:
+    """Rollout engines that keep no weights when they sleep."""
+
+    def call(self, method: str, *args):
+        return [{"total_s": 0.0}] if method == "reshard" else [None]
 
 
-def test_what_is_remembered_does_not_move_with_the_run():
-    lengths, skipped = ResponseLengths({7: Mean(1, 9)}, Mean(1, 9)), SkippedSteps({"actor": 1})
-    prompts = taken(5)
-    before = loop_state(1, prompts, None, 1, 1, lengths, skipped)
-    text = before.encode()
-    prompts.take(3)
-    lengths.seen[8] = Mean(2, 9)
-    skipped.count["actor"] = 2
-    assert before.encode() == text
+class Run:
+    """What a run carries from step to step, with an adaptive KL coefficient or no reference."""
+
+    def __init__(self, num_taken: int = 0, *, adaptive: bool = True) -> None:
+        self.prompts = taken(num_taken)
+        self.kl = control("loss", "adaptive") if adaptive else NoReference()
+        self.engine = HybridEngine(Engines(), Offload.none)
+        self.engine.reshard()
+        # Is asked neither to stop the run nor to write.
+        self.guard = NonFiniteGuard(config=None, run_dir=None, save_weights=None)
+        self.state = TrainState(self.prompts, self.kl, self.engine, self.guard)
+
+    def steps(self) -> None:
+        """Change everything that steps change."""
+        self.state.lengths.learn(batch_of([4, 1, 7]))
+        self.state.lengths.learn(batch_of([8, 1]))
+        self.prompts.take(3)
+        self.kl.adapt(scored())
+        self.engine.weight_version += 1
+        self.guard.skipped.note(5, {"actor/skipped_last": 2.0}, num_steps=2)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("is_asleep", [True, False])
+def test_a_run_that_goes_on_stands_where_the_file_says(adaptive, is_asleep, tmp_path):
+    first, second = Run(5, adaptive=adaptive), Run(adaptive=adaptive)
+    if adaptive:
+        first.steps()
+    first.engine.reshard()
+    if is_asleep:
+        first.engine.sleep()
+    first.state.commit(6)
+    (tmp_path / "driver.json").write_bytes(first.state.finished().encode())
+    read = read_state(tmp_path)
+    assert read == first.state.finished()
+    assert read.rollout_is_current is not is_asleep
+    second.state.restore(read)
+    assert second.state.step == 6
+    assert second.state.finished() == read
+    assert second.state.lengths == first.state.lengths
+    assert second.prompts.take(4) == first.prompts.take(4)
+
+
+def test_what_is_finished_does_not_move_with_the_step_that_runs():
+    run = Run(5)
+    run.state.commit(1)
+    before = run.state.finished().encode()
+    run.steps()
+    assert run.state.finished().encode() == before
+    run.state.commit(2)
+    now, then = vars(run.state.finished()), json.loads(before)
+    assert {name for name in then if now[name] == then[name]} == {"prompts"}
+
+
+def test_a_commit_keeps_nothing_for_prompts_that_the_step_has_not_drawn():
+    run = Run()
+    run.state.lengths.learn(batch_of([1] * 20_000))
+    run.state.commit(1)
+    run.state.lengths.learn(batch_of([4, 1, 7]))
+    tracemalloc.start()
+    run.state.commit(2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000  # bytes; a copy has over a million
 
 
 @pytest.mark.parametrize("body", [{"step": 1}, [], "x"])
