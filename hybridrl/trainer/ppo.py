@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
@@ -47,7 +46,7 @@ from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
 from hybridrl.trainer.sampling import Sampled, sampling_for
-from hybridrl.trainer.state import LoopState, TrainState
+from hybridrl.trainer.state import TrainState
 from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
@@ -97,7 +96,6 @@ class PPOTrainer:
         self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
-        self.fingerprint = prompts.fingerprint
         self.checkpoints = checkpoints
         self.preemption = preemption
         self.reporter = reporter
@@ -165,25 +163,10 @@ class PPOTrainer:
         """Be as the run was when the checkpoint was taken; its metrics have been told."""
         for note in self.checkpoints.load(resume.found):
             self.reporter.warn(note)
-        self._check_prompts(resume.state)
         with self.phases.section("reshard"):
             self.state.restore(resume.state)
         self.evaluator.last_accuracy = resume.last_accuracy
         self.checkpoints.load_generators()
-
-    def _check_prompts(self, state: LoopState) -> None:
-        """A position means nothing in another sequence.
-
-        Raises:
-            ConfigError: the training data are others than they were.
-        """
-        changed = state.prompts != self.fingerprint
-        if changed and not self.config.checkpoint.allow_config_changes:
-            raise ConfigError(
-                "data: the training prompts are not those of the checkpoint, although the config "
-                "names them alike: files, tokenizer or chat template have changed.\n"
-                "Put them back, or set checkpoint.allow_config_changes=true."
-            )
 
     def pause(self) -> None:
         """Between phases: commit a checkpoint that is written; end here if SIGTERM has come.

@@ -39,6 +39,7 @@ from hybridrl.trainer.report import Reporter, draw
 from hybridrl.trainer.resume import Resume, read_resume
 from hybridrl.trainer.rewarding import Judge
 from hybridrl.trainer.setup_times import SetupTimes
+from hybridrl.trainer.state import check_prompts
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
@@ -69,6 +70,9 @@ def train(
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
+
+    Raises:
+        ConfigError: the checkpoint is not of this version, or of other training prompts.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not os.environ.get("OMP_NUM_THREADS"):  # else torch has taken the user's number
@@ -79,6 +83,9 @@ def train(
         _route_logging(console, stack)
         started = datetime.now(UTC)
         resume = None if found is None else read_resume(config, run_dir, found)
+        source = prompt_source(prompts, config.data, config.seed)
+        if resume is not None and not config.checkpoint.allow_config_changes:
+            check_prompts(resume.state, source)
         try:
             write_manifest(
                 run_dir, config, machine, prompts.data_sets, started=started, found=found
@@ -104,7 +111,7 @@ def train(
             workers,
             _kl_control(config, workers),
             _value_function(config, workers),
-            prompt_source(prompts, config.data, config.seed),
+            source,
             judge,
             evaluator,
             Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn),
