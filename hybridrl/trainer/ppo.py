@@ -23,7 +23,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
-from hybridrl.data.batch import PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
@@ -31,8 +31,7 @@ from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.checkpoint import Checkpointer
-from hybridrl.trainer.engines import StragglerAlarm, engine_metrics, engine_place, straddling
-from hybridrl.trainer.environment import turn_metrics
+from hybridrl.trainer.engines import StragglerAlarm, engine_place, straddling
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
@@ -44,10 +43,16 @@ from hybridrl.trainer.profiling import StepProfiler
 from hybridrl.trainer.report import Reporter, is_due
 from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.reward_model import reward_model_for
-from hybridrl.trainer.rewarding import Judge, Rewarded, data_set_means, overlong_shaping
+from hybridrl.trainer.rewarding import (
+    Judge,
+    Rewarded,
+    outcome_metrics,
+    outcome_on_last_token,
+    overlong_shaping,
+)
+from hybridrl.trainer.rollout_metrics import rollout_metrics
 from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.state import TrainState
-from hybridrl.trainer.throughput import RESPONSES, TOKENS
 from hybridrl.trainer.value_function import ValueFunction
 
 
@@ -190,12 +195,10 @@ class PPOTrainer:
             sampled = self.sampling.sample(step)
             self.baseline.generate(sampled.prompts, step)
             self.engine.sleep()
-        batch, engines = sampled.rollout.batch, sampled.rollout.engines
         seconds = self.phases.seconds("rollout")
-        self.metrics |= sampled.metrics | rollout_metrics(batch) | engine_metrics(engines, seconds)
-        self.metrics |= turn_metrics(sampled.rollout)
+        self.metrics |= sampled.metrics | rollout_metrics(sampled.rollout, seconds)
         self.metrics["rollout/straddling_engines"] = self.straddling
-        for warning in self.stragglers.warnings(engines):
+        for warning in self.stragglers.warnings(sampled.rollout.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
@@ -215,11 +218,7 @@ class PPOTrainer:
         responses = sampled.rollout.batch.responses
         penalty = self.overlong(responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
-        self.metrics |= data_set_means(sampled.prompts, outcome) | {
-            "reward/mean": float(outcome.mean()),
-            "reward/std": float(outcome.std(correction=0)),
-            "reward/overlong_penalty": -float(penalty.mean()),
-        }
+        self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
         self.reporter.saw_responses(step, sampled.prompts, responses, rewarded)
         return outcome_on_last_token(outcome, responses)
 
@@ -320,26 +319,6 @@ class PPOTrainer:
         rollout = self.answer(self.state.lengths.expect(prompts))
         self.state.lengths.learn(rollout.batch)
         return rollout
-
-
-def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
-    """Token scores that are 0 but for the last token of each response, which has its outcome."""
-    assert (responses.lengths > 0).all(), "a response has at least its end token"
-    scores = torch.zeros(len(responses.values), dtype=torch.float32)
-    scores[responses.lengths.cumsum(0) - 1] = outcomes.float()
-    return responses.like(scores)
-
-
-def rollout_metrics(batch: RolloutBatch) -> dict[str, float | None]:
-    """What is known of a step's responses as such."""
-    lengths = batch.responses.lengths.float()
-    return {
-        TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
-        RESPONSES: float(len(lengths)),
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": float(lengths.max()),
-        "response/truncated_fraction": float(batch.truncated.float().mean()),
-    }
 
 
 def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:

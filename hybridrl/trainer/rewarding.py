@@ -12,6 +12,7 @@ from hybridrl.algorithms.overlong import overlong_penalty
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
 from hybridrl.data.tokenizer import Decode
 from hybridrl.rewards.scorer import Failure, RewardScorer
 
@@ -104,6 +105,31 @@ def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, floa
         if prompt.dataset:
             rows.setdefault(prompt.dataset, []).append(row)
     return {f"reward/mean_{name}": float(outcome[of_set].mean()) for name, of_set in rows.items()}
+
+
+def outcome_metrics(
+    prompts: Sequence[Prompt], outcome: Tensor, penalty: Tensor
+) -> dict[str, float]:
+    """reward/mean, of data sets too, reward/std and reward/overlong_penalty.
+
+    Args:
+        prompts: [B] the prompt of each response.
+        outcome: [B] the responses' rewards.
+        penalty: [B] <= 0, what is in them for a response's length.
+    """
+    return data_set_means(prompts, outcome) | {
+        "reward/mean": float(outcome.mean()),
+        "reward/std": float(outcome.std(correction=0)),
+        "reward/overlong_penalty": -float(penalty.mean()),
+    }
+
+
+def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
+    """Token scores that are 0 but for the last token of each response, which has its outcome."""
+    assert (responses.lengths > 0).all(), "a response has at least its end token"
+    scores = torch.zeros(len(responses.values), dtype=torch.float32)
+    scores[responses.lengths.cumsum(0) - 1] = outcomes.float()
+    return responses.like(scores)
 
 
 class Rewarder:
