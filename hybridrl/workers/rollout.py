@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
+from hybridrl.distributed.heap import give_back_free_memory
 from hybridrl.distributed.layout import choose_columns
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
@@ -161,12 +162,13 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def sleep(self) -> int | None:
-        """Let training have the memory that rollout.sleep names.
+        """Let training have the memory that rollout.sleep names, and the machine what is free.
 
         Returns:
             The version of the weights that stay; None if they are gone until the next reshard.
         """
         self.engine.sleep()
+        give_back_free_memory()
         if EnginePart.WEIGHTS not in self.engine.awake:
             self.weight_version = None
         return self.weight_version
