@@ -29,7 +29,8 @@ class UsageError(ConfigError):
 def run_command(command: Callable[[], None]) -> None:
     """Run a command; leaves by SystemExit unless all goes well.
 
-    Exit codes: 1 failed, 2 what the user can fix, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 1 failed, 2 what the user can fix, 130 Ctrl-C, 143 SIGTERM; others are a command's
+    own, by sys.exit.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     # As in hybridrl.main: torch's folder for compiled kernels, and the user's modules.

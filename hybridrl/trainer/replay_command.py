@@ -4,29 +4,28 @@ Starts the workers of that run's config, loads the weights that met the batch, c
 loss and gradients of exactly that update, prints what is not finite, and writes replay.json into
 the folder. Takes no step.
 
-Exit codes: 0 everything is finite, 1 something is not, 2 the folder or the config is wrong.
+Exit codes: 0 everything is finite, 1 failed, 2 the folder or the config is wrong, 3 something is
+not finite, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import argparse
 import logging
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.config.errors import ConfigError
-from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_standard_output
+from hybridrl.trainer.commands import run_command
 
-EXIT_NOT_FINITE, EXIT_USAGE = 1, 2
+EXIT_NOT_FINITE = 3
 # Of the tables, where the output is no terminal.
 WIDTH = 160
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command; leaves by SystemExit."""
+def main() -> None:
+    """The command; leaves by SystemExit unless everything is finite."""
+    guard_standard_output()
     parser = argparse.ArgumentParser(
         prog="hybridrl replay",
         description=__doc__,
@@ -36,23 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--run-code", action="store_true", help="of others that the folder's config names"
     )
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        guard_standard_output()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if os.getcwd() not in sys.path:  # losses and workers of the user's
-        sys.path.insert(0, os.getcwd())
-    try:
-        sys.exit(_replay(options.folder, runs_code=options.run_code))
-    except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        sys.exit(EXIT_USAGE)
-    except WorkerError as error:  # nothing was found out
-        sys.stderr.write(f"{error}\n")
-        sys.exit(EXIT_USAGE)
+    run_command(lambda: _replay(options.folder, runs_code=options.run_code))
 
 
-def _replay(folder: Path, *, runs_code: bool) -> int:
+def _replay(folder: Path, *, runs_code: bool) -> None:
     # Heavy imports come only when the command line is known to be right.
     from hybridrl.controller.ray_runtime import ray_runtime
     from hybridrl.trainer.replay import replay, show, write_findings
@@ -65,4 +53,5 @@ def _replay(folder: Path, *, runs_code: bool) -> int:
     show(console if console.is_terminal else Console(highlight=False, width=WIDTH), findings)
     path = write_findings(folder, findings)
     console.print(f"written to {path}", soft_wrap=True)
-    return 0 if findings.is_finite else EXIT_NOT_FINITE
+    if not findings.is_finite:
+        sys.exit(EXIT_NOT_FINITE)

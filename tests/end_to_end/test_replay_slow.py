@@ -59,7 +59,7 @@ def test_a_run_without_finite_steps_stops_and_its_replay_names_the_responses(tmp
         timeout=240,
         check=False,
     )
-    assert replayed.returncode == 1, replayed.stdout + replayed.stderr
+    assert replayed.returncode == 3, replayed.stdout + replayed.stderr
     found = json.loads((folder / "replay.json").read_text())
     assert (found["role"], found["step"], found["finite"]) == ("actor", 2, False)
     assert [response["response"] for response in found["responses"]] == guilty
