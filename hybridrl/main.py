@@ -58,6 +58,7 @@ from hybridrl.trainer.verifying import Verifying
 if TYPE_CHECKING:
     from hybridrl.checkpoint.find import Found
     from hybridrl.data.prompt_sets import PromptSets
+    from hybridrl.trainer.base_models import Fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
             setup.mark("ray")
             if ray_address():
                 preflight(result, machine, overrides)
-            prompts, found = preparing.result()
+            prompts, models, found = preparing.result()
             setup.mark("checks")
             if restart:
                 log.warning(
@@ -231,7 +232,7 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
             prepared.is_on_course = True  # what was in the way has been set aside
             from hybridrl.trainer.session import train
 
-            return train(config, folder, machine, prompts, setup, found)
+            return train(config, folder, machine, prompts, setup, models, found)
 
 
 def _checked_overrides(line: CommandLine) -> list[str]:
@@ -268,16 +269,18 @@ def _check_data(result: Examined) -> "PromptSets":
 
 def _prepare_session(
     result: Examined, folder: Path, watch: Verifying
-) -> "tuple[PromptSets, Found | None]":
-    """The prompts of a config, as `_check_data`, and the checkpoint it goes on from.
+) -> "tuple[PromptSets, Fingerprints, Found | None]":
+    """A config's prompts as `_check_data`, its models' files, the checkpoint that it goes on from.
 
     torch and the like are imported in between.
     """
     prompts = _check_data(result)
     importlib.import_module("hybridrl.trainer.session")
+    from hybridrl.trainer.base_models import base_models
     from hybridrl.trainer.resume import find_checkpoint
 
-    return prompts, find_checkpoint(result.config, folder, watch)
+    models = base_models(result.config)
+    return prompts, models, find_checkpoint(result.config, folder, models, watch)
 
 
 def _look_at_data(result: Examined) -> "PromptSets | None":

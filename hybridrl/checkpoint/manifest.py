@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Manifest:
         world_size: ranks that wrote it.
         metrics: of the step; NaN and infinity are written as null.
         files: all but the manifest, by path in the folder, with `/`.
+        models: fingerprints of those that the run takes from elsewhere, by file, by the config's
+            key of the path; 64 hex digits each.
     """
 
     step: int
@@ -65,6 +67,7 @@ class Manifest:
     world_size: int
     metrics: dict[str, float | None]
     files: dict[str, FileRecord]
+    models: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def config_hash(self) -> str:
@@ -93,6 +96,7 @@ def encode(manifest: Manifest) -> bytes:
         "versions": manifest.versions,
         "config": manifest.config,
         "config_hash": manifest.config_hash,
+        "models": manifest.models,
         "files": {
             name: dataclasses.asdict(record) for name, record in sorted(manifest.files.items())
         },
@@ -239,6 +243,7 @@ _SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "versions": (_is_table(_is_text), "texts by name"),
     "config": (_is_table(lambda _: True), "an object"),
     "config_hash": (_is_sha256, "64 hex digits"),
+    "models": (_is_table(_is_table(_is_sha256)), "64 hex digits by file by key"),
     "files": (_is_table(lambda _: True), "size and sha256 by path"),
     "sha256": (_is_sha256, "64 hex digits"),
 }

@@ -1,6 +1,7 @@
 """What differs between the config a checkpoint was made with and the one it is resumed with."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hybridrl.config.keys import leaves
@@ -11,6 +12,8 @@ from hybridrl.config.links import LINKS
 FREE = frozenset(
     {
         *("resume", "run", "hardware", "cluster", "placement", "eval", "tracking", "doctor"),
+        # Where models lie; the files there are compared instead.
+        *("model.path", "reward_model.model.path"),
         "checkpoint",
         "actor.log_prob_chunk_tokens",
         "actor.max_tokens_per_gpu",
@@ -43,41 +46,55 @@ FOLLOWING = {
     "seed": ("model.seed", "rollout.seed"),
     "trainer.total_steps": ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
 }
+# Of a model's files so many are named.
+MAX_FILES_SHOWN = 3
 _FREE_IN = {"fsdp": FREE_FSDP, "rollout": FREE_ROLLOUT, "trainer": FREE_TRAINER}
 
 
 class Change(NamedTuple):
-    """A key with another value.
+    """A key with another value, or of a path with other files behind it.
 
     Attributes:
         key: dotted.
         before, now: values as plain JSON; MISSING where there is no such key.
         matters: whether it changes what is computed, beyond rounding.
+        files: names of those that are others than before.
     """
 
     key: str
     before: Any
     now: Any
     matters: bool
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.now}, was {self.before}"
+        text = f"{self.key} = {self.now}"
+        if self.files:
+            more = len(self.files) - MAX_FILES_SHOWN
+            end = f" and {more} more" if more > 0 else ""
+            text += f" (other files: {', '.join(self.files[:MAX_FILES_SHOWN])}{end})"
+        return text if self.now == self.before else f"{text}, was {self.before}"
 
 
 MISSING = "(not there)"
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    files: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[Change]:
     """The keys whose values differ, those that matter first, each by name.
 
     Args:
         before, now: resolved configs as plain JSON.
+        files: those that are others than before, by the key of the path that they lie under.
     """
     old, new = _own_leaves(before), _own_leaves(now)
     differing = [
         key
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, MISSING) != new.get(key, MISSING)
+        if old.get(key, MISSING) != new.get(key, MISSING) or key in files
     ]
     followers = {
         leader: [key for key in keys if old.get(key) == old[leader] and new.get(key) == new[leader]]
@@ -90,7 +107,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             key,
             old.get(key, MISSING),
             new.get(key, MISSING),
-            any(_matters(one, new) for one in (key, *followers.get(key, ()))),
+            key in files or any(_matters(one, new) for one in (key, *followers.get(key, ()))),
+            files.get(key, ()),
         )
         for key in sorted(told)
     ]

@@ -23,9 +23,10 @@ from hybridrl.models import smollm2
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 
-# What transformers and vLLM need; a hub folder may hold the same weights in further formats.
-_PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
-_HUB_FILES = ["*.safetensors", *_PLAIN_FILES]
+# What transformers and vLLM need beside weights.
+PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# A hub folder may hold the same weights in further formats.
+_HUB_FILES = ["*.safetensors", *PLAIN_FILES]
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin")
 # A tokenizer has its vocabulary in one of these.
@@ -88,7 +89,7 @@ def plain_folder(path: str) -> Path:
     Raises:
         ConfigError: there is no such model, or it is out of reach.
     """
-    return _hub_folder(path, _PLAIN_FILES) if _is_on_hub(path) else resolve_model(path)
+    return _hub_folder(path, PLAIN_FILES) if _is_on_hub(path) else resolve_model(path)
 
 
 def absolute_path(path: str) -> str:
@@ -152,14 +153,14 @@ def _hub_folder(name: str, files: list[str]) -> Path:
             f"hub does not give it ({type(error).__name__}: {reason}).\n{_WAYS_OUT}"
         ) from error
     if not _is_complete(folder, files):
-        lacks = "tokenizer" if files == _PLAIN_FILES else "*.safetensors"
+        lacks = "tokenizer" if files == PLAIN_FILES else "*.safetensors"
         raise ConfigError(f"model.path = {name}: no {_CONFIG} or {lacks} there.\n{_WAYS_OUT}")
     return folder
 
 
 def _is_complete(folder: Path, files: list[str]) -> bool:
     """Whether a snapshot has its config and what else `files` wants: a tokenizer, all weights."""
-    if files == _PLAIN_FILES and not any((folder / name).is_file() for name in VOCABULARIES):
+    if files == PLAIN_FILES and not any((folder / name).is_file() for name in VOCABULARIES):
         return False
     wanted = {_CONFIG}
     if "*.safetensors" in files:

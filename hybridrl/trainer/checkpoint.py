@@ -25,6 +25,7 @@ from hybridrl.checkpoint.verification import digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.saving import SaveResult
+from hybridrl.trainer.base_models import Fingerprints
 from hybridrl.trainer.manifest import plain, versions
 from hybridrl.trainer.report import is_due
 from hybridrl.trainer.state import LoopState
@@ -60,6 +61,7 @@ class Checkpointer:
         saver: the role that keeps the workers' state.
         sync: has the disk take the metrics so far; a checkpoint is not newer than they are.
         warn: tells the user of a checkpoint that was lost.
+        models: fingerprints of those that the run takes from elsewhere.
 
     Attributes:
         failures: checkpoints that could not be written.
@@ -73,12 +75,14 @@ class Checkpointer:
         saver: WorkerGroup,
         sync: Callable[[], None],
         warn: Callable[[str], None],
+        models: Fingerprints,
     ) -> None:
         self.failures = 0
         self.newest: Path | None = None
         self._config = config
         self._plain_config = plain(config)
         self._versions = versions()
+        self._models = {key: dict(files) for key, files in models.items()}
         self._run_dir = run_dir
         self._saver = saver
         self._sync = sync
@@ -191,6 +195,7 @@ class Checkpointer:
             world_size=len(results),
             metrics=dict(writing.row),
             files=files,
+            models=self._models,
         )
         try:
             self._sync()

@@ -48,8 +48,7 @@ PACKAGES = (
 def write_manifest(
     run_dir: Path,
     config: RunConfig,
-    hardware: Any,
-    data: Any = None,
+    facts: Mapping[str, Any],
     *,
     started: datetime,
     found: Found | None = None,
@@ -60,8 +59,8 @@ def write_manifest(
     Args:
         run_dir: existing directory of the run.
         config: the run, resolved.
-        hardware: what the run has: dataclasses, mappings and plain values.
-        data: the run's data sets in numbers, likewise.
+        facts: `hardware` that it runs on and what it begins from, by name: dataclasses, mappings
+            and plain values.
         started: when the run began, with its time zone.
         found: the checkpoint it goes on from; earlier starts stay listed.
         argv: the command line.
@@ -75,8 +74,7 @@ def write_manifest(
         "config": plain(config),
         "versions": versions(),
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
-        "hardware": plain(hardware),
-        "data": plain(data),
+        **{name: plain(fact, name) for name, fact in facts.items()},
         "platform": platform.platform(),
     }
     path = run_dir / MANIFEST_FILE

@@ -11,10 +11,11 @@ from hybridrl.checkpoint.find import Found, named, newest_good
 from hybridrl.checkpoint.names import checkpoints_folder, step_name
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
 from hybridrl.checkpoint.verification import Watch, unwatched
-from hybridrl.config.changes import changes
+from hybridrl.config.changes import Change, changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.base_models import Fingerprints, other_files
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking import METRICS_FILE, Row, read_rows
@@ -57,7 +58,9 @@ class Resume:
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 
 
-def find_checkpoint(config: RunConfig, run_dir: Path, watch: Watch = unwatched) -> Found | None:
+def find_checkpoint(
+    config: RunConfig, run_dir: Path, models: Fingerprints, watch: Watch = unwatched
+) -> Found | None:
     """The checkpoint that `resume` means; None: the run begins anew.
 
     What is in its way is set aside, so that only its course is left in the run's directory.
@@ -67,11 +70,12 @@ def find_checkpoint(config: RunConfig, run_dir: Path, watch: Watch = unwatched) 
     Args:
         config: the run.
         run_dir: its directory, which may not be there yet.
+        models: fingerprints of those that it takes from elsewhere.
         watch: told how far the reading is; what it raises ends it.
 
     Raises:
-        ConfigError: there is none at the path, all are damaged, the config has changed in what is
-            computed, or a run is to begin where another one has left checkpoints.
+        ConfigError: there is none at the path, all are damaged, the config or a model has changed
+            in what is computed, or a run is to begin where another one has left checkpoints.
     """
     if config.resume == NONE:
         _refuse_used(run_dir)
@@ -83,7 +87,7 @@ def find_checkpoint(config: RunConfig, run_dir: Path, watch: Watch = unwatched) 
         if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
             _refuse_used(run_dir)
     if found is not None:
-        _check_changes(config, found)
+        _check_changes(config, found, models)
     return found if found is None else take_up(run_dir, found)
 
 
@@ -100,7 +104,7 @@ def take_up(run_dir: Path, found: Found) -> Found:
     return replace(found, folder=folder / step_name(found.manifest.step))
 
 
-def read_resume(config: RunConfig, run_dir: Path, found: Found) -> Resume:
+def read_resume(config: RunConfig, run_dir: Path, found: Found, models: Fingerprints) -> Resume:
     """Read what the driver goes on from; the metrics are those of the run that it was.
 
     Raises:
@@ -120,7 +124,7 @@ def read_resume(config: RunConfig, run_dir: Path, found: Found) -> Resume:
     total = config.trainer.total_steps
     if state.step >= total:
         notes.append(f"all {total} steps are done (trainer.total_steps): nothing is left to train")
-    notes += _change_notes(config, found)
+    notes += _change_notes(config, found, models)
     return Resume(found, state, rows, notes)
 
 
@@ -135,21 +139,25 @@ def _refuse_used(run_dir: Path) -> None:
         )
 
 
-def _check_changes(config: RunConfig, found: Found) -> None:
-    found_changes = changes(found.manifest.config, plain(config))
-    mattering = [change for change in found_changes if change.matters]
+def _changes(config: RunConfig, found: Found, models: Fingerprints) -> list[Change]:
+    before = found.manifest
+    return changes(before.config, plain(config), other_files(before.models, models))
+
+
+def _check_changes(config: RunConfig, found: Found, models: Fingerprints) -> None:
+    mattering = [change for change in _changes(config, found, models) if change.matters]
     if mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {change}" for change in mattering)
         raise ConfigError(
-            f"resume = {found.folder} was made with another config:\n{listed}\n"
+            f"resume = {found.folder} was made with another config or model:\n{listed}\n"
             f"This changes what is computed: steps before and after would not be of one run.\n"
             f"Set what has changed back, or checkpoint.allow_config_changes=true."
         )
 
 
-def _change_notes(config: RunConfig, found: Found) -> list[str]:
+def _change_notes(config: RunConfig, found: Found, models: Fingerprints) -> list[str]:
     by_kind: dict[bool, list[str]] = {True: [], False: []}
-    for change in changes(found.manifest.config, plain(config)):
+    for change in _changes(config, found, models):
         if change.key not in ("resume", "checkpoint.allow_config_changes", "hardware.reason"):
             by_kind[change.matters].append(str(change))
     told = []

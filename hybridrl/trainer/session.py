@@ -27,6 +27,7 @@ from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.base_models import Fingerprints
 from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.console import RunConsole
 from hybridrl.trainer.evaluate import Evaluator
@@ -56,6 +57,7 @@ def train(
     machine: Machine,
     prompts: PromptSets,
     setup: SetupTimes,
+    models: Fingerprints,
     found: Found | None = None,
 ) -> float:
     """Run PPO as configured; to be called inside `ray_runtime`.
@@ -66,6 +68,7 @@ def train(
         machine: what the run may use.
         prompts: the run's.
         setup: times what happens before the loop.
+        models: fingerprints of those that the run takes from elsewhere.
         found: the checkpoint to go on from; None: the run begins.
 
     Returns:
@@ -82,14 +85,13 @@ def train(
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
         started = datetime.now(UTC)
-        resume = None if found is None else read_resume(config, run_dir, found)
+        resume = None if found is None else read_resume(config, run_dir, found, models)
         source = prompt_source(prompts, config.data, config.seed)
         if resume is not None and not config.checkpoint.allow_config_changes:
             check_prompts(resume.state, source)
         try:
-            write_manifest(
-                run_dir, config, machine, prompts.data_sets, started=started, found=found
-            )
+            facts = {"hardware": machine, "data": prompts.data_sets, "models": models}
+            write_manifest(run_dir, config, facts, started=started, found=found)
         except OSError as error:  # a run can do without
             log.warning("the manifest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
@@ -114,7 +116,7 @@ def train(
             source,
             judge,
             evaluator,
-            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn),
+            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, models),
             preemption,
             reporter,
         )

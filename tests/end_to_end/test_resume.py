@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.find import NoWholeCheckpoint
+from hybridrl.checkpoint.find import Found, NoWholeCheckpoint
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
-from hybridrl.trainer.resume import find_checkpoint, read_resume
+from hybridrl.config.schema import RunConfig
+from hybridrl.models.resolve import EMBEDDED_FOLDER
+from hybridrl.trainer.base_models import base_models
+from hybridrl.trainer.resume import Resume, find_checkpoint, read_resume
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,
     STEPS,
@@ -87,6 +90,16 @@ def refused(run_dir: Path, *overrides: str) -> str:
     return " ".join(output.split())
 
 
+def find(config: RunConfig, run_dir: Path) -> Found | None:
+    """The checkpoint that a run with this config takes up."""
+    return find_checkpoint(config, run_dir, base_models(config))
+
+
+def taken_up(config: RunConfig, run_dir: Path) -> Resume:
+    """What it goes on from."""
+    return read_resume(config, run_dir, find(config, run_dir), base_models(config))
+
+
 def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
     """Of the thirty the first three with both victims and a save, two steps or more apart.
 
@@ -120,7 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(copied):
     before, newest = steps_in(copied)
     file = spoil(copied, newest)
     config = run_config(*CONFIG)
-    resume = read_resume(config, copied, find_checkpoint(config, copied))
+    resume = taken_up(config, copied)
     assert resume.state.step == before
     assert [row["step"] for row in resume.rows] == list(range(before + 1))
     assert any(f"step_{newest:08d}: {file} has the sha256" in note for note in resume.notes)
@@ -130,7 +143,7 @@ def test_where_all_are_damaged_each_is_named(copied):
     for step in steps_in(copied):
         flip(checkpoints_folder(copied) / f"step_{step:08d}" / DRIVER)
     with pytest.raises(NoWholeCheckpoint) as caught:
-        find_checkpoint(run_config(*CONFIG), copied)
+        find(run_config(*CONFIG), copied)
     for step in steps_in(copied):
         assert f"step_{step:08d}: {DRIVER} has the sha256" in str(caught.value)
 
@@ -138,30 +151,50 @@ def test_where_all_are_damaged_each_is_named(copied):
 def test_changes_of_what_is_computed_are_listed_and_must_be_allowed(reference):
     changed = [*CONFIG, "actor.optim.lr=0.5", "actor.epochs=2", "cluster.gpus_per_node=2"]
     with pytest.raises(ConfigError) as caught:
-        find_checkpoint(run_config(*changed), reference[0])
+        find(run_config(*changed), reference[0])
     for told in ("actor.optim.lr = 0.5, was 0.0001", "actor.epochs = 2, was 1"):
         assert told in str(caught.value)
     assert "gpus_per_node" not in str(caught.value)
     config = run_config(*changed, "checkpoint.allow_config_changes=true")
-    resume = read_resume(config, reference[0], find_checkpoint(config, reference[0]))
+    resume = taken_up(config, reference[0])
     allowed, free = resume.notes[-2:]
     assert allowed.startswith("changed, as allowed: ") and "actor.epochs = 2, was 1" in allowed
     assert "cluster.gpus_per_node = 2, was 1" in free
 
 
+def test_other_files_of_the_model_must_be_allowed_and_the_same_elsewhere_need_not(
+    reference, tmp_path
+):
+    """The reference would be another one, and so would what adapters are added to."""
+    model = Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "model"))
+    config = run_config(*CONFIG, f"model.path={model}")
+    told = taken_up(config, reference[0]).notes[-1]
+    moved = f"model.path = {model}, was embedded"
+    assert told.startswith("changed, without effect on the results: ") and moved in told
+    flip(model / "model.safetensors")
+    others = f"model.path = {model} (other files: model.safetensors), was embedded"
+    with pytest.raises(ConfigError, match=re.escape(others)):
+        find(config, reference[0])
+    config.checkpoint.allow_config_changes = True
+    (allowed,) = (note for note in taken_up(config, reference[0]).notes if "model.path" in note)
+    assert allowed == f"changed, as allowed: {others}"
+
+
 def test_a_new_run_does_not_mix_with_an_old_one(reference):
     with pytest.raises(ConfigError, match=f"the newest of step {STEPS}.*\n.*resume=auto"):
-        find_checkpoint(run_config(*CONFIG, "resume=none"), reference[0])
+        find(run_config(*CONFIG, "resume=none"), reference[0])
 
 
 def test_a_finished_run_has_nothing_left_to_do(reference):
     config = run_config(*CONFIG)
-    resume = read_resume(config, reference[0], find_checkpoint(config, reference[0]))
+    resume = taken_up(config, reference[0])
     assert f"all {STEPS} steps are done" in " ".join(resume.notes)
     longer = run_config(
         *CONFIG, f"trainer.total_steps={STEPS + 1}", "actor.optim.schedule=constant"
     )
-    assert "steps are done" not in " ".join(read_resume(longer, reference[0], resume.found).notes)
+    assert "steps are done" not in " ".join(
+        read_resume(longer, reference[0], resume.found, {}).notes
+    )
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def put(config: dict, key: str, value: object) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        *("seed", "model.path", "data.prompts_per_step", "algorithm.kl.coef"),
+        *("seed", "model.init", "data.prompts_per_step", "algorithm.kl.coef"),
         *("actor.optim.lr", "actor.mini_batch_size", "rollout.temperature", "fsdp.param_dtype"),
         *("reward.function", "critic.worker"),
     ],
@@ -44,7 +44,12 @@ def test_what_is_computed_matters(key):
     [
         *("run.name", "cluster.gpus_per_node", "fsdp.dp_shard", "fsdp.offload", "fsdp.compile"),
         *("rollout.tensor_parallel_size", "rollout.sleep", "eval.every_steps", "resume"),
-        *("checkpoint.every_steps", "actor.max_tokens_per_gpu", "trainer.max_restarts"),
+        *(
+            "model.path",
+            "checkpoint.every_steps",
+            "actor.max_tokens_per_gpu",
+            "trainer.max_restarts",
+        ),
     ],
 )
 def test_where_and_how_it_is_computed_does_not_matter(key):
@@ -86,6 +91,19 @@ def test_what_follows_another_key_is_not_told_beside_it(schedule, matters):
     assert [change.key for change in changes(before, now)] == (
         ["trainer.total_steps", "critic.total_steps"][:: 1 if matters else -1]
     )
+
+
+def test_a_path_matters_by_the_files_behind_it():
+    before, now = plain(run_config()), plain(run_config())
+    key, path = "model.path", before["model"]["path"]
+    (change,) = changes(before, now, {key: ("a", "b", "c", "d")})
+    assert change == Change(key, path, path, matters=True, files=("a", "b", "c", "d"))
+    assert str(change) == f"{key} = {path} (other files: a, b, c and 1 more)"
+    now["model"]["path"] = "/elsewhere"
+    assert changes(before, now) == [Change(key, path, "/elsewhere", matters=False)]
+    (change,) = changes(before, now, {key: ("a",)})
+    assert change.matters
+    assert str(change) == f"{key} = /elsewhere (other files: a), was {path}"
 
 
 def test_a_key_that_is_new_or_gone_is_a_change():

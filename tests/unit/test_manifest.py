@@ -28,7 +28,9 @@ def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     machine = Machine((Node("n0", 8, 2**35, (GPU("H200", 2**37),)),))
     argv = ["main.py", "+recipe=gsm8k_ppo", "seed=7"]
     data = [DataSetFacts("sums", "a.jsonl", 1.0, 90, 10, {"repeated": 3})]
-    path = write_manifest(tmp_path, run_config("seed=7"), machine, data, started=STARTED, argv=argv)
+    files = {"model.path": {"tokenizer.json": "00"}}
+    facts = {"hardware": machine, "data": data, "models": files}
+    path = write_manifest(tmp_path, run_config("seed=7"), facts, started=STARTED, argv=argv)
     manifest = json.loads(path.read_text())
     assert path == tmp_path / "manifest.json"
     assert (manifest["seed"], manifest["run"]) == (7, "gsm8k_ppo")
@@ -38,6 +40,7 @@ def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     assert manifest["config"]["algorithm"]["kl"]["estimator"] == "k1"
     assert manifest["config"]["actor"]["worker"] == "hybridrl.workers.actor.ActorWorker"
     assert manifest["data"][0]["left_out"] == {"repeated": 3}
+    assert manifest["models"] == files
     assert manifest["hardware"]["nodes"][0]["gpus"][0]["name"] == "H200"
 
 
@@ -93,11 +96,15 @@ def test_a_resumed_run_names_its_checkpoint_and_keeps_its_earlier_starts(tmp_pat
     found = Found(tmp_path / "checkpoints" / "step_00000002", None)
     for checkpoint, hour in ((None, 3), (found, 4), (found, 5)):
         write_manifest(
-            tmp_path, run_config(), {}, started=STARTED.replace(hour=hour), found=checkpoint
+            tmp_path,
+            run_config(),
+            {"hardware": {}},
+            started=STARTED.replace(hour=hour),
+            found=checkpoint,
         )
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["resumed_from"] == str(found.folder)
     assert [start["started"][11:13] for start in manifest["earlier_starts"]] == ["03", "04"]
     assert manifest["earlier_starts"][0]["resumed_from"] is None
-    write_manifest(tmp_path, run_config(), {}, started=STARTED)
+    write_manifest(tmp_path, run_config(), {"hardware": {}}, started=STARTED)
     assert json.loads((tmp_path / "manifest.json").read_text())["earlier_starts"] == []

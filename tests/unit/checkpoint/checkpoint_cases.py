@@ -54,6 +54,7 @@ def manifest(step: int, files: dict[str, FileRecord], **metrics: float | None) -
         world_size=2,
         metrics=metrics,
         files=files,
+        models={"model.path": {"config.json": "0" * 64}},
     )
 
 

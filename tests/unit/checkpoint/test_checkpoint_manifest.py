@@ -113,6 +113,8 @@ def test_plain_paths_are_read(tmp_path, path):
         ({"files": {"a": RECORD | {"sha256": DIGEST.replace("0", "G")}}}, "expected a size in"),
         ({"files": {"a": {"size": 1}}}, "expected a size in bytes and a sha256"),
         ({"files": {"a": RECORD | {"mode": 7}}}, "expected a size in bytes and a sha256"),
+        ({"models": {"model.path": "config.json"}}, "expected 64 hex digits by file by key"),
+        ({"models": {"model.path": {"config.json": 1}}}, "expected 64 hex digits by file by key"),
         ({"more": "\x1b[2J" * 999}, "has the fields"),
         ({"config_hash": DIGEST}, "is not as it was written"),
     ],

@@ -1,0 +1,52 @@
+"""The models that a run takes from elsewhere: which files they have, and whether these changed.
+
+Checkpoints hold the trained weights alone. The reference, what adapters are added to, and the
+reward model are read from their paths again by each start.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridrl.config.choices import Init
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import RunConfig
+from hybridrl.models.fingerprint import fingerprint
+from hybridrl.models.resolve import model_folder, resolve_model
+
+# By file (models/fingerprint.py), by the config's key of the path.
+Fingerprints = Mapping[str, Mapping[str, str]]
+
+
+def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Fingerprints of all that a run reads of models' files.
+
+    Raises:
+        ConfigError: there is no such model, or a file of it cannot be read.
+    """
+    model, reward = config.model, config.reward_model
+    key, pretrained = "model.path", model.init is Init.pretrained
+    found = {key: _of(key, model.path, model_folder(model), weights=pretrained)}
+    if reward is not None:
+        key, path = "reward_model.model.path", reward.model.path
+        found[key] = _of(key, path, resolve_model(path), weights=True)
+    return found
+
+
+def other_files(before: Fingerprints, now: Fingerprints) -> dict[str, tuple[str, ...]]:
+    """The files that changed, came or went, by key: of models that a run had and has."""
+    changed = {
+        key: tuple(
+            name
+            for name in sorted(before[key].keys() | now[key].keys())
+            if before[key].get(name) != now[key].get(name)
+        )
+        for key in before.keys() & now.keys()
+    }
+    return {key: names for key, names in changed.items() if names}
+
+
+def _of(key: str, path: str, folder: Path, *, weights: bool) -> dict[str, str]:
+    try:
+        return fingerprint(folder, weights=weights)
+    except OSError as error:
+        raise ConfigError(f"{key} = {path}: a file of it cannot be read: {error}") from error
