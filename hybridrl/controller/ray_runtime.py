@@ -26,7 +26,6 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RaySystemError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
@@ -35,6 +34,7 @@ from hybridrl.config.schema import ClusterConfig
 from hybridrl.config.secrets import is_secret_variable
 from hybridrl.controller import processes
 from hybridrl.controller.janitor import Janitor
+from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.ray_head import connect, head_place, ray_address
 from hybridrl.controller.ray_watch import out_of_order
 from hybridrl.controller.signals import SignalGuard, shielded
@@ -140,15 +140,8 @@ def cluster_machine() -> Machine:
         ConfigError: the cluster cannot be joined.
     """
     with joined_cluster(ALL_GPUS_VISIBLE):
-        look = ray.remote(local_machine)
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        found = [
-            look.options(
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            ).remote()
-            for node in alive
-        ]
+        nodes, alive = Nodes(), [node for node in ray.nodes() if node["Alive"]]
+        found = [nodes.submit(node["NodeID"], local_machine) for node in alive]
         machines = ray.get(found, timeout=START_ON_ONE_CORE_S)
     return Machine(
         tuple(
