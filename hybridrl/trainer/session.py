@@ -25,6 +25,7 @@ from hybridrl.controller.output import lossy_text
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
+from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.base_models import Fingerprints
@@ -86,9 +87,7 @@ def train(
         _route_logging(console, stack)
         started = datetime.now(UTC)
         resume = None if found is None else read_resume(config, run_dir, found, models)
-        source = prompt_source(prompts, config.data, config.seed)
-        if resume is not None and not config.checkpoint.allow_config_changes:
-            check_prompts(resume.state, source)
+        source = _source(config, prompts, resume)
         try:
             facts = {"hardware": machine, "data": prompts.data_sets, "models": models}
             write_manifest(run_dir, config, facts, started=started, found=found)
@@ -98,11 +97,7 @@ def train(
         decode = decoder(load_tokenizer(config.model.path))
         judge = open_judge(config, prompts, decode, stack)
         evaluator = _evaluator(config, prompts, judge, stack)
-        tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
-        stack.push(
-            lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S)
-        )
-        stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
+        tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
         setup.mark("workers", workers.pool.start_times.seconds)
@@ -125,6 +120,22 @@ def train(
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
+
+
+def _source(config: RunConfig, prompts: PromptSets, resume: Resume | None) -> PromptSource:
+    """The training prompts, compared with those of the checkpoint that is gone on from."""
+    source = prompt_source(prompts, config.data, config.seed)
+    if resume is not None and not config.checkpoint.allow_config_changes:
+        check_prompts(resume.state, source)
+    return source
+
+
+def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
+    """Where metrics go; at the end, however it comes, they are sent and drawn."""
+    tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
+    stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
+    stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
+    return tracker
 
 
 def _grace_s(config: RunConfig) -> float:
