@@ -37,9 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import hardware, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
-from hybridrl.config.choices import Accumulation, DType, Layout, Offload
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import FSDPConfig, SaverConfig
+from hybridrl.config.schema import SaverConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, schedule, update_sizes
 from hybridrl.distributed.mesh import build_mesh
@@ -88,11 +87,11 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    fsdp = _spec(arguments.ranks, on_gpu=not arguments.small)
     size = SMALL_SIZE if arguments.small else SIZE
     shape = model_shape(json.loads((folder / "config.json").read_text()))
-    config = actor_config(folder, fsdp, size, arguments.ranks)
-    mesh = build_mesh(fsdp, "cpu" if arguments.small else "cuda")
+    fsdp = {"activation_checkpointing": True, "accumulation": "sharded", "compile": False}
+    config = actor_config(folder, size, arguments.ranks, fsdp, on_gpu=not arguments.small)
+    mesh = build_mesh(config.fsdp, "cpu" if arguments.small else "cuda")
     actor = ActorWorker(config, mesh)
     told = SaverConfig(worker="hybridrl.workers.saver.SaverWorker", prepares=True)
     saver = SaverWorker(told, mesh)
@@ -126,24 +125,6 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "load_s": round(load, 2),
         "plain_torch_save_s": round(plain, 2),
     }
-
-
-def _spec(ranks: int, *, on_gpu: bool) -> FSDPConfig:
-    return FSDPConfig(
-        dp_shard=ranks,
-        dp_replicate=1,
-        reshard_after_forward=True,
-        param_dtype=DType.bfloat16 if on_gpu else DType.float32,
-        reduce_dtype=DType.float32,
-        activation_checkpointing=True,
-        accumulation=Accumulation.sharded,
-        layout=Layout.plain,
-        tensor_parallel_size=1,
-        columns=None,
-        ulysses_size=1,
-        offload=Offload.none,
-        compile=False,
-    )
 
 
 def _batch(actor: ActorWorker, shape: ModelShape, size: Size, ranks: int) -> RankBatch:

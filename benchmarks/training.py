@@ -40,13 +40,12 @@ from benchmarks.training_workload import (
     Size,
     actor_config,
     draw_lengths,
-    fsdp_config,
     random_batch,
 )
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import FSDPConfig
+from hybridrl.config.schema import ActorConfig, FSDPConfig
 from hybridrl.config.training_memory import TrainingMemory, Workload
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -112,8 +111,8 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
     result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
     for variant in arguments.variants.split(","):
-        fsdp = fsdp_config(arguments, compiled=variant == "compiled")
-        result[variant] = _measure_variant(folder, fsdp, shape, size, device_type, arguments)
+        config = _config(folder, size, arguments, compiled=variant == "compiled")
+        result[variant] = _measure_variant(config, shape, size, device_type, arguments.repeats)
         if rank == 0:
             print(variant, json.dumps(result[variant]), file=sys.stderr, flush=True)
     if rank == 0:
@@ -121,26 +120,33 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def _config(
+    folder: Path, size: Size, arguments: argparse.Namespace, *, compiled: bool
+) -> ActorConfig:
+    """The actor that the command line asks for."""
+    fsdp = {
+        "reshard_after_forward": not arguments.keep_gathered,
+        "activation_checkpointing": arguments.checkpointing,
+        "accumulation": arguments.accumulation,
+        "compile": compiled,
+    }
+    return actor_config(folder, size, arguments.ranks, fsdp, on_gpu=not arguments.small)
+
+
 def _measure_variant(
-    folder: Path,
-    fsdp: FSDPConfig,
-    shape: ModelShape,
-    size: Size,
-    device_type: str,
-    arguments: argparse.Namespace,
+    config: ActorConfig, shape: ModelShape, size: Size, device_type: str, repeats: int
 ) -> dict[str, Any]:
-    config = actor_config(folder, fsdp, size, arguments.ranks)
-    actor = ActorWorker(config, build_mesh(fsdp, device_type))
-    sizes = update_sizes(config, arguments.ranks, shape)
+    actor, ranks = ActorWorker(config, build_mesh(config.fsdp, device_type)), dist.get_world_size()
+    sizes = update_sizes(config, ranks, shape)
     found: dict[str, Any] = {}
     for name in ("equal", "lognormal"):
-        batch = random_batch(draw_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
-        found[name] = _measure(actor, batch, sizes, shape, arguments.repeats)
+        batch = random_batch(draw_lengths(name, ranks, size), size.prompt, shape.vocab)
+        found[name] = _measure(actor, batch, sizes, shape, repeats)
     found["unequal_over_equal"] = round(
         found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
     )
     found["peak_gib"] = _peak_memory()
-    found["planned_gib"] = round(_planned_bytes(fsdp, shape, size) / GIB, 2)
+    found["planned_gib"] = round(_planned_bytes(config.fsdp, shape, size) / GIB, 2)
     del actor
     if device_type == "cuda":
         torch.cuda.empty_cache()

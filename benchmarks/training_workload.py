@@ -1,33 +1,14 @@
 """What training.py computes: the model's shape, lengths, a batch, the actor's config."""
 
-import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.configs import composed
 from benchmarks.shapes import TINY
-from hybridrl.config.algorithm_schema import (
-    AlgorithmConfig,
-    KLConfig,
-    LossConfig,
-    OverlongConfig,
-    RolloutCorrectionConfig,
-)
-from hybridrl.config.choices import (
-    Accumulation,
-    Aggregation,
-    CorrectionLevel,
-    CorrectionMethod,
-    DType,
-    Init,
-    KLEstimator,
-    KLPlacement,
-    Layout,
-    LRSchedule,
-    Offload,
-)
-from hybridrl.config.schema import ActorConfig, FSDPConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 
@@ -94,74 +75,32 @@ def random_batch(lengths: torch.Tensor, prompt: int, vocab: int) -> RolloutBatch
     )
 
 
-def fsdp_config(arguments: argparse.Namespace, *, compiled: bool) -> FSDPConfig:
-    """The sharding spec that the command line asks for."""
-    return FSDPConfig(
-        dp_shard=arguments.ranks,
-        dp_replicate=1,
-        reshard_after_forward=not arguments.keep_gathered,
-        param_dtype=DType.float32 if arguments.small else DType.bfloat16,
-        reduce_dtype=DType.float32,
-        activation_checkpointing=arguments.checkpointing,
-        accumulation=Accumulation(arguments.accumulation),
-        layout=Layout.plain,
-        tensor_parallel_size=1,
-        columns=None,
-        ulysses_size=1,
-        offload=Offload.none,
-        compile=compiled,
-    )
+def actor_config(
+    folder: Path, size: Size, ranks: int, fsdp: Mapping[str, object], *, on_gpu: bool
+) -> ActorConfig:
+    """GRPO's actor without a KL penalty, with random weights, sharded over all ranks.
 
-
-def algorithm_config() -> AlgorithmConfig:
-    """GRPO without a KL penalty."""
-    return AlgorithmConfig(
-        advantage="grpo",
-        gamma=1.0,
-        lam=1.0,
-        pass_k=4,
-        whiten_advantages=False,
-        loss=LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
-        aggregation=Aggregation.token_mean,
-        rollout_correction=RolloutCorrectionConfig(
-            method=CorrectionMethod.none, level=CorrectionLevel.token, low=0.5, high=2.0
-        ),
-        overlong=OverlongConfig(buffer_tokens=0, penalty=1.0, train_on_truncated=True),
-        max_sampling_rounds=1,
-        kl=KLConfig(
-            placement=KLPlacement.reward,
-            estimator=KLEstimator.k1,
-            coef=0.0,
-            target=None,
-            horizon=1000,
-        ),
-    )
-
-
-def actor_config(folder: Path, fsdp: FSDPConfig, size: Size, ranks: int) -> ActorConfig:
-    """An actor with random weights, of the shape that folder/config.json describes."""
-    return ActorConfig(
-        worker="hybridrl.workers.actor.ActorWorker",
-        model=ModelConfig(path=str(folder), init=Init.random, seed=0),
-        fsdp=fsdp,
-        algorithm=algorithm_config(),
-        lora=None,
-        total_steps=100,
-        temperature=1.0,
-        mini_batch_size=ranks * size.sequences,
-        epochs=1,
-        max_tokens_per_gpu=size.max_tokens,
-        max_response_tokens=size.max_tokens - size.prompt,
-        entropy_coef=0.0,
-        log_prob_chunk_tokens=size.chunk_tokens,
-        optim=OptimConfig(
-            lr=1.0e-6,
-            betas=[0.9, 0.999],
-            eps=1.0e-8,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            schedule=LRSchedule.constant,
-            warmup_steps=0,
-            min_lr_ratio=0.0,
-        ),
-    )
+    Args:
+        folder: of the config.json with the model's shape.
+        size: how much is computed.
+        ranks: over which the weights are split.
+        fsdp: keys of conf/fsdp and their values.
+        on_gpu: in bfloat16 on GPUs, else in float32 on CPUs.
+    """
+    values = {
+        "hardware": "gpu" if on_gpu else "cpu",
+        "cluster.gpus_per_node": ranks,
+        "model.path": folder,
+        "model.init": "random",
+        "algorithm": "grpo",
+        "algorithm.kl.coef": 0.0,
+        "algorithm.rollout_correction.method": "none",
+        "rollout.max_response_tokens": size.max_tokens - size.prompt,
+        "actor.mini_batch_size": ranks * size.sequences,
+        "actor.max_tokens_per_gpu": size.max_tokens,
+        "actor.log_prob_chunk_tokens": size.chunk_tokens,
+        "actor.optim.lr": 1.0e-6,
+        "fsdp.layout": "plain",
+    }
+    values |= {f"fsdp.{key}": value for key, value in fsdp.items()}
+    return composed(values).actor
