@@ -10,7 +10,9 @@ import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.config.errors import ConfigError
-from hybridrl.trainer.commands import run_command, while_it_stays
+from hybridrl.trainer import verifying
+from hybridrl.trainer.commands import checkpoint_at, run_command, while_it_stays
+from tests.unit.checkpoint.checkpoint_cases import save
 
 
 @pytest.fixture
@@ -34,6 +36,13 @@ def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: 1 problem on the command line")
     assert f"{tmp_path}: state has only parts of actor.weights.x" in said
+
+
+def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verifying, "FIRST_S", 0.0)
+    folder = save(tmp_path, 20)
+    assert checkpoint_at(tmp_path).folder == folder
+    assert capsys.readouterr().err.startswith(f"Verifying {folder}: ")
 
 
 def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):
