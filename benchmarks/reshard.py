@@ -40,10 +40,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
-from hybridrl.config.choices import Accumulation, DType, Init, Layout, Offload, SleepMode
-from hybridrl.config.schema import FSDPConfig, ModelConfig, RolloutConfig
+from hybridrl.config.choices import Layout
+from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import NamedShard
@@ -157,26 +158,12 @@ def _build(args: argparse.Namespace, folder: Path, device_type: str) -> tuple[Ro
     """The rollout worker, connected to an actor whose every weight is a random number."""
     if device_type == "cuda":
         torch.cuda.empty_cache()
-    model = ModelConfig(path=str(folder), init=Init.random, seed=0)
-    spec = FSDPConfig(
-        dp_shard=args.gpus,
-        dp_replicate=1,
-        reshard_after_forward=True,
-        param_dtype=DType.bfloat16,
-        reduce_dtype=DType.float32,
-        activation_checkpointing=False,
-        accumulation=Accumulation.full,
-        layout=Layout(args.layout),
-        tensor_parallel_size=args.tp,
-        columns=None,
-        ulysses_size=1,
-        offload=Offload.none,
-        compile=False,
-    )
+    config = _config(args, folder)
+    spec = config.fsdp
     mesh = build_mesh(spec, device_type)
-    worker = RolloutWorker(_rollout(args, model), mesh)
+    worker = RolloutWorker(config.rollout, mesh)
     spec = replace(spec, columns=worker.columns(spec))
-    actor = Actor(load_sharded_policy(model, spec, mesh, chunk_tokens=1024))
+    actor = Actor(load_sharded_policy(config.model, spec, mesh, chunk_tokens=1024))
     generator = torch.Generator(device_type).manual_seed(dist.get_rank())
     for shard in actor.named_shards():
         shard.local().normal_(generator=generator)
@@ -185,26 +172,24 @@ def _build(args: argparse.Namespace, folder: Path, device_type: str) -> tuple[Ro
     return worker, actor
 
 
-def _rollout(args: argparse.Namespace, model: ModelConfig) -> RolloutConfig:
-    return RolloutConfig(
-        worker="hybridrl.workers.rollout.RolloutWorker",
-        model=model,
-        seed=0,
-        tensor_parallel_size=args.tp,
-        responses_per_prompt=1,
-        temperature=1.0,
-        top_p=1.0,
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-        dtype=DType.bfloat16,
-        gpu_memory_utilization=0.5,
-        kv_cache_mb=64,
-        max_num_seqs=8,
-        enforce_eager=True,
-        sleep=SleepMode.all,
-        reshard_bucket_mb=args.bucket_mb,
-        verify_reshard=True,
-    )
+def _config(args: argparse.Namespace, folder: Path) -> RunConfig:
+    """Actor and engine that the command line asks for, in bfloat16 on CPUs too."""
+    values = {
+        "hardware": "gpu",
+        "cluster.gpus_per_node": args.gpus,
+        "model.path": folder,
+        "model.init": "random",
+        "fsdp.layout": args.layout,
+        "fsdp.compile": False,
+        "rollout.tensor_parallel_size": args.tp,
+        "rollout.max_prompt_tokens": 64,
+        "rollout.max_response_tokens": 64,
+        "rollout.kv_cache_mb": 64,
+        "rollout.max_num_seqs": 8,
+        "rollout.enforce_eager": True,
+        "rollout.reshard_bucket_mb": args.bucket_mb,
+    }
+    return composed(values)
 
 
 def _measure(
