@@ -206,6 +206,10 @@ def test_the_command_refuses_with_code_2(reference, copied, tmp_path):
     told = refused(reference[0], *EVERYTHING, "actor.optim.lr=0.5")
     assert "actor.optim.lr = 0.5, was 0.0001" in told
     assert "resume=auto" in refused(reference[0], *EVERYTHING, "resume=none")
+    model = Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "model"))
+    flip(model / "model.safetensors")
+    told = refused(reference[0], *EVERYTHING, f"model.path={model}")
+    assert "(other files: model.safetensors), was embedded" in told
 
 
 @pytest.mark.slow
