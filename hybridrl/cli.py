@@ -49,19 +49,19 @@ def _doctor() -> None:
 
 
 def _export() -> None:
-    from hybridrl.trainer.export_command import main
+    from hybridrl.commands.export import main
 
     main()
 
 
 def _eval() -> None:
-    from hybridrl.trainer.eval_command import main
+    from hybridrl.commands.evaluate import main
 
     main()
 
 
 def _replay() -> None:
-    from hybridrl.trainer.replay_command import main
+    from hybridrl.commands.replay import main
 
     main()
 

@@ -7,13 +7,13 @@ from composing import GPU_NODE, LAPTOP, examined
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.commands.evaluation.config import evaluation_config
+from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.machine import Machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.eval_config import evaluation_config
-from hybridrl.trainer.eval_subject import Subject
 from hybridrl.trainer.manifest import plain
 
 HUB = Subject("embedded", model="embedded")

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.find import Found
+from hybridrl.commands.export import export
+from hybridrl.commands.running import checkpoint_at
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.export import InMemory, write_model
-from hybridrl.trainer.commands import checkpoint_at
-from hybridrl.trainer.export_command import export
 from tests.distributed.export_cases import STEP, Trained, checkpoint
 from tests.role_configs import lora_config
 from tests.tiny_hf import tiny_folder
@@ -162,7 +162,7 @@ def test_checkpoint_that_goes_while_it_is_exported_is_told_so(cases, tmp_path, m
         shutil.rmtree(found.folder)
         return found
 
-    monkeypatch.setattr("hybridrl.trainer.export_command.checkpoint_at", pruned_then_found)
+    monkeypatch.setattr("hybridrl.commands.export.checkpoint_at", pruned_then_found)
     with pytest.raises(ConfigError, match=r"was removed meanwhile \(checkpoint\.keep_last\)"):
         export(run_dir, tmp_path / "model", DType.float32, None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

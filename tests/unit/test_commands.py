@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.commands.running import checkpoint_at, run_command, while_it_stays
 from hybridrl.config.errors import ConfigError
 from hybridrl.trainer import verifying
-from hybridrl.trainer.commands import checkpoint_at, run_command, while_it_stays
 from tests.unit.checkpoint.checkpoint_cases import save
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.commands.evaluation.options import Split, parse_options
+from hybridrl.commands.evaluation.session import passes
 from hybridrl.config.errors import ConfigError
-from hybridrl.trainer.eval_options import Split, parse_options
-from hybridrl.trainer.eval_session import passes
 
 
 def test_a_path_alone_is_one_sampled_response_to_each_held_out_problem():

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from hybridrl.trainer.eval_statistics import ALL, group_results, pass_at_k
+from hybridrl.commands.evaluation.statistics import ALL, group_results, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

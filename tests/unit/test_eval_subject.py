@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.checkpoint.commit import begin, commit
 from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.commands.evaluation.subject import find_subject, safe_name
 from hybridrl.config.errors import ConfigError
-from hybridrl.trainer.eval_subject import find_subject, safe_name
 
 
 @pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-0.5B-Instruct"])

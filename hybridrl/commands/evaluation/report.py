@@ -10,10 +10,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from hybridrl.commands.evaluation.completions import rule_name
+from hybridrl.commands.evaluation.session import Answers, Case
+from hybridrl.commands.evaluation.statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.config.machine import Machine
-from hybridrl.trainer.eval_completions import rule_name
-from hybridrl.trainer.eval_session import Answers, Case
-from hybridrl.trainer.eval_statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.manifest import plain, versions
 

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.checkpoint.find import Found
+from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import Init
 from hybridrl.config.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.errors import ConfigError
@@ -23,7 +24,6 @@ from hybridrl.config.machine import Machine
 from hybridrl.config.validate import run_evaluation_checks
 from hybridrl.controller.command import conf_dir, hardware_overrides
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.eval_subject import Subject
 from hybridrl.trainer.manifest import HIDDEN
 
 # What a run says of its evaluations.

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hybridrl.commands.evaluation.config import evaluation_config
+from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
+from hybridrl.commands.evaluation.subject import Subject, find_subject
+from hybridrl.commands.running import UsageError, run_command
 from hybridrl.config.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.installation import check_installation
@@ -17,22 +21,20 @@ from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.command import look
+from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
-from hybridrl.trainer.commands import UsageError, run_command
-from hybridrl.trainer.eval_config import evaluation_config
-from hybridrl.trainer.eval_options import EvalOptions, Split, parse_options
-from hybridrl.trainer.eval_subject import Subject, find_subject
 
 if TYPE_CHECKING:
+    from hybridrl.commands.evaluation.session import Case
     from hybridrl.data.prompt_sets import PromptSets
     from hybridrl.data.prompts import Prompt
-    from hybridrl.trainer.eval_session import Case
 
 LOG = "eval.log"
 
 
 def main() -> None:
     """The command; leaves by SystemExit unless all goes well."""
+    guard_standard_output()
     run_command(lambda: _evaluate(sys.argv[1:]))
 
 
@@ -49,9 +51,9 @@ def _evaluate(argv: Sequence[str]) -> None:
 
 def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Machine) -> None:
     # Heavy imports come only now.
+    from hybridrl.commands.evaluation.report import results_of, table_of, write_results
+    from hybridrl.commands.evaluation.session import Answers, Case, evaluate
     from hybridrl.controller.ray_runtime import ray_runtime
-    from hybridrl.trainer.eval_report import results_of, table_of, write_results
-    from hybridrl.trainer.eval_session import Answers, Case, evaluate
 
     config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
     model_folder(config.model)  # a download, if any, is made once and not by every worker

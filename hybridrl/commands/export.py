@@ -9,18 +9,19 @@ from typing import Any
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
-from hybridrl.config.choices import Accelerator, DType, Init
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.models.exported import added_to, in_between, is_export
-from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
-from hybridrl.trainer.commands import (
+from hybridrl.commands.running import (
     EXIT_FAILED,
     UsageError,
     checkpoint_at,
     run_command,
     while_it_stays,
 )
+from hybridrl.config.choices import Accelerator, DType, Init
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import LoRAConfig, ModelConfig
+from hybridrl.controller.output import guard_standard_output
+from hybridrl.models.exported import added_to, in_between, is_export
+from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
 
 # Files that a message lists.
 MAX_NAMED = 5
@@ -40,6 +41,7 @@ EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 
 
 def main() -> None:
     """The command; leaves by SystemExit unless all goes well."""
+    guard_standard_output()
     args = _parser().parse_args()
     run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
-from hybridrl.trainer.commands import UsageError, checkpoint_at
+from hybridrl.commands.running import UsageError, checkpoint_at
 
 _MODEL = "config.json"
 # Of a name; file systems take 255 bytes.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hybridrl.trainer.commands import UsageError
+from hybridrl.commands.running import UsageError
 
 DESCRIPTION = """\
 Score a checkpoint or any Hugging Face model on a data set: mean score and pass@k, with the

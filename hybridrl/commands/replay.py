@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hybridrl.commands.running import run_command
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.trainer.commands import run_command
 
 EXIT_NOT_FINITE = 3
 # Of the tables, where the output is no terminal.

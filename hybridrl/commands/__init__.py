@@ -1,0 +1,1 @@
+"""The commands beside training: export, eval, replay; what they have in common is in `running`."""
