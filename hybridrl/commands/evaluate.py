@@ -13,7 +13,7 @@ from rich.console import Console
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
 from hybridrl.commands.evaluation.subject import Subject, find_subject
-from hybridrl.commands.running import UsageError, run_command
+from hybridrl.commands.running import UsageError, note_other_files, run_command
 from hybridrl.config.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.installation import check_installation
@@ -57,6 +57,8 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
 
     config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
     model_folder(config.model)  # a download, if any, is made once and not by every worker
+    if subject.checkpoint is not None:
+        note_other_files(subject.checkpoint, config.model)
     prompts = _prompts(examined.config)
     asked = _asked(prompts, options)
     case = Case(options, subject, config, prompts, asked, _output_folder(options, subject))

@@ -13,6 +13,7 @@ from hybridrl.commands.running import (
     EXIT_FAILED,
     UsageError,
     checkpoint_at,
+    note_other_files,
     run_command,
     while_it_stays,
 )
@@ -80,6 +81,7 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     check_target(folder)
     found = checkpoint_at(checkpoint)
     check_origin(folder, found, base)
+    note_other_files(found, _model(found.manifest.config, base))
     try:
         with while_it_stays(found.folder):
             tensors = write_checkpoint(found, folder, dtype, base)

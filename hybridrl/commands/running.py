@@ -12,9 +12,11 @@ from typing import NoReturn
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, named
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
+from hybridrl.trainer.base_models import other_files, trained_model
 from hybridrl.trainer.verifying import Verifying
 
 EXIT_FAILED, EXIT_CONFIG = 1, 2
@@ -76,6 +78,25 @@ def checkpoint_at(path: Path) -> Found:
         if damaged.folder.exists():  # else a run that trains has removed it
             sys.stderr.write(f"passed over, damaged: {damaged}\n")
     return found
+
+
+def note_other_files(found: Found, model: ModelConfig) -> None:
+    """Say so if the model that a checkpoint was trained from has other files than it had then.
+
+    What adapters are added to, the tokenizer and the chat template come from there.
+
+    Args:
+        found: the checkpoint.
+        model: that model, where it lies now.
+
+    Raises:
+        ConfigError: there is no such model, or a file of it cannot be read.
+    """
+    for names in other_files(found.manifest.models, trained_model(model)).values():
+        sys.stderr.write(
+            f"{model.path} is not as {found.folder} was trained from it: "
+            f"{', '.join(names)} changed, came or went\n"
+        )
 
 
 @contextmanager

@@ -9,12 +9,15 @@ from pathlib import Path
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.schema import RunConfig
+from hybridrl.config.schema import ModelConfig, RunConfig
 from hybridrl.models.fingerprint import fingerprint
 from hybridrl.models.resolve import model_folder, resolve_model
 
 # By file (models/fingerprint.py), by the config's key of the path.
 Fingerprints = Mapping[str, Mapping[str, str]]
+
+
+MODEL, REWARD_MODEL = "model.path", "reward_model.model.path"
 
 
 def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
@@ -23,13 +26,22 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: there is no such model, or a file of it cannot be read.
     """
-    model, reward = config.model, config.reward_model
-    key, pretrained = "model.path", model.init is Init.pretrained
-    found = {key: _of(key, model.path, model_folder(model), weights=pretrained)}
+    reward = config.reward_model
+    found = trained_model(config.model)
     if reward is not None:
-        key, path = "reward_model.model.path", reward.model.path
-        found[key] = _of(key, path, resolve_model(path), weights=True)
+        path = reward.model.path
+        found[REWARD_MODEL] = _of(REWARD_MODEL, path, resolve_model(path), weights=True)
     return found
+
+
+def trained_model(model: ModelConfig) -> dict[str, dict[str, str]]:
+    """Fingerprints of what is read of the model that is trained: weights only where they are.
+
+    Raises:
+        ConfigError: as `base_models`.
+    """
+    pretrained = model.init is Init.pretrained
+    return {MODEL: _of(MODEL, model.path, model_folder(model), weights=pretrained)}
 
 
 def other_files(before: Fingerprints, now: Fingerprints) -> dict[str, tuple[str, ...]]:

@@ -5,13 +5,18 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.commands.running import checkpoint_at, run_command, while_it_stays
+from hybridrl.commands.running import checkpoint_at, note_other_files, run_command, while_it_stays
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import ModelConfig
+from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer import verifying
+from hybridrl.trainer.base_models import trained_model
 from tests.unit.checkpoint.checkpoint_cases import save
 
 
@@ -43,6 +48,20 @@ def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, 
     folder = save(tmp_path, 20)
     assert checkpoint_at(tmp_path).folder == folder
     assert capsys.readouterr().err.startswith(f"Verifying {folder}: ")
+
+
+def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
+    weights = shutil.copytree(resolve_model("embedded"), tmp_path / "model") / "model.safetensors"
+    model = ModelConfig(path=str(tmp_path / "model"), init=Init.pretrained, seed=0)
+    found = checkpoint_at(save(tmp_path, 20))
+    found = replace(found, manifest=replace(found.manifest, models=trained_model(model)))
+
+    note_other_files(found, model)
+    assert capsys.readouterr().err == ""
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    note_other_files(found, model)
+    told = f"{model.path} is not as {found.folder} was trained from it: model.safetensors changed"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):
