@@ -56,9 +56,8 @@ from hybridrl.trainer.sweep import JobResult, finite
 from hybridrl.trainer.verifying import Verifying
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.find import Found
     from hybridrl.data.prompt_sets import PromptSets
-    from hybridrl.trainer.base_models import Fingerprints
+    from hybridrl.trainer.inputs import RunInputs
 
 log = logging.getLogger(__name__)
 
@@ -220,19 +219,19 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
             setup.mark("ray")
             if ray_address():
                 preflight(result, machine, overrides)
-            prompts, models, found = preparing.result()
+            inputs = preparing.result()
             setup.mark("checks")
             if restart:
                 log.warning(
                     "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
-                    f"step {found.manifest.step}" if found else "its beginning",
+                    f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
                     restart,
                     config.trainer.max_restarts,
                 )
             prepared.is_on_course = True  # what was in the way has been set aside
             from hybridrl.trainer.session import train
 
-            return train(config, folder, machine, prompts, setup, models, found)
+            return train(config, folder, machine, inputs, setup)
 
 
 def _checked_overrides(line: CommandLine) -> list[str]:
@@ -267,20 +266,17 @@ def _check_data(result: Examined) -> "PromptSets":
     return prompts
 
 
-def _prepare_session(
-    result: Examined, folder: Path, watch: Verifying
-) -> "tuple[PromptSets, Fingerprints, Found | None]":
-    """A config's prompts as `_check_data`, its models' files, the checkpoint that it goes on from.
+def _prepare_session(result: Examined, folder: Path, watch: Verifying) -> "RunInputs":
+    """What a run begins from; torch and the like are imported on the way.
 
-    torch and the like are imported in between.
+    Raises:
+        ConfigError: whatever is wrong with the data, a model or the checkpoint.
     """
     prompts = _check_data(result)
     importlib.import_module("hybridrl.trainer.session")
-    from hybridrl.trainer.base_models import base_models
-    from hybridrl.trainer.resume import find_checkpoint
+    from hybridrl.trainer.inputs import read_inputs
 
-    models = base_models(result.config)
-    return prompts, models, find_checkpoint(result.config, folder, models, watch)
+    return read_inputs(result.config, folder, prompts, watch)
 
 
 def _look_at_data(result: Examined) -> "PromptSets | None":

@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.errors import DamagedCheckpoint
@@ -11,10 +12,11 @@ from hybridrl.checkpoint.find import Found, named, newest_good
 from hybridrl.checkpoint.names import checkpoints_folder, step_name
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
 from hybridrl.checkpoint.verification import Watch, unwatched
-from hybridrl.config.changes import Change, changes
+from hybridrl.config.changes import changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
+from hybridrl.data.prompt_source import PromptSource
 from hybridrl.trainer.base_models import Fingerprints, other_files
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.state import LoopState, read_state
@@ -23,6 +25,7 @@ from hybridrl.trainer.tracking import METRICS_FILE, Row, read_rows
 log = logging.getLogger(__name__)
 
 MAX_CHANGES_SHOWN = 6
+NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
 
 
 @dataclass(frozen=True)
@@ -58,37 +61,59 @@ class Resume:
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 
 
-def find_checkpoint(
-    config: RunConfig, run_dir: Path, models: Fingerprints, watch: Watch = unwatched
-) -> Found | None:
-    """The checkpoint that `resume` means; None: the run begins anew.
+def find_resume(
+    config: RunConfig,
+    run_dir: Path,
+    models: Fingerprints,
+    source: PromptSource,
+    watch: Watch = unwatched,
+) -> Resume | None:
+    """What `resume` means; None: the run begins anew.
 
     What is in its way is set aside, so that only its course is left in the run's directory.
-    Every file of it is read and compared with its checksum. A newer one that is damaged is passed
-    over; `Found.damaged` names it.
+    Every file of the checkpoint is read and compared with its checksum. A newer one that is
+    damaged is passed over; `Found.damaged` names it.
 
     Args:
         config: the run.
         run_dir: its directory, which may not be there yet.
         models: fingerprints of those that it takes from elsewhere.
+        source: its training prompts.
         watch: told how far the reading is; what it raises ends it.
 
     Raises:
-        ConfigError: there is none at the path, all are damaged, the config or a model has changed
-            in what is computed, or a run is to begin where another one has left checkpoints.
+        ConfigError: there is none at the path, all are damaged, it was not written by this version,
+            what is computed has changed with the config, a model or the training prompts, or a run
+            is to begin where another one has left checkpoints.
     """
+    found = _find(config, run_dir, watch)
+    if found is None:
+        return None
+    state = _state(found)
+    differences = _differences(config, found, models, state.prompts == source.fingerprint)
+    if differences.mattering and not config.checkpoint.allow_config_changes:
+        listed = "\n".join(f"  {text}" for text in differences.mattering)
+        raise ConfigError(
+            f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
+            f"This changes what is computed: steps before and after would not be of one run.\n"
+            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+        )
+    found = take_up(run_dir, found)
+    rows = _rows(run_dir, found, state)
+    notes = _notes(config, found, state, rows) + differences.notes()
+    return Resume(found, state, rows, notes)
+
+
+def _find(config: RunConfig, run_dir: Path, watch: Watch) -> Found | None:
     if config.resume == NONE:
         _refuse_used(run_dir)
         return None
     if config.resume == AUTO:
-        found = newest_good(run_dir, watch=watch) if run_dir.is_dir() else None
-    else:
-        found = named(Path(config.resume), watch=watch)
-        if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
-            _refuse_used(run_dir)
-    if found is not None:
-        _check_changes(config, found, models)
-    return found if found is None else take_up(run_dir, found)
+        return newest_good(run_dir, watch=watch) if run_dir.is_dir() else None
+    found = named(Path(config.resume), watch=watch)
+    if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
+        _refuse_used(run_dir)
+    return found
 
 
 def take_up(run_dir: Path, found: Found) -> Found:
@@ -104,19 +129,21 @@ def take_up(run_dir: Path, found: Found) -> Found:
     return replace(found, folder=folder / step_name(found.manifest.step))
 
 
-def read_resume(config: RunConfig, run_dir: Path, found: Found, models: Fingerprints) -> Resume:
-    """Read what the driver goes on from; the metrics are those of the run that it was.
-
-    Raises:
-        ConfigError: the checkpoint was not written by this version.
-    """
+def _state(found: Found) -> LoopState:
     try:
-        state = read_state(found.folder)
+        return read_state(found.folder)
     except DamagedCheckpoint as error:
         raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
+
+
+def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
+    """Metrics up to the checkpoint, of the run that it is of."""
     source = found.folder.resolve().parent.parent
     known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
-    rows = [row for row in known if (row["step"] or 0) <= state.step]
+    return [row for row in known if (row["step"] or 0) <= state.step]
+
+
+def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
     notes = [f"{damaged}; it was set aside" for damaged in found.damaged]
     missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
     if missing:
@@ -124,8 +151,7 @@ def read_resume(config: RunConfig, run_dir: Path, found: Found, models: Fingerpr
     total = config.trainer.total_steps
     if state.step >= total:
         notes.append(f"all {total} steps are done (trainer.total_steps): nothing is left to train")
-    notes += _change_notes(config, found, models)
-    return Resume(found, state, rows, notes)
+    return notes
 
 
 def _refuse_used(run_dir: Path) -> None:
@@ -139,32 +165,37 @@ def _refuse_used(run_dir: Path) -> None:
         )
 
 
-def _changes(config: RunConfig, found: Found, models: Fingerprints) -> list[Change]:
-    before = found.manifest
-    return changes(before.config, plain(config), other_files(before.models, models))
+class _Differences(NamedTuple):
+    """What is not as when a checkpoint was made, in words: what is computed, and the rest."""
 
+    mattering: list[str]
+    free: list[str]
 
-def _check_changes(config: RunConfig, found: Found, models: Fingerprints) -> None:
-    mattering = [change for change in _changes(config, found, models) if change.matters]
-    if mattering and not config.checkpoint.allow_config_changes:
-        listed = "\n".join(f"  {change}" for change in mattering)
-        raise ConfigError(
-            f"resume = {found.folder} was made with another config or model:\n{listed}\n"
-            f"This changes what is computed: steps before and after would not be of one run.\n"
-            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+    def notes(self) -> list[str]:
+        """A line of each kind."""
+        named = (
+            ("changed, as allowed", self.mattering),
+            ("changed, without effect on the results", self.free),
         )
+        return [f"{what}: {_shortened(texts)}" for what, texts in named if texts]
 
 
-def _change_notes(config: RunConfig, found: Found, models: Fingerprints) -> list[str]:
-    by_kind: dict[bool, list[str]] = {True: [], False: []}
-    for change in _changes(config, found, models):
-        if change.key not in ("resume", "checkpoint.allow_config_changes", "hardware.reason"):
-            by_kind[change.matters].append(str(change))
-    told = []
-    for matters, texts in by_kind.items():
-        if texts:
-            what = "changed, as allowed" if matters else "changed, without effect on the results"
-            more = f" and {len(texts) - MAX_CHANGES_SHOWN} more"
-            end = more if len(texts) > MAX_CHANGES_SHOWN else ""
-            told.append(f"{what}: {'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}")
+def _differences(
+    config: RunConfig, found: Found, models: Fingerprints, are_prompts_same: bool
+) -> _Differences:
+    before = found.manifest
+    told = _Differences([], [])
+    for change in changes(before.config, plain(config), other_files(before.models, models)):
+        if change.matters:
+            told.mattering.append(str(change))
+        elif change.key not in NOT_TOLD:
+            told.free.append(str(change))
+    if not are_prompts_same:
+        told.mattering.append("data: other training prompts (files, tokenizer or chat template)")
     return told
+
+
+def _shortened(texts: list[str]) -> str:
+    more = len(texts) - MAX_CHANGES_SHOWN
+    end = f" and {more} more" if more > 0 else ""
+    return f"{'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"

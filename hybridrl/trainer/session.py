@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.checkpoint.find import Found
 from hybridrl.config.check_sizes import world_size
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import Machine, torch_threads
@@ -24,24 +23,22 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.output import lossy_text
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.prompt_sets import PromptSets, prompt_source
-from hybridrl.data.prompt_source import PromptSource
+from hybridrl.data.prompt_sets import PromptSets
 from hybridrl.data.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.base_models import Fingerprints
 from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.console import RunConsole
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.header import RunFacts, header_lines
+from hybridrl.trainer.inputs import RunInputs
 from hybridrl.trainer.judges import open_judge, open_rules
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.manifest import write_manifest
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.report import Reporter, draw
-from hybridrl.trainer.resume import Resume, read_resume
+from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.rewarding import Judge
 from hybridrl.trainer.setup_times import SetupTimes
-from hybridrl.trainer.state import check_prompts
 from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
@@ -56,10 +53,8 @@ def train(
     config: RunConfig,
     run_dir: Path,
     machine: Machine,
-    prompts: PromptSets,
+    inputs: RunInputs,
     setup: SetupTimes,
-    models: Fingerprints,
-    found: Found | None = None,
 ) -> float:
     """Run PPO as configured; to be called inside `ray_runtime`.
 
@@ -67,17 +62,13 @@ def train(
         config: checked and resolved.
         run_dir: existing directory; everything the run writes goes there.
         machine: what the run may use.
-        prompts: the run's.
+        inputs: what the run begins from.
         setup: times what happens before the loop.
-        models: fingerprints of those that the run takes from elsewhere.
-        found: the checkpoint to go on from; None: the run begins.
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
-
-    Raises:
-        ConfigError: the checkpoint is not of this version, or of other training prompts.
     """
+    prompts, resume = inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)
     if not os.environ.get("OMP_NUM_THREADS"):  # else torch has taken the user's number
         on_gpu = config.hardware.accelerator is Accelerator.gpu
@@ -86,10 +77,9 @@ def train(
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
         started = datetime.now(UTC)
-        resume = None if found is None else read_resume(config, run_dir, found, models)
-        source = _source(config, prompts, resume)
         try:
-            facts = {"hardware": machine, "data": prompts.data_sets, "models": models}
+            found = None if resume is None else resume.found
+            facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
             write_manifest(run_dir, config, facts, started=started, found=found)
         except OSError as error:  # a run can do without
             log.warning("the manifest could not be written: %s", error)
@@ -108,10 +98,10 @@ def train(
             workers,
             _kl_control(config, workers),
             _value_function(config, workers),
-            source,
+            inputs.source,
             judge,
             evaluator,
-            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, models),
+            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
             preemption,
             reporter,
         )
@@ -120,14 +110,6 @@ def train(
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
-
-
-def _source(config: RunConfig, prompts: PromptSets, resume: Resume | None) -> PromptSource:
-    """The training prompts, compared with those of the checkpoint that is gone on from."""
-    source = prompt_source(prompts, config.data, config.seed)
-    if resume is not None and not config.checkpoint.allow_config_changes:
-        check_prompts(resume.state, source)
-    return source
 
 
 def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:

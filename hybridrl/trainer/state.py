@@ -9,7 +9,6 @@ from typing import Any
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER
-from hybridrl.config.errors import ConfigError
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.trainer.hybrid_engine import HybridEngine
@@ -118,17 +117,3 @@ def read_state(checkpoint: Path) -> LoopState:
         reason = f"has {sorted(body)}, this version of hybridrl reads {sorted(names)}"
         raise DamagedCheckpoint(checkpoint, DRIVER, reason)
     return LoopState(**body)
-
-
-def check_prompts(state: LoopState, prompts: PromptSource) -> None:
-    """See that a position is one in the same sequence: in another it means nothing.
-
-    Raises:
-        ConfigError: the training data are others than they were.
-    """
-    if state.prompts != prompts.fingerprint:
-        raise ConfigError(
-            "data: the training prompts are not those of the checkpoint, although the config "
-            "names them alike: files, tokenizer or chat template have changed.\n"
-            "Put them back, or set checkpoint.allow_config_changes=true."
-        )

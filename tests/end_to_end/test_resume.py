@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.find import Found, NoWholeCheckpoint
+from hybridrl.checkpoint.find import NoWholeCheckpoint
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
+from hybridrl.data.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
-from hybridrl.trainer.base_models import base_models
-from hybridrl.trainer.resume import Resume, find_checkpoint, read_resume
+from hybridrl.trainer.inputs import read_inputs
+from hybridrl.trainer.resume import Resume
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,
     STEPS,
@@ -90,14 +92,17 @@ def refused(run_dir: Path, *overrides: str) -> str:
     return " ".join(output.split())
 
 
-def find(config: RunConfig, run_dir: Path) -> Found | None:
-    """The checkpoint that a run with this config takes up."""
-    return find_checkpoint(config, run_dir, base_models(config))
+def prompts_of(config: RunConfig) -> PromptSets:
+    """The prompts that a config names."""
+    limit = config.rollout.max_prompt_tokens
+    prompts, problems = examine_prompts(config.data, config.model.path, limit)
+    assert prompts is not None and not problems
+    return prompts
 
 
-def taken_up(config: RunConfig, run_dir: Path) -> Resume:
-    """What it goes on from."""
-    return read_resume(config, run_dir, find(config, run_dir), base_models(config))
+def taken_up(config: RunConfig, run_dir: Path) -> Resume | None:
+    """What a run with this config goes on from."""
+    return read_inputs(config, run_dir, prompts_of(config)).resume
 
 
 def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
@@ -115,6 +120,7 @@ def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
     )
 
 
+@pytest.mark.timeout(900)  # four starts; beside other tests on a slow machine minutes
 def test_a_run_killed_three_times_ends_like_the_undisturbed_one(reference, tmp_path):
     """At the last time the newest checkpoint is damaged, too: the one before is as good."""
     run_dir, timeline = reference
@@ -143,7 +149,7 @@ def test_where_all_are_damaged_each_is_named(copied):
     for step in steps_in(copied):
         flip(checkpoints_folder(copied) / f"step_{step:08d}" / DRIVER)
     with pytest.raises(NoWholeCheckpoint) as caught:
-        find(run_config(*CONFIG), copied)
+        taken_up(run_config(*CONFIG), copied)
     for step in steps_in(copied):
         assert f"step_{step:08d}: {DRIVER} has the sha256" in str(caught.value)
 
@@ -151,7 +157,7 @@ def test_where_all_are_damaged_each_is_named(copied):
 def test_changes_of_what_is_computed_are_listed_and_must_be_allowed(reference):
     changed = [*CONFIG, "actor.optim.lr=0.5", "actor.epochs=2", "cluster.gpus_per_node=2"]
     with pytest.raises(ConfigError) as caught:
-        find(run_config(*changed), reference[0])
+        taken_up(run_config(*changed), reference[0])
     for told in ("actor.optim.lr = 0.5, was 0.0001", "actor.epochs = 2, was 1"):
         assert told in str(caught.value)
     assert "gpus_per_node" not in str(caught.value)
@@ -174,15 +180,30 @@ def test_other_files_of_the_model_must_be_allowed_and_the_same_elsewhere_need_no
     flip(model / "model.safetensors")
     others = f"model.path = {model} (other files: model.safetensors), was embedded"
     with pytest.raises(ConfigError, match=re.escape(others)):
-        find(config, reference[0])
+        taken_up(config, reference[0])
     config.checkpoint.allow_config_changes = True
     (allowed,) = (note for note in taken_up(config, reference[0]).notes if "model.path" in note)
     assert allowed == f"changed, as allowed: {others}"
 
 
+def test_other_training_prompts_must_be_allowed_and_before_nothing_is_set_aside(copied):
+    steps = steps_in(copied)
+    older = checkpoints_folder(copied) / f"step_{steps[0]:08d}"
+    config = run_config(*CONFIG, f"resume={older}")
+    prompts = prompts_of(config)
+    others = replace(prompts, train=prompts.train[1:])
+    with pytest.raises(ConfigError, match="data: other training prompts"):
+        read_inputs(config, copied, others)
+    assert steps_in(copied) == steps
+    config.checkpoint.allow_config_changes = True
+    notes = read_inputs(config, copied, others).resume.notes
+    assert any(note.startswith("changed, as allowed: data: other training") for note in notes)
+    assert steps_in(copied) == steps[:1]
+
+
 def test_a_new_run_does_not_mix_with_an_old_one(reference):
     with pytest.raises(ConfigError, match=f"the newest of step {STEPS}.*\n.*resume=auto"):
-        find(run_config(*CONFIG, "resume=none"), reference[0])
+        taken_up(run_config(*CONFIG, "resume=none"), reference[0])
 
 
 def test_a_finished_run_has_nothing_left_to_do(reference):
@@ -190,11 +211,9 @@ def test_a_finished_run_has_nothing_left_to_do(reference):
     resume = taken_up(config, reference[0])
     assert f"all {STEPS} steps are done" in " ".join(resume.notes)
     longer = run_config(
-        *CONFIG, f"trainer.total_steps={STEPS + 1}", "actor.optim.schedule=constant"
+        *CONFIG, f"trainer.total_steps={STEPS + 1}", "checkpoint.allow_config_changes=true"
     )
-    assert "steps are done" not in " ".join(
-        read_resume(longer, reference[0], resume.found, {}).notes
-    )
+    assert "steps are done" not in " ".join(taken_up(longer, reference[0]).notes)
 
 
 @pytest.mark.slow

@@ -8,13 +8,12 @@ from test_kl_control import control, scored
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.config.choices import Offload
-from hybridrl.config.errors import ConfigError
 from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.prompts import Prompt
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import NoReference
 from hybridrl.trainer.nonfinite import NonFiniteGuard
-from hybridrl.trainer.state import TrainState, check_prompts, read_state
+from hybridrl.trainer.state import TrainState, read_state
 from tests.batches import batch_of
 
 
@@ -126,14 +125,6 @@ def test_a_commit_keeps_nothing_for_prompts_that_the_step_has_not_drawn():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10_000  # bytes; a copy has over a million
-
-
-def test_another_sequence_of_prompts_is_refused():
-    run = Run(5)
-    run.state.commit(1)
-    check_prompts(run.state.finished(), taken(0))
-    with pytest.raises(ConfigError, match="the training prompts are not those of the checkpoint"):
-        check_prompts(run.state.finished(), taken(0, token=8))
 
 
 @pytest.mark.parametrize("body", [{"step": 1}, [], "x"])
