@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hybridrl.checkpoint.durable import write_file
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
 
-FORMAT = "hybridrl checkpoint 1"
+FORMAT = "hybridrl checkpoint 2"
 
 _LARGEST = 64 * 2**20  # bytes: 400,000 files
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -67,7 +67,7 @@ class Manifest:
     world_size: int
     metrics: dict[str, float | None]
     files: dict[str, FileRecord]
-    models: dict[str, dict[str, str]] = field(default_factory=dict)
+    models: dict[str, dict[str, str]]
 
     @property
     def config_hash(self) -> str:
@@ -234,6 +234,10 @@ def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(of, value.values()))
 
 
+def _is_fingerprint(value: Any) -> bool:
+    return _is_table(_is_sha256)(value) and all(re.fullmatch(_PART, name) for name in value)
+
+
 _SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (_is_text, "text"),
     "step": (_is_count, "a step's number"),
@@ -243,7 +247,7 @@ _SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "versions": (_is_table(_is_text), "texts by name"),
     "config": (_is_table(lambda _: True), "an object"),
     "config_hash": (_is_sha256, "64 hex digits"),
-    "models": (_is_table(_is_table(_is_sha256)), "64 hex digits by file by key"),
+    "models": (_is_table(_is_fingerprint), "64 hex digits by file by key"),
     "files": (_is_table(lambda _: True), "size and sha256 by path"),
     "sha256": (_is_sha256, "64 hex digits"),
 }

@@ -37,7 +37,9 @@ generation config. Adapters are merged, and stand beside it in peft's format (DI
 Needs neither GPU nor Ray. Host memory: 10 GB (two shards) or the model, whichever is less; with
 adapters also the model that they adapt, 4 bytes a parameter.
 """
-EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 Ctrl-C."
+EPILOG = (
+    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 Ctrl-C, 143 SIGTERM."
+)
 
 
 def main() -> None:

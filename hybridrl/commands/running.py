@@ -11,11 +11,13 @@ from typing import NoReturn
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, named
+from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted
 from hybridrl.models.cache import cache_folder
+from hybridrl.models.fingerprint import without_weights
 from hybridrl.trainer.base_models import other_files, trained_model
 from hybridrl.trainer.verifying import Verifying
 
@@ -83,7 +85,7 @@ def checkpoint_at(path: Path) -> Found:
 def note_other_files(found: Found, model: ModelConfig) -> None:
     """Say so if the model that a checkpoint was trained from has other files than it had then.
 
-    What adapters are added to, the tokenizer and the chat template come from there.
+    The tokenizer and the chat template come from there, and what adapters are added to.
 
     Args:
         found: the checkpoint.
@@ -92,7 +94,11 @@ def note_other_files(found: Found, model: ModelConfig) -> None:
     Raises:
         ConfigError: there is no such model, or a file of it cannot be read.
     """
-    for names in other_files(found.manifest.models, trained_model(model)).values():
+    before = found.manifest.models
+    weights = found.manifest.config["lora"] is not None and model.init is Init.pretrained
+    if not weights:
+        before = {key: without_weights(known) for key, known in before.items()}
+    for names in other_files(before, trained_model(model, weights=weights)).values():
         sys.stderr.write(
             f"{model.path} is not as {found.folder} was trained from it: "
             f"{', '.join(names)} changed, came or went\n"

@@ -25,11 +25,20 @@ class Nodes:
     def __init__(self) -> None:
         self.driver = ray.get_runtime_context().get_node_id()
 
-    def submit(self, node_id: str, function: Callable[..., Any], *arguments: Any) -> ObjectRef:
-        """Begin to run a module's function on a node, this one or another."""
+    def submit(
+        self, node_id: str, function: Callable[..., Any], *arguments: Any, retries: int = 0
+    ) -> ObjectRef:
+        """Begin to run a module's function on a node, this one or another.
+
+        Args:
+            node_id: of the node.
+            function: of a module, since it travels by name.
+            arguments: its.
+            retries: how often it is begun anew where its process dies.
+        """
         task = ray.remote(function).options(
             num_cpus=0,
-            max_retries=0,
+            max_retries=retries,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         return task.remote(*arguments)

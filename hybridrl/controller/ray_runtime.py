@@ -141,7 +141,7 @@ def cluster_machine() -> Machine:
     """
     with joined_cluster(ALL_GPUS_VISIBLE):
         nodes, alive = Nodes(), [node for node in ray.nodes() if node["Alive"]]
-        found = [nodes.submit(node["NodeID"], local_machine) for node in alive]
+        found = [nodes.submit(node["NodeID"], local_machine, retries=3) for node in alive]
         machines = ray.get(found, timeout=START_ON_ONE_CORE_S)
     return Machine(
         tuple(

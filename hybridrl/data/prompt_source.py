@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -63,7 +64,8 @@ class PromptSource:
         for name, members in self._members.items():
             known.update(f"{name} {len(members)}\n".encode())
             for prompt in members:
-                known.update(f"{prompt.prompt_id} {list(prompt.token_ids)}\n".encode())
+                known.update(array("q", (prompt.prompt_id, *prompt.token_ids)).tobytes())
+                known.update(b"\n")
         return known.hexdigest()
 
     @property

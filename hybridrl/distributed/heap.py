@@ -1,12 +1,6 @@
 """The heap of this process."""
 
 import ctypes
-from functools import cache
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def give_back_free_memory() -> None:
@@ -14,9 +8,8 @@ def give_back_free_memory() -> None:
 
     glibc keeps what was freed below anything that is still used, and batches of other lengths
     leave other holes: without this a process grows for a hundred steps until its heap has room
-    for everything. Does nothing where the C library cannot do it (musl).
+    for everything.
 
     Source: malloc_trim(3), which since glibc 2.8 looks at all arenas.
     """
-    if hasattr(_libc(), "malloc_trim"):
-        _libc().malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)

@@ -1,14 +1,22 @@
 """Whether the files of a model are those that they were, without reading all of its weights."""
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hybridrl.models.resolve import PLAIN_FILES
-
+# What transformers and vLLM read beside the weights; other JSON and texts tell of the model.
+_WHOLE = (
+    *("config.json", "generation_config.json", "chat_template*", "tokenizer*", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+)
+_WEIGHTS, _INDEX = (".safetensors", ".bin"), ".safetensors.index.json"
+# These name the version of transformers that has written them.
+_CONFIGS = ("config.json", "generation_config.json")
+_VERSION = "transformers_version"
 # Of a larger file of weights so many blocks, spread evenly from its first byte to its last, stand
-# for the whole: training changes nearly all of them.
+# for the whole: training that moves all weights changes nearly all of them.
 BLOCKS, BLOCK = 64, 64 * 2**10
 _READERS = 8
 
@@ -17,7 +25,7 @@ def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
     """SHA-256 of what transformers and vLLM read of a model, by file name.
 
     Config, tokenizer and the like are hashed whole; of weights the size and sampled blocks, so that
-    a change of a few bytes may go unseen.
+    a change which lies between two blocks goes unseen: 80 MB of a file of 5 GB.
 
     Args:
         folder: of the model.
@@ -26,19 +34,31 @@ def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
     Raises:
         OSError: a file cannot be read.
     """
-    whole = {path for pattern in PLAIN_FILES for path in folder.glob(pattern)}
-    sampled = _weight_files(folder) if weights else set()
-    files = sorted(whole | sampled)
+    whole = {path for pattern in _WHOLE for path in folder.glob(pattern)}
+    sampled = set[Path]()
+    if weights:
+        sampled = _weight_files(folder)
+        whole |= set(folder.glob(f"*{_INDEX}"))
+    files = sorted(path for path in whole | sampled if not path.is_dir())
     with ThreadPoolExecutor(_READERS) as pool:
         found = pool.map(lambda path: _sha256(path, is_sampled=path in sampled), files)
         return {path.name: sha256 for path, sha256 in zip(files, found, strict=True)}
 
 
+def without_weights(known: Mapping[str, str]) -> dict[str, str]:
+    """What `fingerprint` would have found with `weights=False`."""
+    ends = (*_WEIGHTS, _INDEX)
+    return {name: sha256 for name, sha256 in known.items() if not name.endswith(ends)}
+
+
 def _weight_files(folder: Path) -> set[Path]:
-    return set(folder.glob("*.safetensors")) or set(folder.glob("*.bin"))
+    found = (set(folder.glob(f"*{suffix}")) for suffix in _WEIGHTS)
+    return next(filter(None, found), set())
 
 
 def _sha256(path: Path, *, is_sampled: bool) -> str:
+    if path.name in _CONFIGS:
+        return _sha256_of_config(path.read_bytes())
     size = path.stat().st_size
     content = hashlib.sha256(size.to_bytes(8, "big"))
     with path.open("rb") as file:
@@ -46,6 +66,16 @@ def _sha256(path: Path, *, is_sampled: bool) -> str:
             file.seek(start)
             content.update(file.read(BLOCK))
     return content.hexdigest()
+
+
+def _sha256_of_config(text: bytes) -> str:
+    try:
+        config = json.loads(text)
+    except ValueError:  # for others to complain of
+        return hashlib.sha256(text).hexdigest()
+    if isinstance(config, dict):
+        config.pop(_VERSION, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _block_starts(size: int) -> Iterable[int]:

@@ -11,7 +11,7 @@ from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig
 from hybridrl.models.fingerprint import fingerprint
-from hybridrl.models.resolve import model_folder, resolve_model
+from hybridrl.models.resolve import model_folder, plain_folder, resolve_model
 
 # By file (models/fingerprint.py), by the config's key of the path.
 Fingerprints = Mapping[str, Mapping[str, str]]
@@ -27,21 +27,25 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
         ConfigError: there is no such model, or a file of it cannot be read.
     """
     reward = config.reward_model
-    found = trained_model(config.model)
+    found = trained_model(config.model, weights=config.model.init is Init.pretrained)
     if reward is not None:
         path = reward.model.path
         found[REWARD_MODEL] = _of(REWARD_MODEL, path, resolve_model(path), weights=True)
     return found
 
 
-def trained_model(model: ModelConfig) -> dict[str, dict[str, str]]:
-    """Fingerprints of what is read of the model that is trained: weights only where they are.
+def trained_model(model: ModelConfig, *, weights: bool) -> dict[str, dict[str, str]]:
+    """Fingerprints of the files of the model that is trained.
+
+    Args:
+        model: it.
+        weights: whether its weights are read, too; else they need not be there.
 
     Raises:
         ConfigError: as `base_models`.
     """
-    pretrained = model.init is Init.pretrained
-    return {MODEL: _of(MODEL, model.path, model_folder(model), weights=pretrained)}
+    folder = model_folder(model) if weights else plain_folder(model.path)
+    return {MODEL: _of(MODEL, model.path, folder, weights=weights)}
 
 
 def other_files(before: Fingerprints, now: Fingerprints) -> dict[str, tuple[str, ...]]:

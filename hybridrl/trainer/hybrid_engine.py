@@ -64,3 +64,4 @@ class HybridEngine:
         self.reshard()
         if not is_current:
             self.sleep()
+            self.rollout_version = None  # also where weights stay: they were of another version

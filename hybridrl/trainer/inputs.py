@@ -44,4 +44,6 @@ def read_inputs(
     """
     source = prompt_source(prompts, config.data, config.seed)
     models = base_models(config)
-    return RunInputs(prompts, source, models, find_resume(config, run_dir, models, source, watch))
+    # Seconds of hundreds of thousands of prompts, which no checkpoint is to wait for.
+    known = source.fingerprint
+    return RunInputs(prompts, source, models, find_resume(config, run_dir, models, known, watch))

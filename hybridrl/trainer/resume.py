@@ -16,7 +16,6 @@ from hybridrl.config.changes import changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.prompt_source import PromptSource
 from hybridrl.trainer.base_models import Fingerprints, other_files
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.state import LoopState, read_state
@@ -65,7 +64,7 @@ def find_resume(
     config: RunConfig,
     run_dir: Path,
     models: Fingerprints,
-    source: PromptSource,
+    prompts: str,
     watch: Watch = unwatched,
 ) -> Resume | None:
     """What `resume` means; None: the run begins anew.
@@ -78,7 +77,7 @@ def find_resume(
         config: the run.
         run_dir: its directory, which may not be there yet.
         models: fingerprints of those that it takes from elsewhere.
-        source: its training prompts.
+        prompts: fingerprint of those that it is trained on.
         watch: told how far the reading is; what it raises ends it.
 
     Raises:
@@ -90,7 +89,7 @@ def find_resume(
     if found is None:
         return None
     state = _state(found)
-    differences = _differences(config, found, models, state.prompts == source.fingerprint)
+    differences = _differences(config, found, models, state.prompts == prompts)
     if differences.mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in differences.mattering)
         raise ConfigError(

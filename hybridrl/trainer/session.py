@@ -106,8 +106,7 @@ def train(
             reporter,
         )
         setup.mark("driver")
-        hosts = [("", host.describe()) for host in workers.pool.hosts]
-        console.header("workers", [*hosts, ("setup", str(setup))])
+        _show_workers(workers, setup, console)
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
 
@@ -185,6 +184,11 @@ def _show_header(
     )
     lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
     console.header(config.run.name, lines)
+
+
+def _show_workers(workers: Workers, setup: SetupTimes, console: RunConsole) -> None:
+    hosts = [("", host.describe()) for host in workers.pool.hosts]
+    console.header("workers", [*hosts, ("setup", str(setup))])
 
 
 def _draw_unfinished(

@@ -265,7 +265,7 @@ def test_every_command_of_the_readme_composes():
         assert precompose(line, conf_dir()).problems == [], argv
 
 
-def test_an_installed_wheel_composes(tmp_path):
+def test_an_installed_wheel_has_every_package_and_composes(tmp_path):
     """conf/ stands beside the package here and travels inside it in a wheel."""
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
     source = tmp_path / "source"
@@ -277,6 +277,8 @@ def test_an_installed_wheel_composes(tmp_path):
     installed = tmp_path / "installed"
     subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(installed)], check=True)
     assert (installed / "hybridrl" / "conf" / "config.yaml").is_file()
+    packages = {path.parent.relative_to(REPO) for path in (REPO / "hybridrl").rglob("__init__.py")}
+    assert all((installed / package / "__init__.py").is_file() for package in packages)
     done = command("+recipe=gsm8k_ppo", "--cfg", "job", cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert "name: gsm8k_ppo" in done.stdout

@@ -23,7 +23,7 @@ def checkpoint_of(*overrides: str) -> Subject:
     """The checkpoint of a run with these overrides."""
     result = examined(["hardware=cpu", *overrides])
     assert result.report.problems == []
-    manifest = Manifest(20, "", plain(result.config), {}, 1, {}, {})
+    manifest = Manifest(20, "", plain(result.config), {}, 1, {}, {}, {})
     return Subject("run_step_20", checkpoint=Found(Path("step_00000020"), manifest))
 
 

@@ -6,10 +6,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.find import Found
 from hybridrl.commands.running import checkpoint_at, note_other_files, run_command, while_it_stays
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
@@ -51,17 +53,27 @@ def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, 
 
 
 def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
-    weights = shutil.copytree(resolve_model("embedded"), tmp_path / "model") / "model.safetensors"
-    model = ModelConfig(path=str(tmp_path / "model"), init=Init.pretrained, seed=0)
-    found = checkpoint_at(save(tmp_path, 20))
-    found = replace(found, manifest=replace(found.manifest, models=trained_model(model)))
+    """Weights count for adapters alone; without these they need not even be there."""
+    folder = Path(shutil.copytree(resolve_model("embedded"), tmp_path / "model"))
+    model = ModelConfig(path=str(folder), init=Init.pretrained, seed=0)
+    whole = checkpoint_at(save(tmp_path, 20))
+    manifest = replace(whole.manifest, models=trained_model(model, weights=True))
+    whole = replace(whole, manifest=replace(manifest, config={"lora": None}))
+    adapters = replace(whole, manifest=replace(manifest, config={"lora": {"rank": 4}}))
 
-    note_other_files(found, model)
-    assert capsys.readouterr().err == ""
+    def told(found: Found) -> str:
+        note_other_files(found, model)
+        return capsys.readouterr().err
+
+    said = f"{model.path} is not as {whole.folder} was trained from it: "
+    assert told(whole) == told(adapters) == ""
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    note_other_files(found, model)
-    told = f"{model.path} is not as {found.folder} was trained from it: model.safetensors changed"
-    assert capsys.readouterr().err.startswith(told)
+    assert told(adapters).startswith(f"{said}model.safetensors changed")
+    weights.unlink()
+    assert told(whole) == ""
+    (folder / "tokenizer.json").write_text("{}")
+    assert told(whole).startswith(f"{said}tokenizer.json changed")
 
 
 def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):

@@ -63,7 +63,7 @@ def test_a_name_of_others_is_one_component_of_a_path(name, expected):
 def test_a_runs_name_leads_to_no_other_folder(tmp_path, name):
     folder = begin(tmp_path, 20)
     created = "2026-01-01T00:00:00+00:00"
-    commit(folder, Manifest(20, created, {"run": {"name": name}}, {}, 1, {}, {}))
+    commit(folder, Manifest(20, created, {"run": {"name": name}}, {}, 1, {}, {}, {}))
     subject = find_subject(str(tmp_path))
     assert Path("evals", subject.name).resolve().parent == Path("evals").resolve()
     assert subject.name.endswith("x_step_20")

@@ -1,5 +1,6 @@
 """Fingerprints of models' files: what shows in them, what does not, and what they cost."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -57,6 +58,17 @@ def test_the_same_files_elsewhere_are_the_same(model):
 def test_a_bit_of_any_small_file_shows_under_its_name(model, name):
     flip(model / name, (model / name).stat().st_size - 2)
     assert changed(model) == (name,)
+
+
+def test_what_nobody_reads_and_who_has_written_it_do_not_count(model):
+    for name in ("hybridrl_export.json", "eval_results.json", "trainer_state.json", "notes.txt"):
+        (model / name).write_text("{}")
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((model / name).read_text()) | {"transformers_version": "5.16.1"}
+        (model / name).write_text(json.dumps(content))
+    assert changed(model) == ()
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    assert changed(model) == ("config.json",)
 
 
 def test_files_that_came_or_went_show(model):

@@ -55,19 +55,27 @@ def test_the_prompts_are_known_by_their_tokens_not_by_how_many_were_taken():
 
 
 class Engines:
-    """Rollout engines that keep no weights when they sleep."""
+    """Rollout engines that keep their weights when they sleep, or not."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self.version: int | None = None
 
     def call(self, method: str, *args):
-        return [{"total_s": 0.0}] if method == "reshard" else [None]
+        if method == "reshard":
+            (self.version,) = args
+            return [{"total_s": 0.0}]
+        self.version = self.version if self.keep else None
+        return [self.version]
 
 
 class Run:
     """What a run carries from step to step, with an adaptive KL coefficient or no reference."""
 
-    def __init__(self, num_taken: int = 0, *, adaptive: bool = True) -> None:
+    def __init__(self, num_taken: int = 0, *, adaptive: bool = True, keep: bool = False) -> None:
         self.prompts = taken(num_taken)
         self.kl = control("loss", "adaptive") if adaptive else NoReference()
-        self.engine = HybridEngine(Engines(), Offload.none)
+        self.engine = HybridEngine(Engines(keep=keep), Offload.none)
         self.engine.reshard()
         # Is asked neither to stop the run nor to write.
         self.guard = NonFiniteGuard(config=None, run_dir=None, save_weights=None)
@@ -84,19 +92,22 @@ class Run:
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("is_asleep", [True, False])
-def test_a_run_that_goes_on_stands_where_the_file_says(adaptive, is_asleep, tmp_path):
-    first, second = Run(5, adaptive=adaptive), Run(adaptive=adaptive)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_a_run_that_goes_on_stands_where_the_file_says(adaptive, keep, is_stale, tmp_path):
+    """Stale weights are moved before the next step, also where the engines keep those they have."""
+    first, second = Run(5, adaptive=adaptive, keep=keep), Run(adaptive=adaptive, keep=keep)
     if adaptive:
         first.steps()
     first.engine.reshard()
-    if is_asleep:
+    if is_stale:
         first.engine.sleep()
+        first.engine.weight_version += 1
     first.state.commit(6)
     (tmp_path / "driver.json").write_bytes(first.state.finished().encode())
     read = read_state(tmp_path)
     assert read == first.state.finished()
-    assert read.rollout_is_current is not is_asleep
+    assert read.rollout_is_current is not is_stale
     second.state.restore(read)
     assert second.state.step == 6
     assert second.state.finished() == read
