@@ -1,18 +1,23 @@
 """Running plain functions on the nodes of a cluster: here for the driver's, else as Ray tasks."""
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 T = TypeVar("T")
 
 # Seconds that a node has to answer; starting a process for the task is part of it.
 NODE_TIMEOUT_S = 9.0
+# Seconds that Ray may take to accept a task, which is milliseconds where it works.
+SUBMIT_TIMEOUT_S = 5.0
 
 
 class Nodes:
@@ -20,10 +25,13 @@ class Nodes:
 
     Attributes:
         driver: id of the node of this process.
+        take_tasks: whether others are asked at all. With the cluster's head gone Ray waits at
+            each task, and after a minute ends this process.
     """
 
     def __init__(self) -> None:
         self.driver = ray.get_runtime_context().get_node_id()
+        self.take_tasks = True
 
     def submit(
         self, node_id: str, function: Callable[..., Any], *arguments: Any, retries: int = 0
@@ -35,13 +43,29 @@ class Nodes:
             function: of a module, since it travels by name.
             arguments: its.
             retries: how often it is begun anew where its process dies.
+
+        Raises:
+            GetTimeoutError: Ray does not take it; nor is it asked again.
         """
-        task = ray.remote(function).options(
+        task = _task(function).options(
             num_cpus=0,
             max_retries=retries,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        return task.remote(*arguments)
+        begun: Future[ObjectRef] = Future()
+
+        def begin() -> None:
+            try:
+                begun.set_result(task.remote(*arguments))
+            except BaseException as error:
+                begun.set_exception(error)
+
+        if self.take_tasks:
+            threading.Thread(target=begin, name="Ray task", daemon=True).start()
+            with suppress(TimeoutError):
+                return begun.result(SUBMIT_TIMEOUT_S)
+            self.take_tasks = False
+        raise GetTimeoutError(f"Ray took no task within {SUBMIT_TIMEOUT_S:g} s")
 
     def run(self, node_id: str, function: Callable[..., T], *arguments: Any) -> T | None:
         """What a function returns on a node; None if the node does not answer."""
@@ -59,9 +83,11 @@ class Nodes:
         Returns:
             By node, those that have answered.
         """
-        others = [node for node in arguments if node != self.driver and ray.is_initialized()]
-        refs = {node: self.submit(node, function, *arguments[node]) for node in others}
-        found = {}
+        refs, found = {}, {}
+        for node in arguments:
+            if node != self.driver and ray.is_initialized():
+                with suppress(GetTimeoutError):
+                    refs[node] = self.submit(node, function, *arguments[node])
         if self.driver in arguments:
             found[self.driver] = function(*arguments[self.driver])
         if refs:
@@ -70,3 +96,9 @@ class Nodes:
             with suppress(RayError):  # gone, or without an answer
                 found[node] = ray.get(ref, timeout=0)
         return found
+
+
+@cache
+def _task(function: Callable[..., Any]) -> Any:
+    """The function as Ray's task: the head gets it once, and not with each call."""
+    return ray.remote(function)

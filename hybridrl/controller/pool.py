@@ -149,7 +149,8 @@ class Pool:
         """
         with shielded():
             self._ray_watch.close()
-            if not out_of_order():
+            self._nodes.take_tasks = not self._ray_watch.is_head_lost
+            if self._nodes.take_tasks and not out_of_order():
                 with suppress(RayError):
                     self._close_idle()
             left = {node_id: self._footprint(node_id) for node_id in by_node(self.hosts)}

@@ -76,6 +76,11 @@ class RayWatch:
         self._thread = threading.Thread(target=watch, name="ray watch", daemon=True)
         self._thread.start()
 
+    @property
+    def is_head_lost(self) -> bool:
+        """Whether a cluster was joined whose head does not answer any more."""
+        return bool(self._finding) and not self._pids
+
     def check(self, phase: str) -> None:
         """See whether Ray is there; takes microseconds.
 

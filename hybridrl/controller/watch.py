@@ -141,5 +141,6 @@ class Watch:
             return
         self._asked_at = now
         for node_id, hosts in by_node(busy).items():
-            ref = self._nodes.submit(node_id, movements, [host.pid for host in hosts])
-            self._asked[ref] = hosts
+            with suppress(RayError):  # of a cluster whose head is gone, which another look tells
+                ref = self._nodes.submit(node_id, movements, [host.pid for host in hosts])
+                self._asked[ref] = hosts

@@ -59,7 +59,9 @@ def pool_config(
 
 def run(folder: Path, mode: str) -> None:
     """One pool with one role, whose rank 1 sleeps, raises, or does neither."""
-    config = pool_config(folder, nodes=2 if mode == "hang on two nodes" else 1)
+    config = pool_config(folder)
+    if mode == "hang on two nodes":  # which are looked at all the time
+        config = pool_config(folder, nodes=2, stall_s=300.0)
     print("starting", flush=True)
     with ray_runtime(config.cluster, config.accelerator), Pool(config) as pool:
         memory = f"/dev/shm/hybridrl_test_{folder.name}"
