@@ -108,9 +108,12 @@ class Watch:
                 position = self._readers[host.rank].read()
                 self._stillness.note(host.rank, movement(host.pid, position), now)
         self._look_elsewhere([host for host in busy if host.rank not in self._readers], now)
-        still_s = self._stillness.seconds([host.rank for host in busy])
+        ranks = [host.rank for host in busy]
+        still_s = self._stillness.seconds(ranks)
         if still_s >= self._limit_s:
-            raise Stalled(busy)
+            self._ask_again(busy)
+            if self._stillness.seconds(ranks) >= self._limit_s:
+                raise Stalled(busy)
         if still_s >= self._limit_s / 2 and not self._has_warned:
             self._has_warned = True
             self._warn(busy, still_s)
@@ -128,15 +131,25 @@ class Watch:
         advice = f"The run ends when it has lasted for cluster.stall_timeout_s={self._limit_s:g} s."
         logger.warning("%s", report(scene, finding, advice))
 
+    def _ask_again(self, busy: Sequence[Host]) -> None:
+        """Have other nodes say where their ranks are now: what they have said is seconds old."""
+        elsewhere = by_node([host for host in busy if host.rank not in self._readers])
+        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in elsewhere.items()}
+        for node_id, found in self._nodes.run_each(movements, pids).items():
+            self._note(elsewhere[node_id], found)
+
+    def _note(self, hosts: Sequence[Host], found: Sequence[Movement | None]) -> None:
+        for host, moved in zip(hosts, found, strict=True):
+            if moved is not None:
+                self._stillness.note(host.rank, moved, time.monotonic())
+
     def _look_elsewhere(self, busy: Sequence[Host], now: float) -> None:
         """Note what other nodes have answered, and ask them again when it is time."""
         refs = list(self._asked)
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         for ref in ready:
             with suppress(RayError):  # the node is gone, which the call itself will tell
-                for host, found in zip(self._asked.pop(ref), ray.get(ref), strict=True):
-                    if found is not None:
-                        self._stillness.note(host.rank, found, now)
+                self._note(self._asked.pop(ref), ray.get(ref))
         if self._asked or now - self._asked_at < self._every_s:
             return
         self._asked_at = now

@@ -81,5 +81,6 @@ def saved(run_dir: Path, actor: ActorWorker, mesh: DeviceMesh, config: dict[str,
         world_size=dist.get_world_size(),
         metrics={},
         files=saved.files,
+        models={},
     )
     return commit.commit(partial, manifest)
