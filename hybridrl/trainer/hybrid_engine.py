@@ -17,7 +17,7 @@ class HybridEngine:
 
     Attributes:
         weight_version: updates of the actor so far.
-        rollout_version: the version of the weights that vLLM holds; None: it holds none.
+        rollout_version: of the weights that vLLM holds; None: none that may be sampled with.
     """
 
     def __init__(self, rollout: WorkerGroup, offload: Offload) -> None:
