@@ -9,7 +9,8 @@ Measures   Seconds that `SaverWorker.begin_save` takes (training waits for the c
            memory, not for the disk): first save, which may wait for the memory, and later ones.
            Seconds and GB/s of writing, SHA-256 included; of a load. Seconds of an update alone and
            during a save. Baseline in the same run: one plain torch.save of the same shards by
-           every rank, which is what training would wait for without a copy.
+           every rank, which is what training would wait for without a copy. One copy of the state
+           is on the disk at a time.
 Run        python benchmarks/checkpoint.py --ranks 4 --folder /local/disk    (four H200s)
            python benchmarks/checkpoint.py --small --ranks 2                 (CPU, seconds)
 
@@ -100,19 +101,18 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     update = lambda: _seconds(lambda: actor.update(batch, 1, 0.0))  # noqa: E731
     update()
     alone = [update() for _ in range(3)]
+    plain = _plain_save(actor, folder)
     blocked, during, written, num_bytes = [], [], [], 0
-    for number in range(arguments.saves):
-        target = folder / f"save_{number}"
-        blocked.append(_seconds(lambda target=target: saver.begin_save(str(target))))
+    target = folder / "save"
+    for _ in range(arguments.saves):
+        _remove(target)
+        blocked.append(_seconds(lambda: saver.begin_save(str(target))))
         during.append(update())
         result = saver.finish_save()
         assert result.error is None, result.error
         written.append(result.seconds)
         num_bytes = _total(result.num_bytes)
-        wait_for_all()
-        if dist.get_rank() == 0 and number:
-            shutil.rmtree(folder / f"save_{number - 1}")
-    plain = _seconds(lambda: _plain_save(actor, folder))
+        _tell(f"save: training waited {blocked[-1]:.2f} s, written in {written[-1]:.1f} s")
     load = _seconds(lambda: saver.load(str(target)))
     return {
         "gb": round(num_bytes / 1e9, 3),
@@ -138,17 +138,36 @@ def _batch(actor: ActorWorker, shape: ModelShape, size: Size, ranks: int) -> Ran
     return dealt.adding(old_log_probs=dealt.join(parts)).shard(ranks)[dist.get_rank()]
 
 
-def _plain_save(actor: ActorWorker, folder: Path) -> None:
+def _plain_save(actor: ActorWorker, folder: Path) -> float:
+    """Seconds of one torch.save by every rank, on the disk at its end."""
+    path = folder / f"plain_{dist.get_rank()}.pt"
+    seconds = _seconds(lambda: _save(actor, path))
+    path.unlink()
+    _tell(f"plain torch.save: {seconds:.1f} s")
+    return seconds
+
+
+def _save(actor: ActorWorker, path: Path) -> None:
     local = {
         key: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
         for key, tensor in actor.training_state().items()
     }
-    path = folder / f"plain_{dist.get_rank()}.pt"
     with path.open("wb") as file:
         torch.save(local, file)
         file.flush()
         os.fsync(file.fileno())
-    path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    wait_for_all()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    wait_for_all()
+
+
+def _tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _seconds(call: Any) -> float:

@@ -39,11 +39,12 @@ def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> Rows:
         from hybridrl.distributed import softmax_kernels  # Triton is there where GPUs are
 
         return Rows(*softmax_kernels.softmax_rows(logits, targets, temperature))
-    x = logits.float() / temperature
+    x = logits.float().div(temperature)
     log_z = x.logsumexp(dim=-1)
-    log_probs = x.gather(-1, targets[:, None]).squeeze(-1) - log_z
-    # H = -sum p log p = log Z - sum p x
-    entropy = log_z - (x - log_z[:, None]).exp_().mul_(x).sum(-1)
+    # Not H = log Z - sum p x: an error of log Z, in p, would count |x| times.
+    log_p = x.sub_(log_z[:, None])
+    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
     return Rows(log_probs, log_z, entropy)
 
 

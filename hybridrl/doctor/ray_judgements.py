@@ -1,9 +1,9 @@
 """What the stage of Ray makes of what the nodes and the head say."""
 
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 
+from hybridrl.config.installation import OLDEST_RAY
 from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, Reply
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
@@ -15,14 +15,13 @@ START = "`ray start --head --node-ip-address=<its address> --port={port}`"
 
 def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """ray.version: what is installed on each node against what this package asks for."""
-    least = _least_version()
     findings = []
     for node, fact in facts.items():
-        if fact.version and _numbers(fact.version) >= least:
+        if fact.version and _numbers(fact.version) >= OLDEST_RAY:
             findings.append(ok("ray.version", node, f"Ray {fact.version}"))
             continue
         found = f"Ray {fact.version}" if fact.version else "no Ray"
-        needs = ".".join(map(str, least))
+        needs = ".".join(map(str, OLDEST_RAY))
         findings.append(
             fail(
                 "ray.version",
@@ -214,15 +213,6 @@ def _kind(mode: str, token: str) -> str:
     if mode != "token":
         return f"RAY_AUTH_MODE={mode}: no token"
     return f"token with SHA-256 {token}..."
-
-
-def _least_version() -> tuple[int, ...]:
-    requirement = next(
-        text for text in importlib.metadata.requires("hybridrl") or [] if re.match(r"ray\b", text)
-    )
-    found = re.search(r">=([\d.]+)", requirement)
-    assert found is not None, f"setup.cfg asks for {requirement}, without a least version"
-    return _numbers(found[1])
 
 
 def _numbers(version: str) -> tuple[int, ...]:

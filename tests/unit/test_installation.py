@@ -1,13 +1,16 @@
 """What is installed decides whether vLLM can run; distributions here are folders of metadata."""
 
+import configparser
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.installation import check_installation
+from hybridrl.config.installation import OLDEST_RAY, check_installation
 
 
 @pytest.fixture
@@ -55,3 +58,10 @@ def test_a_cuda_companion_of_a_cpu_torch_is_refused(installed, name):
 def test_a_cpu_companion_is_fine(installed):
     installed("torchvision", "0.28.0+cpu")
     check_installation(Accelerator.cpu)
+
+
+def test_the_oldest_ray_is_the_one_that_the_package_asks_for():
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[2] / "setup.cfg")
+    asked = re.search(r"^ray>=(\d+)\.(\d+)", config["options"]["install_requires"], re.MULTILINE)
+    assert asked is not None and tuple(map(int, asked.groups())) == OLDEST_RAY
