@@ -20,8 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -46,7 +45,7 @@ from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
-from hybridrl.controller.signals import Interrupted, written_in_time
+from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
@@ -68,7 +67,7 @@ DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, interrupt)
     guard_standard_output()
     # torch makes a folder for compiled kernels when it is imported; among the temporary files it
     # would be left behind. Workers inherit the variable.
@@ -83,12 +82,12 @@ def main() -> None:
     except ConfigError as error:
         _show(error)
         sys.exit(EXIT_CONFIG)
-    except KeyboardInterrupt as interrupt:
-        checkpoint = written_in_time(interrupt)
+    except KeyboardInterrupt as error:
+        checkpoint = written_in_time(error)
         if checkpoint is not None:
             sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {checkpoint}\n")
             sys.exit(EXIT_PREEMPTED)
-        signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
+        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
         sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
         sys.exit(128 + signum)
 
@@ -314,11 +313,6 @@ def _result(status: str, metric: float, seconds: float, error: str) -> JobResult
 
 def _show(error: ConfigError) -> None:
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
-
-
-def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    """Leave through every `finally`, as Ctrl-C does."""
-    raise Interrupted(signum)
 
 
 if __name__ == "__main__":

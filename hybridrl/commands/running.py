@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, named
@@ -15,7 +13,7 @@ from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.signals import Interrupted
+from hybridrl.controller.signals import Interrupted, interrupt
 from hybridrl.models.cache import cache_folder
 from hybridrl.models.fingerprint import without_weights
 from hybridrl.trainer.base_models import other_files, trained_model
@@ -36,7 +34,7 @@ def run_command(command: Callable[[], None]) -> None:
     Exit codes: 1 failed, 2 what the user can fix, 130 Ctrl-C, 143 SIGTERM; others are a command's
     own, by sys.exit.
     """
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, interrupt)
     # As in hybridrl.main: torch's folder for compiled kernels, and the user's modules.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     if os.getcwd() not in sys.path:
@@ -53,8 +51,8 @@ def run_command(command: Callable[[], None]) -> None:
     except WorkerError as error:  # tells the whole story itself
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt as interrupt:
-        signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
+    except KeyboardInterrupt as error:
+        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
         sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
         sys.exit(128 + signum)
 
@@ -132,8 +130,3 @@ def _look(path: Path) -> Found:
             return named(path, key="PATH", watch=watch)
         except NoWholeCheckpoint:  # perhaps all that were there have been replaced meanwhile
             return named(path, key="PATH", watch=watch)
-
-
-def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    """Leave through every `finally`, as Ctrl-C does."""
-    raise Interrupted(signum)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,15 @@ class Interrupted(KeyboardInterrupt):
 
     def __str__(self) -> str:
         return f"interrupted by {signal.Signals(self.signum).name}"
+
+
+def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """A handler of signals: leave through every `finally`, as Ctrl-C does.
+
+    Raises:
+        Interrupted: always.
+    """
+    raise Interrupted(signum)
 
 
 class SignalGuard:

@@ -4,7 +4,8 @@
     RAY_ADDRESS=10.0.0.1:6379 python -m hybridrl.doctor +recipe=gsm8k_ppo cluster.nodes=2
     python -m hybridrl.doctor --join 10.0.0.1:29600 --nodes 2 +recipe=gsm8k_ppo cluster.nodes=2
                                                                       on every node, before Ray
-Exit codes: 0 nothing that would fail, 1 warnings and --strict, 2 failures or a wrong config.
+Exit codes: 0 nothing that would fail, 1 warnings and --strict, 2 failures or a wrong config, 130
+Ctrl-C, 143 SIGTERM. The report is written whatever ends it.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from hybridrl.controller.agents import Agents, LocalAgents, call_all
 from hybridrl.controller.command import composed, examined
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
+from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
 from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report
-from hybridrl.doctor.stages import Case, exit_code, run_stages
+from hybridrl.doctor.stages import Case, StageReport, exit_code, left_out, run_stages
 
 EXIT_CONFIG = 2
 JOIN_S = 300.0
@@ -49,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.join is not None and not listens_here(options.join):
             serve(options.join, JOIN_S)
             sys.exit(0)
-        sys.exit(_diagnose(options, rest))
+        with SignalGuard():
+            sys.exit(_diagnose(options, rest))
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         sys.exit(EXIT_CONFIG)
+    except Interrupted as interrupt:
+        sys.exit(128 + interrupt.signum)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,13 +81,28 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
         case = _case(rest, agents)
         nodes = ", ".join(agents.nodes)
         console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
-        stages = (*STAGES, (Stage.training, training.check))
-        reports = run_stages(case, stages, lambda stage: console.print(f"-- {stage.value}"))
-        folder = options.output or Path("outputs", "doctor", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-        path = write_report(folder, reports, agents.nodes, case.overrides)
-    show(console, reports)
-    console.print(f"report     {path}", soft_wrap=True)
+        reports: list[StageReport] = []
+        try:
+            _examine(case, reports, console)
+        finally:
+            name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+            folder = options.output or Path("outputs", "doctor", name)
+            path = write_report(folder, reports, agents.nodes, case.overrides)
+            show(console, reports)
+            console.print(f"report     {path}", soft_wrap=True)
     return exit_code(reports, strict=options.strict)
+
+
+def _examine(case: Case, reports: list[StageReport], console: Console) -> None:
+    """Append a report of every stage, also of those that something keeps from their end."""
+    stages = (*STAGES, (Stage.training, training.check))
+    try:
+        for report in run_stages(case, stages, lambda stage: console.print(f"-- {stage.value}")):
+            reports.append(report)
+    except BaseException as error:
+        what = str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
+        reports += [left_out(stage, what) for stage, _ in stages[len(reports) :]]
+        raise
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
     with _nodes() as agents:
         quick = checks is DoctorChecks.quick
         case = Case.of(result, machine, overrides, agents, quick=quick)
-        reports = run_stages(case, STAGES)
+        reports = list(run_stages(case, STAGES))
     for text in complaints(reports, Verdict.warn):
         logger.warning("%s", text)
     if failures := complaints(reports, Verdict.fail):

@@ -1,7 +1,7 @@
 """The stages in their order, and what each of them is given."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridrl.config.load import Examined
@@ -74,29 +74,35 @@ def run_stages(
     case: Case,
     stages: Sequence[tuple[Stage, Check]],
     show: Callable[[Stage], None] = lambda stage: None,
-) -> list[StageReport]:
+) -> Iterator[StageReport]:
     """Run stages until one finds a failure; the checks of those after it are skipped.
 
     Args:
         case: what is examined.
         stages: in their order.
         show: told of each stage before it begins.
+
+    Yields:
+        Each stage's report, when it is done.
     """
-    reports: list[StageReport] = []
     broken: Stage | None = None
     for stage, check in stages:
+        if broken is not None:
+            yield left_out(stage, f"stage {broken.value} failed")
+            continue
         start = time.perf_counter()
-        if broken is None:
-            show(stage)
-            findings = check(case)
-        else:
-            why = f"stage {broken.value} failed"
-            findings = [skipped(i, "all", why) for i in CHECKS if stage_of(i) is stage]
+        show(stage)
+        findings = check(case)
         assert all(stage_of(f.check) is stage for f in findings), f"{stage}: another stage's check"
-        reports.append(StageReport(stage, findings, time.perf_counter() - start))
-        if broken is None and any(f.verdict is Verdict.fail for f in findings):
+        yield StageReport(stage, findings, time.perf_counter() - start)
+        if any(f.verdict is Verdict.fail for f in findings):
             broken = stage
-    return reports
+
+
+def left_out(stage: Stage, why: str) -> StageReport:
+    """The report of a stage that did not come to an end, its checks skipped."""
+    findings = [skipped(check, "all", why) for check in CHECKS if stage_of(check) is stage]
+    return StageReport(stage, findings, 0.0)
 
 
 def exit_code(reports: Sequence[StageReport], *, strict: bool) -> int:

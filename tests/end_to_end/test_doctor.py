@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,34 @@ def test_a_wrong_key_is_answered_as_by_the_run(tmp_path):
     assert done.returncode == 2
     assert "ConfigError: 1 problem in the config" in done.stderr
     assert "Did you mean trainer.total_steps" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "signum", "arguments"),
+    [
+        ("network", signal.SIGTERM, ["+recipe=gsm8k_ppo"]),
+        pytest.param("training", signal.SIGINT, SMALL, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_doctor_reports_what_it_has_found(tmp_path, stage, signum, arguments):
+    command = [sys.executable, "-u", "-m", "hybridrl.doctor", *arguments, "--output", "report"]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_COLOR": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, text=True, start_new_session=True, **pipes
+    ) as running:
+        seen = next(line for line in running.stdout if line == f"-- {stage}\n")
+        running.send_signal(signum)
+        stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == 128 + signum, seen + stdout + stderr
+    assert stderr == ""
+    found = findings(tmp_path / "report")
+    assert {finding["check"] for finding in found} == set(CHECKS)
+    why = f"interrupted by {signum.name}"
+    assert {f["evidence"] for f in found if f["check"].startswith(f"{stage}.")} == {why}
+    assert "ok" in {f["verdict"] for f in found if f["check"].startswith("host.")}
+    assert why in stdout
 
 
 @pytest.mark.slow

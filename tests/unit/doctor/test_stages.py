@@ -30,7 +30,7 @@ def stages(*findings_of_stages):
 
 def test_what_follows_a_failed_stage_is_skipped_by_name_and_not_run():
     order, asked = stages([FINE, TIGHT], [BROKEN], [], [])
-    reports = run_stages(None, order)
+    reports = list(run_stages(None, order))
     assert asked == [Stage.host, Stage.network]
     left_out = {finding.check for report in reports[2:] for finding in report.findings}
     assert left_out == {
@@ -44,7 +44,7 @@ def test_what_follows_a_failed_stage_is_skipped_by_name_and_not_run():
 def test_a_stage_may_not_speak_for_another():
     order, _ = stages([BROKEN])
     with pytest.raises(AssertionError, match="another stage's check"):
-        run_stages(None, order)
+        list(run_stages(None, order))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_finding_is_of_the_catalog_and_asks_for_something_only_where_it_is_wro
 
 def test_the_table_has_evidence_and_advice_and_one_line_for_a_stage_left_out():
     order, _ = stages([FINE, TIGHT], [BROKEN], [])
-    reports = run_stages(None, order)
+    reports = list(run_stages(None, order))
     console = Console(width=120, file=io.StringIO(), record=True)
     show(console, reports)
     text = console.export_text()
