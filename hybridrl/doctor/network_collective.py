@@ -169,6 +169,9 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
     everyone = [rank for ranks in results.values() for rank in ranks]
     if not everyone:
         return []
+    if len(everyone) == 1:
+        started = " and ".join(name for name in ("gloo", "nccl") if name in everyone[0].measured)
+        return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
     texts = [
         f"{name} {_text(measured)}"
         for name in ("gloo", "nccl", "nccl_in_node")

@@ -259,3 +259,11 @@ def test_a_pair_that_nccl_serves_slower_than_others_is_named():
     (found,) = network_collective.judge(results)
     assert found.verdict is Verdict.ok
     assert "NCCL between nodes at least 39 GB/s (c -> b)" in found.evidence
+
+
+def test_of_one_rank_no_speed_is_told():
+    speed = {"bytes_per_s": 0.0, "latency_s": 1e-5}
+    alone = {"a": [RankResult(0, "done", "", {"gloo": speed, "nccl": speed})]}
+    (found,) = network_collective.judge(alone)
+    assert found.verdict is Verdict.ok
+    assert found.evidence == "gloo and nccl start; one rank has nothing to exchange"
