@@ -4,7 +4,6 @@ torch and everything heavy is imported in `preload`, after the number of threads
 import at the same time.
 """
 
-import faulthandler
 import gc
 import importlib
 import logging
@@ -31,9 +30,9 @@ from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.interfaces import interface_of
-from hybridrl.controller.output import lossy_text
+from hybridrl.controller.output import keep_earlier, redirect_output
 from hybridrl.controller.placement import Slot, visible_index
-from hybridrl.controller.processes import STACK_SIGNAL, shared_memory_of
+from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
 from hybridrl.controller.spans import Stopwatch
 from hybridrl.distributed import position
@@ -302,33 +301,3 @@ def import_class(path: str) -> type[Any]:
     """The class that a dotted path names."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-def keep_earlier(log_file: Path) -> None:
-    """Give a log of an earlier start of the run its number: <node>_rank<k>.1.log is the first."""
-    number = 1
-    while (earlier := log_file.with_suffix(f".{number}.log")).exists():
-        number += 1
-    if log_file.exists():
-        log_file.rename(earlier)
-
-
-def redirect_output(path: Path) -> None:
-    """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash.
-
-    Text for which the disk has no room is lost; nobody who prints gets an error.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    faulthandler.enable(2)
-    faulthandler.register(STACK_SIGNAL, 2)

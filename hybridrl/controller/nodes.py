@@ -1,16 +1,16 @@
 """Running plain functions on the nodes of a cluster: here for the driver's, else as Ray tasks."""
 
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hybridrl.controller.waiting import give_up_after
 
 T = TypeVar("T")
 
@@ -52,18 +52,9 @@ class Nodes:
             max_retries=retries,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        begun: Future[ObjectRef] = Future()
-
-        def begin() -> None:
-            try:
-                begun.set_result(task.remote(*arguments))
-            except BaseException as error:
-                begun.set_exception(error)
-
         if self.take_tasks:
-            threading.Thread(target=begin, name="Ray task", daemon=True).start()
             with suppress(TimeoutError):
-                return begun.result(SUBMIT_TIMEOUT_S)
+                return give_up_after(SUBMIT_TIMEOUT_S, partial(task.remote, *arguments))
             self.take_tasks = False
         raise GetTimeoutError(f"Ray took no task within {SUBMIT_TIMEOUT_S:g} s")
 

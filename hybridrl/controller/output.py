@@ -1,11 +1,15 @@
 """Standard output and log files: a full disk costs text, never the run, and secrets are hidden."""
 
+import faulthandler
 import io
+import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.secrets import HIDDEN, secrets_of
+from hybridrl.controller.processes import STACK_SIGNAL
 
 
 class LossyFile(io.FileIO):
@@ -56,3 +60,33 @@ def lossy_text(file: int | str) -> io.TextIOWrapper:
 def guard_standard_output() -> None:
     """Let this program go on when what it prints finds no room, and print no secrets."""
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
+
+
+def keep_earlier(log_file: Path) -> None:
+    """Give a log of an earlier start of the run its number: <node>_rank<k>.1.log is the first."""
+    number = 1
+    while (earlier := log_file.with_suffix(f".{number}.log")).exists():
+        number += 1
+    if log_file.exists():
+        log_file.rename(earlier)
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash.
+
+    Text for which the disk has no room is lost; nobody who prints gets an error.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    faulthandler.enable(2)
+    faulthandler.register(STACK_SIGNAL, 2)

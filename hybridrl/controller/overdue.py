@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import ray
 from ray._private.state import actors
+from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.evidence import glimpses, traces
@@ -55,12 +55,14 @@ def overdue_error(
 
 def _as_ray_knows(host: Host) -> Host:
     """A process that has not yet said where it is; without a pid if Ray has not started it."""
-    entries: list[dict[str, Any]] = []
-    give_up_after(RAY_TIMEOUT_S, lambda: entries.append(actors(host.handle._actor_id.hex())))
-    address = entries[0]["Address"] if entries else {}
+    try:
+        entry = give_up_after(RAY_TIMEOUT_S, lambda: actors(host.handle._actor_id.hex()))
+    except (TimeoutError, RayError):
+        return host
+    address = entry.get("Address", {})
     if not address.get("IPAddress"):
         return host
-    node_id, pid = address["NodeID"], entries[0]["Pid"]
+    node_id, pid = address["NodeID"], entry["Pid"]
     names = [node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == node_id]
     name = names[0] if names else host.node_name
     return host._replace(

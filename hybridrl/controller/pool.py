@@ -154,9 +154,7 @@ class Pool:
                 with suppress(RayError):
                     self._close_idle()
             left = {node_id: self._footprint(node_id) for node_id in by_node(self.hosts)}
-            released = ray.is_initialized() and give_up_after(CONTROL_TIMEOUT_S, self._release)
-            if not released:
-                logger.warning("Ray does not answer; killing the worker processes without it")
+            released = self._release_in_time()
             for node_id, footprint in left.items():
                 grace_s = END_GRACE_S if released else 0.0
                 remaining = self._nodes.run(node_id, processes.end, footprint, grace_s)
@@ -177,6 +175,14 @@ class Pool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _release_in_time(self) -> bool:
+        if ray.is_initialized():
+            with suppress(TimeoutError):
+                give_up_after(CONTROL_TIMEOUT_S, self._release)
+                return True
+        logger.warning("Ray does not answer; killing the worker processes without it")
+        return False
 
     def _release(self) -> None:
         """End processes and the reservation in a way Ray knows of; else it reports crashes."""

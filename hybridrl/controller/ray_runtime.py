@@ -25,7 +25,7 @@ from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import AuthenticationError, RaySystemError
+from ray.exceptions import AuthenticationError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
@@ -233,8 +233,12 @@ def _stop(folder: Path) -> None:
             ray.shutdown()
         else:  # it would wait for what is dead or stopped
             processes.wait_or_kill(started, 0.0)
-            if not give_up_after(SHUTDOWN_LIMIT_S, ray.shutdown):
+            try:
+                give_up_after(SHUTDOWN_LIMIT_S, ray.shutdown)
+            except TimeoutError:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
+            except RayError as error:
+                logger.error("Ray did not shut down in order: %s", error)
         left = processes.wait_or_kill(started, STOP_GRACE_S)
         # Those that were born while the others were asked to end.
         left += processes.wait_or_kill(processes.of_ray(MARK, folder), 0.0)

@@ -4,8 +4,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -17,6 +18,8 @@ from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.placement import Slot
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # When the first failure seen is another rank's echo, seconds to wait for the failure behind it.
 ROOT_CAUSE_GRACE_S = 5.0
@@ -173,15 +176,24 @@ def _raise(failure: Failure, phase: str) -> None:
     )
 
 
-def give_up_after(timeout_s: float, function: Callable[[], None]) -> bool:
-    """Run a function that may block for ever; False if it has not returned in time.
+def give_up_after(timeout_s: float, function: Callable[[], T]) -> T:
+    """What a function returns that may block for ever, as Ray's control calls do.
 
-    Ray's control calls wait a minute for a dead head node and then end the process.
+    Without their head node they wait a minute and then end the process.
+
+    Raises:
+        TimeoutError: it has not returned in time. What it raises itself leaves this too.
     """
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(function())
+        except BaseException as error:  # is raised where it is waited for
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="may block", daemon=True).start()
+    return ended.result(timeout_s)
 
 
 def log_tail(host: Host) -> str:

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.host import keep_earlier
+from hybridrl.controller.output import keep_earlier
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import MARK, cluster_machine, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded

@@ -77,7 +77,7 @@ print(json.dumps(found))
 """
 
 OUTPUT = """
-from hybridrl.controller.host import redirect_output
+from hybridrl.controller.output import redirect_output
 redirect_output(disk / "worker.log")
 fill()
 for _ in range(3000):
