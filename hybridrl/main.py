@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
+# Seconds until a restart that could not begin is followed by the next.
+RESTART_PAUSE_S = 10.0
 # What data.prompts reads; with one of these wrong, looking at the data makes no sense.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
@@ -161,19 +163,7 @@ def run(cfg: DictConfig) -> float:
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
     prepared.is_on_course = config.resume in (NONE, AUTO)
-    for restart in range(config.trainer.max_restarts + 1):
-        try:
-            with sole_run(folder):
-                return _train(prepared, list(state.overrides.task), folder, restart)
-        except WorkerError as error:
-            if restart == config.trainer.max_restarts:
-                raise
-            log.error("%s", error)
-            # Else it begins where this attempt began.
-            if prepared.is_on_course and steps_in(checkpoints_folder(folder)):
-                config.resume = AUTO
-            prepared.setup = SetupTimes(time.time())
-    raise AssertionError("the last attempt returns or raises")
+    return _train_with_restarts(prepared, list(state.overrides.task), folder)
 
 
 @dataclass
@@ -191,6 +181,37 @@ class Prepared:
     machine: Machine
     setup: SetupTimes
     is_on_course: bool = False
+
+
+def _train_with_restarts(prepared: Prepared, overrides: list[str], folder: Path) -> float:
+    """Train; a run whose workers fail is started anew, as often as trainer.max_restarts allows.
+
+    Where the machines let no restart begin, the next one is tried a little later.
+
+    Raises:
+        WorkerError: the last failure of workers; no restart is left.
+        ConfigError: the run could not begin.
+    """
+    config, failed = prepared.result.config, None
+    for restart in range(config.trainer.max_restarts + 1):
+        try:
+            with sole_run(folder):
+                return _train(prepared, overrides, folder, restart)
+        except WorkerError as error:
+            failed = error
+            if restart < config.trainer.max_restarts:
+                log.error("%s", error)
+        except ConfigError as error:
+            if failed is None:
+                raise
+            log.error("Restart %d (trainer.max_restarts) could not begin: %s", restart, error)
+            time.sleep(RESTART_PAUSE_S)
+        # Else it begins where this attempt began.
+        if prepared.is_on_course and steps_in(checkpoints_folder(folder)):
+            config.resume = AUTO
+        prepared.setup = SetupTimes(time.time())
+    assert failed is not None
+    raise failed
 
 
 def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int) -> float:
