@@ -66,6 +66,7 @@ class Checkpointer:
     Attributes:
         failures: checkpoints that could not be written.
         newest: the last one that was committed; None: none yet.
+        write_s: seconds that it took to be written.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Checkpointer:
     ) -> None:
         self.failures = 0
         self.newest: Path | None = None
+        self.write_s: float | None = None
         self._config = config
         self._plain_config = plain(config)
         self._versions = versions()
@@ -203,8 +205,8 @@ class Checkpointer:
         except (OSError, DamagedCheckpoint) as error:
             return str(error)
         size = sum(record.size for record in files.values())
-        seconds = max(result.seconds for result in results)
-        log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, seconds)
+        self.write_s = max(result.seconds for result in results)
+        log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, self.write_s)
         return None
 
     def _clear_up(self) -> None:

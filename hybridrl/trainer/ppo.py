@@ -33,6 +33,7 @@ from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.checkpoint import Checkpointer
 from hybridrl.trainer.engines import StragglerAlarm, engine_place, straddling
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.grace import GraceCheck
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
@@ -115,6 +116,7 @@ class PPOTrainer:
             reporter.run_dir,
             lambda: self.phases.timeline,
         )
+        self.grace = GraceCheck(config.checkpoint.on_sigterm, reporter.warn)
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
         self.state = TrainState(prompts, kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
@@ -143,7 +145,7 @@ class PPOTrainer:
                 scheduled = self.advantage(scheduled, step)
                 self.pause()
                 self.update(scheduled, step)
-                if step == last or is_due(self.config.eval.every_steps, step):
+                if self.evaluates(step):
                     self.reshard()
                     self.evaluate(step)
                 self.checkpoint(step)
@@ -282,6 +284,12 @@ class PPOTrainer:
         self.guard.note(step, scheduled, self.kl.loss_coef, self.metrics)
         self.metrics |= self.kl.adapt(scheduled.batch)
 
+    def evaluates(self, step: int) -> bool:
+        """Whether a step ends with an evaluation; where SIGTERM waits, only the last one does."""
+        if step == self.config.trainer.total_steps:
+            return True
+        return is_due(self.config.eval.every_steps, step) and not self.preemption.is_asked
+
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
@@ -303,6 +311,7 @@ class PPOTrainer:
         """Hand the step's metrics over and begin anew."""
         row = self.reporter.log(step, self.metrics | self.phases.metrics())
         self.checkpoints.logged(step, row)
+        self.grace.look(self.phases.timeline, self.checkpoints.write_s)
         self.metrics = {}
 
     def save(self) -> None:
