@@ -17,11 +17,16 @@ HIDDEN = "***"
 MIN_LENGTH = 8
 
 _NAME = re.compile(
-    r"(^|[._-])(token|password|passwd|passphrase|secret|credentials?|api_?key"
-    r"|(access|private|secret|auth)_?key)$",
+    r"(^|[._-])(token|password|passwd|pwd|passphrase|secret|credentials?|api_?key"
+    r"|(access|private|secret|auth)_?key|connection_?string)$",
     re.I,
 )
-_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY)$|SECRET", re.I)
+# The short words are secret behind another word only: PWD is a folder, COMPASS no PASS.
+_VARIABLE = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY|CONNECTION_?STRING|PGPASS)$|SECRET"
+    r"|_(PASS|PWD|PAT|AUTH|CREDS)$",
+    re.I,
+)
 # user:password@ or token@ in a URI.
 _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+@")
 # An entry of a mapping that is given as one value: +mine={api_key: x}.

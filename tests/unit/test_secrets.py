@@ -32,6 +32,8 @@ SECRET = "xq7Zp0-unlikely"
     [
         *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
         *("RAY_AUTH_TOKEN", "HYBRIDRL_DOCTOR_KEY", "MLFLOW_TRACKING_PASSWORD", "SECRET_THING"),
+        *("DB_PASS", "SMTP_PASS", "MYSQL_PWD", "PGPASS", "GITHUB_PAT", "REDIS_AUTH", "AWS_CREDS"),
+        *("AZURE_STORAGE_CONNECTION_STRING", "SERVICEBUS_CONNECTIONSTRING"),
     ],
 )
 def test_variables_that_hold_secrets(name):
@@ -39,7 +41,13 @@ def test_variables_that_hold_secrets(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "OMP_NUM_THREADS", "MONKEYS"]
+    "name",
+    [
+        *("PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "OMP_NUM_THREADS", "MONKEYS"),
+        *("PWD", "OLDPWD", "CI_BYPASS", "BYPASS_PROXY", "COMPASS_DIR", "MY_COMPASS", "PASS_AT_K"),
+        *("AUTHOR", "GIT_AUTHOR_NAME", "XAUTHORITY", "SSH_AUTH_SOCK", "RAY_AUTH_MODE", "PGPASSFILE"),
+        *("PYTHONPATH", "MY_PATTERN", "CONNECTION_STRINGS_FILE"),
+    ],
 )
 def test_variables_that_do_not(name):
     assert not is_secret_variable(name)
@@ -48,6 +56,8 @@ def test_variables_that_do_not(name):
 def test_keys_are_secret_by_their_last_word():
     for key in ("api_key", "reward.args.token", "auth-token", "secret_access_key", "db.password"):
         assert is_secret_key(key)
+    for key in ("db.pwd", "mysql_pwd", "blob.connection_string"):
+        assert is_secret_key(key)
     for key in (
         "max_tokens",
         "token_env",
@@ -55,6 +65,11 @@ def test_keys_are_secret_by_their_last_word():
         "answer_key",
         "stop_token_ids",
         "secretary",
+        "pass_at_k",
+        "single_pass",
+        "pass",
+        "author",
+        "path",
     ):
         assert not is_secret_key(key)
 
