@@ -176,19 +176,29 @@ def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
     return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
 
 
-def node_ram(config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None) -> int:
-    """RAM that GPU workers and the driver need together on one node."""
-    assert config.cluster.gpus_per_node is not None
+def node_ram(
+    config: RunConfig,
+    shape: ModelShape,
+    reward_shape: ModelShape | None = None,
+    slots: int | None = None,
+) -> int:
+    """RAM that GPU workers and the driver need together on a node of so many slots.
+
+    Without `slots`, on that which has the most.
+    """
+    slots = config.cluster.gpus_per_node if slots is None else slots
+    assert slots is not None
     pinned = pinned_bytes(config, shape, reward_shape) + staged_bytes(config, shape)
     each = pinned + GPU_PROCESS_RAM_BYTES
-    return config.cluster.gpus_per_node * each + CPU_DRIVER_BYTES
+    return slots * each + CPU_DRIVER_BYTES
 
 
-def node_peak(config: RunConfig, phases: list[Phase]) -> int:
-    """RAM that the CPU slots of one node and the driver need together."""
-    assert config.cluster.gpus_per_node is not None
+def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
+    """RAM that the CPU slots of a node, by default the most, and the driver need together."""
+    slots = config.cluster.gpus_per_node if slots is None else slots
+    assert slots is not None
     peak = max(phase.total for phase in phases)
-    return config.cluster.gpus_per_node * peak + CPU_DRIVER_BYTES
+    return slots * peak + CPU_DRIVER_BYTES
 
 
 def _resident(

@@ -4,7 +4,7 @@ import ipaddress
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import ray
@@ -133,7 +133,8 @@ def reserve(
     Raises:
         ConfigError: the cluster does not have them, or not within `timeout_s` seconds.
     """
-    cpus = _cpus_on_nodes(slots_on_nodes)
+    alive = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    cpus = cpus_on_nodes(slots_on_nodes, alive)
     bundles = [{"CPU": count} for count in cpus]
     if on_gpu:
         for bundle, slots in zip(bundles, slots_on_nodes, strict=True):
@@ -159,9 +160,14 @@ def reserve(
     )
 
 
-def _cpus_on_nodes(slots_on_nodes: Sequence[int]) -> list[float]:
-    """CPUs to reserve on each node: one a slot, or all where slots share cores."""
-    cpus = sorted(node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"])
+def cpus_on_nodes(slots_on_nodes: Sequence[int], cpus: Iterable[float]) -> list[float]:
+    """CPUs to reserve on each node: one a slot, or all where slots share cores.
+
+    Args:
+        slots_on_nodes: how many on each.
+        cpus: of the cluster's nodes.
+    """
+    largest = sorted(cpus, reverse=True)
     nodes = len(slots_on_nodes)
-    smallest = cpus[-nodes] if len(cpus) >= nodes else 0.0
+    smallest = largest[nodes - 1] if len(largest) >= nodes else 0.0
     return [max(min(float(slots), smallest), 0.01) for slots in slots_on_nodes]

@@ -3,7 +3,7 @@
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from hybridrl.controller.agents import (
     packed,
     run_packed,
 )
+from hybridrl.controller.placement import cpus_on_nodes
 from hybridrl.controller.ray_runtime import joined_cluster, worker_environment
 
 # Threads of an actor: a function that hangs must not hold up those after it.
@@ -37,12 +38,15 @@ class RayNode(NamedTuple):
         node_id: the whole NodeID.
         alive: whether it reports to the head.
         reason: why it is not alive, as the head says.
+        cpus, gpus: what Ray may hand out there.
     """
 
     identity: NodeIdentity
     node_id: str
     alive: bool
     reason: str
+    cpus: float = 0.0
+    gpus: float = 0.0
 
 
 def ray_nodes() -> list[RayNode]:
@@ -56,6 +60,8 @@ def ray_nodes() -> list[RayNode]:
             node["NodeID"],
             node["Alive"],
             node["DeathReasonMessage"] or "",
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
         )
         for node in ray.nodes()
     ]
@@ -106,6 +112,10 @@ class RayAgents:
         """As Ray knows them."""
         return {name: node.identity.address for name, node in self._nodes.items()}
 
+    def rooms(self, wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
+        """The largest of the wanted numbers of ranks that each node can take; 0: none."""
+        return rooms(self._nodes, wanted, on_gpu=on_gpu)
+
     def call_each(
         self,
         function: Callable[..., Any],
@@ -125,6 +135,23 @@ class RayAgents:
     def _end(self) -> None:
         for actor in self._actors.values():
             ray.kill(actor)
+
+
+def rooms(nodes: Mapping[str, RayNode], wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
+    """As `RayAgents.rooms`, by what a placement group would ask of these nodes."""
+    cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
+    asked = list(zip(wanted, cpus, strict=True))
+    return {
+        name: max(
+            (
+                slots
+                for slots, share in asked
+                if share <= node.cpus and (not on_gpu or slots <= node.gpus)
+            ),
+            default=0,
+        )
+        for name, node in nodes.items()
+    }
 
 
 class _NodeAgent:

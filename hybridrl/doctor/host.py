@@ -28,7 +28,7 @@ def check(case: Case) -> list[Finding]:
     facts, found = heard("host.limits", call_all(case.agents, host_facts))
     if not facts:
         return found
-    found += judge_host(facts, case.config)
+    found += judge_host(facts, case.config, case.slots)
     for node, fact in facts.items():
         found.append(judge_visible(node, fact.environment, fact.gpus, case.config))
         found.append(judge_allocator(node, fact.environment, case.config))
@@ -41,7 +41,7 @@ def check(case: Case) -> list[Finding]:
     gpus, silent = heard("host.gpus", answers)
     found += silent
     for node, fact in gpus.items():
-        found += judge_gpus(node, fact, case.config)
+        found += judge_gpus(node, fact, case.config, case.slots[node])
     return [*found, *judge_clocks(clock_skews(case.agents))]
 
 

@@ -148,8 +148,15 @@ def _slowed() -> list[bool]:
     return []
 
 
-def judge_gpus(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
-    """host.gpus."""
+def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> list[Finding]:
+    """host.gpus.
+
+    Args:
+        node: its name.
+        facts: its GPUs.
+        config: of the run.
+        slots: ranks that the node may get.
+    """
     check = "host.gpus"
     if config.hardware.accelerator is not Accelerator.gpu:
         return [skipped(check, node, "hardware = cpu")]
@@ -159,7 +166,7 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
         advice = "Look at dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]
     found = [*_sick(node, facts.smi)]
-    found += _seen(node, facts, config)
+    found += _seen(node, facts, slots)
     return found or [
         ok(
             check,
@@ -191,7 +198,7 @@ def _sick(node: str, gpus: list[Smi]) -> Iterator[Finding]:
             )
 
 
-def _seen(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
+def _seen(node: str, facts: GPUFacts, slots: int) -> list[Finding]:
     """What a process of the run sees, against what there is and what it needs."""
     check = "host.gpus"
     assert facts.smi is not None
@@ -207,13 +214,12 @@ def _seen(node: str, facts: GPUFacts, config: RunConfig) -> list[Finding]:
     if missing and facts.visible is None:
         evidence = f"nvidia-smi lists {len(listed)} GPUs, a process sees not {', '.join(missing)}"
         return [fail(check, node, evidence, remedy)]
-    slots = config.cluster.gpus_per_node
-    assert slots is not None
     if len(facts.seen) < slots:
         evidence = (
             f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES="
             f"{facts.visible if facts.visible is not None else '(unset)'}), "
-            f"cluster.gpus_per_node = {slots}"
+            f"the run wants {slots} here"
         )
-        return [fail(check, node, evidence, f"{remedy}; or lower cluster.gpus_per_node")]
+        lower = "or lower cluster.gpus_per_node or placement.slots_on_nodes"
+        return [fail(check, node, evidence, f"{remedy}; {lower}")]
     return []

@@ -35,14 +35,21 @@ MORE_SHM = (
 )
 
 
-def judge_host(facts: Mapping[str, HostFacts], config: RunConfig) -> list[Finding]:
-    """All checks of single nodes that need no GPU and no environment."""
-    assert config.cluster.gpus_per_node is not None
-    slots = config.cluster.gpus_per_node
+def judge_host(
+    facts: Mapping[str, HostFacts], config: RunConfig, slots_on: Mapping[str, int]
+) -> list[Finding]:
+    """All checks of single nodes that need no GPU and no environment.
+
+    Args:
+        facts: by node.
+        config: of the run.
+        slots_on: ranks that each node may get.
+    """
     found: list[Finding] = []
     for node, fact in facts.items():
         found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
-        infiniband = fact.infiniband if config.cluster.nodes > 1 else ()
+        slots = slots_on[node]
+        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots else ()
         found += judge_limits(node, fact.limits, slots, infiniband)
         found += judge_cgroup(node, fact.cgroup, fact.cores, slots)
         found += judge_temporary(node, fact.temporary)
@@ -181,7 +188,7 @@ def _cores(node: str, facts: CgroupFacts, cores: int, slots: int) -> Iterator[Fi
     yield warn(
         "host.cgroup",
         node,
-        f"{why}, for cluster.gpus_per_node = {slots} worker processes and Ray's own",
+        f"{why}, for {slots} worker processes and Ray's own",
         "Slurm: sbatch --cpus-per-task=...; docker run --cpus=...; Kubernetes: "
         "resources.limits.cpu; or lower cluster.gpus_per_node",
     )

@@ -71,7 +71,7 @@ def check(case: Case) -> list[Finding]:
     """memory.host and, unless `case.quick`, memory.gpu, of each node by itself."""
     hosts, found = heard("memory.host", call_all(case.agents, host_memory))
     for node, memory in hosts.items():
-        found.append(judge_host_memory(node, memory, case))
+        found.append(judge_host_memory(node, memory, case, case.slots[node]))
     if case.quick:
         return found
     if case.config.hardware.accelerator is not Accelerator.gpu:
@@ -80,7 +80,7 @@ def check(case: Case) -> list[Finding]:
     gpus, silent = heard("memory.gpu", answers)
     found += silent
     for node, seen in gpus.items():
-        found += judge_gpu_memory(node, seen, case)
+        found += judge_gpu_memory(node, seen, case, case.slots[node])
     return found
 
 
@@ -95,9 +95,9 @@ def host_memory() -> HostMemory:
     return HostMemory(available, cgroup_facts().memory)
 
 
-def judge_host_memory(node: str, memory: HostMemory, case: Case) -> Finding:
-    """memory.host of one node."""
-    check, (needed, parts) = "memory.host", _needed(case)
+def judge_host_memory(node: str, memory: HostMemory, case: Case, slots: int) -> Finding:
+    """memory.host of one node, which may get so many ranks."""
+    check, (needed, parts) = "memory.host", _needed(case, slots)
     has = f"{gib(memory.left)} are left"
     if memory.cgroup is not None and memory.left == memory.cgroup.left:
         group = memory.cgroup
@@ -115,20 +115,19 @@ def judge_host_memory(node: str, memory: HostMemory, case: Case) -> Finding:
     return ok(check, node, evidence)
 
 
-def _needed(case: Case) -> tuple[int, str]:
-    """RAM of one node that the planner predicts in bytes, and what it is made of."""
-    config, slots = case.config, case.config.cluster.gpus_per_node
-    assert slots is not None
+def _needed(case: Case, slots: int) -> tuple[int, str]:
+    """RAM that the planner predicts in bytes for so many ranks, and what it is made of."""
+    config = case.config
     if config.hardware.accelerator is Accelerator.gpu:
         pinned = pinned_bytes(config, case.shape, case.reward_shape)
         staged = staged_bytes(config, case.shape)
         each = f"{gib(GPU_PROCESS_RAM_BYTES)}, {gib(pinned)} for offload and {gib(staged)} for "
         each += "checkpoints pinned"
-        needed = node_ram(config, case.shape, case.reward_shape)
+        needed = node_ram(config, case.shape, case.reward_shape, slots)
     else:
         phases = rank_phases(config, case.shape, None, case.reward_shape)
         each = f"at least {gib(_peak(phases).total)}"
-        needed = node_peak(config, phases)
+        needed = node_peak(config, phases, slots)
     return needed, f"{slots} x {each}, {gib(CPU_DRIVER_BYTES)} for driver and Ray"
 
 
@@ -154,11 +153,12 @@ def parse_processes(text: str) -> list[GPUProcess]:
     return [GPUProcess(*parts) for parts in lines if len(parts) == len(GPUProcess._fields)]
 
 
-def judge_gpu_memory(node: str, memory: GPUMemory, case: Case) -> Iterator[Finding]:
-    """memory.gpu of each GPU of a node that the run will use."""
-    check, slots = "memory.gpu", case.config.cluster.gpus_per_node
-    if memory.error or not memory.gpus:
-        yield skipped(check, node, memory.error or "no GPU is visible")
+def judge_gpu_memory(node: str, memory: GPUMemory, case: Case, slots: int) -> Iterator[Finding]:
+    """memory.gpu of each GPU of a node that the run will use, one for each of its ranks."""
+    check = "memory.gpu"
+    if memory.error or not memory.gpus or not slots:
+        why = memory.error or ("no rank comes here" if memory.gpus else "no GPU is visible")
+        yield skipped(check, node, why)
         return
     for index, gpu in enumerate(memory.gpus[:slots]):
         total, free = gpu.total_mib * MIB, gpu.free_mib * MIB

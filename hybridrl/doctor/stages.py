@@ -3,12 +3,15 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.agents import Agents
+from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.findings import Finding, Verdict, skipped
 
@@ -56,6 +59,11 @@ class Case:
             agents=agents,
             quick=quick,
         )
+
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """The most ranks that each node may get; 0: none come there."""
+        return demand.may_get(slots_on_nodes(self.config), demand.rooms(self.agents, self.config))
 
 
 Check = Callable[[Case], list[Finding]]

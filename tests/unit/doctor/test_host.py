@@ -335,16 +335,16 @@ def test_nvidia_smi_lines_are_read():
     ],
 )
 def test_gpus_that_a_process_does_not_see_fail(gpu, found, evidence):
-    (finding,) = judge_gpus("a", found, gpu)
+    (finding,) = judge_gpus("a", found, gpu, 1)
     assert finding.verdict is Verdict.fail
     assert evidence in finding.evidence
 
 
 def test_gpus_that_are_seen_pass_and_sick_ones_warn(gpu):
-    (finding,) = judge_gpus("a", GPUFacts([H200], seen=("GPU-aaaa",)), gpu)
+    (finding,) = judge_gpus("a", GPUFacts([H200], seen=("GPU-aaaa",)), gpu, 1)
     assert finding.verdict is Verdict.ok
     sick = H200._replace(slowed=True, ecc_errors=2)
-    hot, faulty = judge_gpus("a", GPUFacts([sick], seen=("GPU-aaaa",)), gpu)
+    hot, faulty = judge_gpus("a", GPUFacts([sick], seen=("GPU-aaaa",)), gpu, 1)
     assert_finds(hot, Verdict.warn, "slowed down", "TEMPERATURE")
     assert_finds(faulty, Verdict.warn, "2 uncorrected memory errors", "ECC")
 

@@ -52,7 +52,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
     """The limit is a real one, the prediction that of a run with 8 GPUs."""
     with cgroup("memory", memory__limit_in_bytes=str(GIB)) as join:
         found = probe("hybridrl.doctor.memory", "host_memory()", before=join)
-    finding = judge_host_memory("b", found, gpu)
+    finding = judge_host_memory("b", found, gpu, 8)
     assert finding.node == "b"
     needed = node_ram(gpu.config, gpu.shape) / GIB
     assert_finds(finding, Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none")
@@ -65,7 +65,7 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
 )
 def test_each_node_is_judged_by_what_it_has_left(gpu, share, verdict):
     left = int(share * node_ram(gpu.config, gpu.shape))
-    assert judge_host_memory("a", HostMemory(left, None), gpu).verdict is verdict
+    assert judge_host_memory("a", HostMemory(left, None), gpu, 8).verdict is verdict
 
 
 H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
@@ -73,7 +73,7 @@ IDLE = GPUMemory([H200._replace(uuid=f"GPU-{index}") for index in range(8)], [])
 
 
 def test_free_gpus_pass(gpu):
-    findings = list(judge_gpu_memory("a", IDLE, gpu))
+    findings = list(judge_gpu_memory("a", IDLE, gpu, 8))
     assert [finding.verdict for finding in findings] == [Verdict.ok] * 8
     assert findings[7].evidence.startswith("GPU 7: rollout needs")
 
@@ -81,7 +81,7 @@ def test_free_gpus_pass(gpu):
 def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
     text = "GPU-1, 4711, python3, 100000\nGPU-9, 1, other, 5\n"
     gpus = [IDLE.gpus[0], IDLE.gpus[1]._replace(free_mib=43000)]
-    first, second = judge_gpu_memory("a", GPUMemory(gpus, parse_processes(text)), gpu)
+    first, second = judge_gpu_memory("a", GPUMemory(gpus, parse_processes(text)), gpu, 8)
     assert first.verdict is Verdict.ok
     assert_finds(second, Verdict.fail, "python3 (pid 4711, 100000 MiB)", "kill 4711")
     assert "42.0 GiB of 140.4 GiB are free" in second.evidence
@@ -90,11 +90,11 @@ def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
 
 def test_a_small_process_beside_the_run_warns(gpu):
     (finding,) = judge_gpu_memory(
-        "a", GPUMemory(IDLE.gpus[:1], parse_processes("GPU-0, 7, Xorg, 4\n")), gpu
+        "a", GPUMemory(IDLE.gpus[:1], parse_processes("GPU-0, 7, Xorg, 4\n")), gpu, 8
     )
     assert_finds(finding, Verdict.warn, "Xorg (pid 7, 4 MiB)", "kill 7")
 
 
 def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(gpu):
-    (finding,) = judge_gpu_memory("a", GPUMemory([], [], "there is no nvidia-smi"), gpu)
+    (finding,) = judge_gpu_memory("a", GPUMemory([], [], "there is no nvidia-smi"), gpu, 8)
     assert (finding.verdict, finding.evidence) == (Verdict.skipped, "there is no nvidia-smi")

@@ -1,0 +1,135 @@
+"""How many ranks nodes may get, and what stages make of unequal nodes, all of them invented."""
+
+import dataclasses
+import socket
+import time
+
+import pytest
+from host_cases import GIB, case, facts, of
+
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.machine import GPU, Machine, Node, local_machine
+from hybridrl.config.memory import node_ram
+from hybridrl.controller.agents import Answer, NodeIdentity
+from hybridrl.controller.ray_agents import RayNode, rooms
+from hybridrl.doctor import host, memory
+from hybridrl.doctor.demand import may_get
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host_facts import host_facts
+from hybridrl.doctor.host_gpus import GPUFacts, Smi, gpu_facts
+from hybridrl.doctor.memory import GPUMemory, HostMemory, gpu_memory, host_memory
+from tests.run_configs import run_config
+
+H200 = Smi("", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
+
+
+class Nodes:
+    """Nodes with so many GPUs, and bytes of memory left.
+
+    Args:
+        gpus: by node.
+        left: by node.
+    """
+
+    def __init__(self, gpus, left):
+        self.nodes = list(gpus)
+        self.addresses = {node: f"10.0.0.{k}" for k, node in enumerate(gpus)}
+        self._gpus = gpus
+        self._left = left
+
+    def call_each(self, function, arguments, timeout_s):
+        del timeout_s
+        return {node: Answer(self._answer(node, function)) for node in arguments}
+
+    def _answer(self, node, function):
+        gpus = [H200._replace(uuid=f"GPU-{node}{k}") for k in range(self._gpus[node])]
+        uuids = tuple(gpu.uuid for gpu in gpus)
+        if function is local_machine:
+            cards = tuple(GPU(gpu.name, gpu.total_mib * 2**20) for gpu in gpus)
+            return Machine((Node(socket.gethostname(), 64, 1024 * GIB, cards),))
+        return {
+            host_facts: facts(gpus=uuids),
+            gpu_facts: GPUFacts(gpus, seen=uuids),
+            host_memory: HostMemory(self._left[node], None),
+            gpu_memory: GPUMemory(gpus, []),
+            time.time: time.time(),
+        }[function]
+
+
+def uneven_case(gpus, left, slots):
+    """A run with so many ranks on its nodes."""
+    config = run_config()
+    config.hardware.accelerator = Accelerator.gpu
+    config.cluster.nodes, config.cluster.gpus_per_node = len(slots), max(slots)
+    config.placement.slots_on_nodes = slots
+    config.fsdp.dp_shard = sum(slots)
+    return case(config=config, agents=Nodes(gpus, left))
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """Ranks for 8 and 2 GPUs of nodes that have 8 and 3, the small one with memory for no more."""
+    wide = uneven_case({"big": 8, "small": 3}, {}, [8, 2])
+    left = {
+        "big": int(1.3 * node_ram(wide.config, wide.shape)),
+        "small": int(1.3 * node_ram(wide.config, wide.shape, slots=2)),
+    }
+    assert left["small"] < node_ram(wide.config, wide.shape)
+    return dataclasses.replace(wide, agents=Nodes({"big": 8, "small": 3}, left))
+
+
+def test_a_node_with_fewer_ranks_needs_their_gpus_alone(uneven):
+    found = of(host.check(uneven), "host.gpus")
+    assert {f.node: f.verdict for f in found} == {"big": Verdict.ok, "small": Verdict.ok}
+
+
+def test_a_node_with_fewer_ranks_needs_their_memory_alone(uneven):
+    found = memory.check(uneven)
+    assert {f.verdict for f in found} == {Verdict.ok}
+    evidence = {f.node: f.evidence for f in of(found, "memory.host")}
+    assert "(8 x 4.0 GiB" in evidence["big"] and "(2 x 4.0 GiB" in evidence["small"]
+    assert [f.node for f in of(found, "memory.gpu")] == ["big"] * 8 + ["small"] * 2
+
+
+def test_a_node_that_lacks_gpus_for_its_own_ranks_fails():
+    lacking = uneven_case({"big": 8, "small": 1}, dict.fromkeys(("big", "small"), GIB), [8, 2])
+    found = {f.node: f for f in of(host.check(lacking), "host.gpus")}
+    assert found["big"].verdict is Verdict.ok and found["small"].verdict is Verdict.fail
+    assert "a process sees 1 GPUs" in found["small"].evidence
+    assert "the run wants 2 here" in found["small"].evidence
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "expected"),
+    [
+        ([8, 2], {"a": 8, "b": 2}, {"a": 8, "b": 2}),
+        ([8, 2], {"b": 2, "a": 8, "c": 2}, {"a": 8, "b": 2, "c": 2}),
+        ([8, 2], {"a": 8, "b": 8}, {"a": 8, "b": 8}),
+        ([8, 8], {"a": 8, "b": 8, "head": 0}, {"a": 8, "b": 8, "head": 0}),
+        ([8, 8], {"head": 0, "a": 8}, {"a": 8, "head": 8}),
+        ([4], {"a": 0, "b": 0}, {"a": 4, "b": 0}),
+    ],
+)
+def test_nodes_may_get_what_leaves_room_for_the_rest(wanted, there, expected):
+    assert may_get(wanted, there) == expected
+
+
+def ray_node(cpus, gpus):
+    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, "", cpus, gpus)
+
+
+@pytest.mark.parametrize(
+    ("cpus_and_gpus", "wanted", "on_gpu", "expected"),
+    [
+        ([(8, 0), (64, 8), (64, 3)], [8, 2], True, [0, 8, 2]),
+        ([(0, 8), (64, 8)], [8], True, [0, 8]),
+        ([(2, 0), (64, 0)], [4], False, [0, 4]),
+        ([(2, 0), (64, 0)], [4, 4], False, [4, 4]),
+    ],
+    ids=["gpus", "no cores", "few cores", "shared cores"],
+)
+def test_room_on_nodes_of_ray_is_what_a_placement_group_asks_for(
+    cpus_and_gpus, wanted, on_gpu, expected
+):
+    nodes = {f"n{k}": ray_node(*has) for k, has in enumerate(cpus_and_gpus)}
+    assert list(rooms(nodes, wanted, on_gpu=on_gpu).values()) == expected
