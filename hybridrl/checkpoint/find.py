@@ -1,5 +1,8 @@
 """Finding the checkpoint to take up: the newest that is whole, or the one that a path names."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +47,31 @@ class NoWholeCheckpoint(ConfigError):
     subject = "with the run's checkpoints; none is whole. resume=none starts anew"
 
 
+class UnreadableCheckpoint(ConfigError):
+    """The disk fails where checkpoints are: which of them are whole is not known."""
+
+    subject = "with reading checkpoints; all are as they were"
+
+
+@contextmanager
+def as_unreadable() -> Iterator[None]:
+    """Tell what a disk refuses to the user, who can do something about it.
+
+    Raises:
+        UnreadableCheckpoint: the block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        number = errno.errorcode.get(error.errno or 0, error.errno)
+        raise UnreadableCheckpoint(
+            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be whole, so it "
+            f"is not taken for damaged and passed over.\n"
+            f"See to the disk, the mount or the permissions and give the same command again, or "
+            f"name a checkpoint that can be read."
+        ) from error
+
+
 def newest_good(run_dir: Path, *, verify: bool = True, watch: Watch = unwatched) -> Found | None:
     """The newest checkpoint of a run that is whole, by step; None if the run has none at all.
 
@@ -57,8 +85,10 @@ def newest_good(run_dir: Path, *, verify: bool = True, watch: Watch = unwatched)
 
     Raises:
         NoWholeCheckpoint: there are some, and all are damaged; it names each.
+        UnreadableCheckpoint: the disk fails, for seconds.
     """
-    return _newest_in(checkpoints_folder(run_dir), verify, watch)
+    with as_unreadable():
+        return _newest_in(checkpoints_folder(run_dir), verify, watch)
 
 
 def named(
@@ -73,9 +103,14 @@ def named(
         verify, watch: as for `newest_good`.
 
     Raises:
-        ConfigError: there is no checkpoint there, or the one that was named is damaged.
+        ConfigError: there is no checkpoint there, or the one that was named is damaged, or the
+            disk fails, for seconds.
     """
-    path = path.expanduser()
+    with as_unreadable():
+        return _named(path.expanduser(), key, verify, watch)
+
+
+def _named(path: Path, key: str, verify: bool, watch: Watch) -> Found:
     if path.name == LATEST and path.is_file():
         return _explicit(_of_latest(path, key), key, verify, watch)
     if not path.is_dir():

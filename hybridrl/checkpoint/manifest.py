@@ -21,6 +21,7 @@ from typing import Any
 from hybridrl.checkpoint.durable import write_file
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
+from hybridrl.checkpoint.reading import patiently
 
 FORMAT = "hybridrl checkpoint 2"
 
@@ -109,9 +110,13 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: there is none, it cannot be read, or it is not as it was written.
+        DamagedCheckpoint: there is none, or it is not as it was written.
+        UnreadableFile: the disk fails, for seconds.
     """
-    data = _bytes(folder)
+    try:
+        data = patiently(_bytes, folder / MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, "is missing") from error
     try:
         body = json.loads(data)
         problem = _problem(body)
@@ -139,20 +144,14 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _bytes(folder: Path) -> bytes:
-    path = folder / MANIFEST
-    try:
-        facts = os.lstat(path)
-        if not stat.S_ISREG(facts.st_mode):
-            raise DamagedCheckpoint(folder, MANIFEST, "is not a regular file")
-        if facts.st_size > _LARGEST:
-            reason = f"has {facts.st_size:,} bytes, expected at most {_LARGEST:,}"
-            raise DamagedCheckpoint(folder, MANIFEST, reason)
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, "is missing") from error
-    except OSError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, f"cannot be read: {error.strerror}") from error
+def _bytes(path: Path) -> bytes:
+    facts = os.lstat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise DamagedCheckpoint(path.parent, MANIFEST, "is not a regular file")
+    if facts.st_size > _LARGEST:
+        reason = f"has {facts.st_size:,} bytes, expected at most {_LARGEST:,}"
+        raise DamagedCheckpoint(path.parent, MANIFEST, reason)
+    return path.read_bytes()
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:

@@ -14,15 +14,20 @@ from hybridrl.checkpoint.names import (
     step_name,
     step_of,
 )
+from hybridrl.checkpoint.reading import patiently
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, rising; none if there is no such folder."""
+    """Steps of the complete checkpoints in a folder, rising; none if there is no such folder.
+
+    Raises:
+        UnreadableFile: the disk fails, for seconds.
+    """
     return sorted(s for s in map(step_of, _names(folder)) if s is not None)
 
 
 def hidden_steps_in(folder: Path, suffix: str) -> list[int]:
-    """Steps of the folders in between with this suffix, rising."""
+    """Steps of the folders in between with this suffix, rising; as `steps_in`."""
     steps = (hidden_step_of(name, suffix) for name in _names(folder))
     return sorted(step for step in steps if step is not None)
 
@@ -67,6 +72,6 @@ def restore_replaced(folder: Path) -> None:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)
+        return patiently(os.listdir, folder)
     except FileNotFoundError:
         return []

@@ -11,6 +11,7 @@ from hybridrl.checkpoint.durable import remove
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import REMOVED, checkpoints_folder, hidden_name, step_name
+from hybridrl.checkpoint.reading import UnreadableFile
 from hybridrl.checkpoint.remains import finish_deletions, restore_replaced, steps_in
 from hybridrl.checkpoint.verification import verify
 
@@ -18,8 +19,9 @@ from hybridrl.checkpoint.verification import verify
 def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1) -> list[Path]:
     """Remove the checkpoints of a run that nobody asked to keep.
 
-    A checkpoint whose manifest is damaged, or whose files lack or have another size, neither
-    counts nor is removed. Deletion is a rename and then a removal: no half of one is ever found.
+    A checkpoint whose manifest is damaged or cannot be read, or whose files lack or have another
+    size, neither counts nor is removed. Deletion is a rename and then a removal: no half of one is
+    ever found.
 
     Args:
         run_dir: the run's directory.
@@ -32,7 +34,7 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int
         The folders that are gone, oldest first.
 
     Raises:
-        OSError: something cannot be removed; what stays is whole.
+        OSError: the folder cannot be read, or something not be removed; what stays is whole.
     """
     assert keep_last >= 0 and keep_best >= 0, (keep_last, keep_best)
     folder = checkpoints_folder(run_dir)
@@ -67,7 +69,7 @@ def _complete(folder: Path) -> dict[int, Manifest]:
     for step in steps_in(folder):
         try:
             found[step] = verify(folder / step_name(step), checksums=False)
-        except DamagedCheckpoint:
+        except (DamagedCheckpoint, UnreadableFile):
             continue
     return found
 

@@ -12,6 +12,7 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
+from hybridrl.checkpoint.reading import patiently
 
 # Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
 _READERS = 8
@@ -60,6 +61,7 @@ def verify(folder: Path, *, checksums: bool = True, watch: Watch = unwatched) ->
 
     Raises:
         DamagedCheckpoint: the first file at fault.
+        UnreadableFile: the disk fails, for seconds; whether the checkpoint is whole is not known.
     """
     manifest = manifests.read(folder)
     _check_step(folder, manifest)
@@ -81,8 +83,8 @@ def _check_step(folder: Path, manifest: Manifest) -> None:
 def _check_size(folder: Path, name: str, record: FileRecord) -> None:
     facts = _lstat(folder, name)
     if facts is None:
-        reason = f"is missing, the manifest says {record.size:,} bytes"
-    elif stat.S_ISLNK(facts.st_mode):
+        raise _missing(folder, name, record)
+    if stat.S_ISLNK(facts.st_mode):
         reason = "is, or lies behind, a symbolic link; expected a file in the folder itself"
     elif not stat.S_ISREG(facts.st_mode):
         reason = "is not a regular file"
@@ -93,33 +95,46 @@ def _check_size(folder: Path, name: str, record: FileRecord) -> None:
     raise DamagedCheckpoint(folder, name, reason)
 
 
+def _missing(folder: Path, name: str, record: FileRecord) -> DamagedCheckpoint:
+    return DamagedCheckpoint(folder, name, f"is missing, the manifest says {record.size:,} bytes")
+
+
 def _lstat(folder: Path, name: str) -> os.stat_result | None:
-    """What is at a path of the manifest, or the first link on the way to it."""
+    """What is at a path in the folder, or the first link on the way to it."""
     path, facts = folder, None
     for part in PurePosixPath(name).parts:
         path /= part
         try:
-            facts = os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
+            facts = patiently(os.lstat, path)
+        except FileNotFoundError:
             return None
-        except OSError as error:
-            raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
         if stat.S_ISLNK(facts.st_mode):
             return facts
     return facts
 
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:
-    top = folder / STATE
-    if top.is_symlink():
+    top = _lstat(folder, STATE)
+    if top is not None and stat.S_ISLNK(top.st_mode):
         raise DamagedCheckpoint(folder, STATE, "is a symbolic link, expected a folder")
-    for at, folders, files in os.walk(top):
-        links = [name for name in folders if Path(at, name).is_symlink()]
-        for name in sorted(files + links):
-            relative = Path(at, name).relative_to(folder).as_posix()
-            if relative not in manifest.files:
+    folders = [STATE]
+    while folders:
+        inside = folders.pop()
+        for name in sorted(_names(folder / inside)):
+            relative = f"{inside}/{name}"
+            facts = None if relative in manifest.files else _lstat(folder, relative)
+            if facts is not None and stat.S_ISDIR(facts.st_mode):
+                folders.append(relative)
+            elif facts is not None:
                 shown = relative if relative.isprintable() else ascii(relative)
                 raise DamagedCheckpoint(folder, shown, "is not in the manifest")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return patiently(os.listdir, folder)
+    except FileNotFoundError:
+        return []
 
 
 class _Stopped(Exception):
@@ -132,18 +147,37 @@ class _Readers:
     def __init__(self) -> None:
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._are_stopped = False
+        self._stopped = threading.Event()
 
-    def note(self, count: int) -> None:
-        """Count a block; ends its reader if all are to stop."""
-        if self._are_stopped:
+    def digest(self, path: Path) -> FileRecord:
+        """Size and SHA-256 of a file, all of whose bytes are counted, or none."""
+        read = 0
+
+        def note(count: int) -> None:
+            nonlocal read
+            if self._stopped.is_set():
+                raise _Stopped
+            read += count
+            self._count(count)
+
+        try:
+            return digest(path, note)
+        except OSError:
+            self._count(-read)
+            raise
+
+    def wait(self, seconds: float) -> None:
+        """Let time go by, unless all are to stop."""
+        if self._stopped.wait(seconds):
             raise _Stopped
-        with self._lock:
-            self.bytes_read += count
 
     def stop(self) -> None:
         """Have every reader end after its block."""
-        self._are_stopped = True
+        self._stopped.set()
+
+    def _count(self, count: int) -> None:
+        with self._lock:
+            self.bytes_read += count
 
 
 def _check_content(folder: Path, manifest: Manifest, watch: Watch) -> None:
@@ -163,11 +197,11 @@ def _check_content(folder: Path, manifest: Manifest, watch: Watch) -> None:
 
 
 def _check(folder: Path, name: str, manifest: Manifest, readers: _Readers) -> None:
-    expected = manifest.files[name].sha256
+    expected = manifest.files[name]
     try:
-        found = digest(folder / name, readers.note).sha256
-    except OSError as error:
-        raise DamagedCheckpoint(folder, name, f"cannot be read: {error.strerror}") from error
-    if found != expected:
-        reason = f"has the sha256 {found}, the manifest says {expected}"
+        found = patiently(readers.digest, folder / name, readers.wait)
+    except FileNotFoundError as error:
+        raise _missing(folder, name, expected) from error
+    if found.sha256 != expected.sha256:
+        reason = f"has the sha256 {found.sha256}, the manifest says {expected.sha256}"
         raise DamagedCheckpoint(folder, name, reason)
