@@ -18,6 +18,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
@@ -160,6 +162,9 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
     config["dtype"] = dtype.value
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
+        read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        GenerationConfig.from_model_config(read).save_pretrained(folder)
 
 
 def _content(path: Path) -> bytes:

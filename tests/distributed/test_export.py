@@ -91,6 +91,17 @@ def test_what_stands_around_the_weights_is_the_models(cases, tmp_path):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
+def test_a_model_without_a_generation_config_gets_the_one_of_its_config(tmp_path):
+    source = tiny_folder("llama", tmp_path / "llama")
+    (source / "generation_config.json").unlink()
+    weights = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    write_model(InMemory(weights), source, tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+
+
 def test_adapters_stand_beside_it_as_peft_reads_them(cases, tmp_path):
     from peft import PeftModel
 
