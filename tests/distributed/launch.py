@@ -13,7 +13,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once by the server that ranks are forked from: seconds saved per rank.
-PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "hybridrl.workers.actor",
+]
 
 
 def run_on_ranks(
