@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from hybridrl.checkpoint.names import checkpoints_folder
@@ -40,10 +40,15 @@ from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.plan_text import plan
-from hybridrl.config.secrets import argument_without_secret, hide_in_files
+from hybridrl.config.secrets import (
+    argument_without_secret,
+    config_secrets,
+    hide_in_files,
+    without_secrets,
+)
 from hybridrl.controller.command import composed, conf_dir, examined, look
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.output import guard_standard_output
+from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
 from hybridrl.models.cache import cache_folder
@@ -51,7 +56,7 @@ from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.run_lock import sole_run
 from hybridrl.trainer.setup_times import SetupTimes, program_start
-from hybridrl.trainer.sweep import JobResult, finite
+from hybridrl.trainer.sweep import SWEEP_CONFIG, JobResult, finite
 from hybridrl.trainer.verifying import Verifying
 
 if TYPE_CHECKING:
@@ -99,9 +104,9 @@ def job(cfg: DictConfig) -> float:
     state = HydraConfig.get()
     in_sweep = state.mode == RunMode.MULTIRUN
     start = time.time()
-    if state.output_subdir is not None:  # where Hydra has written the config as it is
-        folder = Path(state.runtime.output_dir) / state.output_subdir
-        hide_in_files(folder, OmegaConf.to_container(cfg))
+    secrets = config_secrets(cfg)
+    hide_in_files(_written_by_hydra(), secrets)
+    guard_logging(secrets)
     try:
         metric, error_text, code = run(cfg), "", 0
     except ConfigError as error:
@@ -116,10 +121,22 @@ def job(cfg: DictConfig) -> float:
         metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
     if in_sweep:
         status = "failed" if code else "dry" if cfg.run.dry else "ok"
-        _result(status, metric, time.time() - start, error_text).write()
+        told = without_secrets(error_text, secrets)
+        _result(status, metric, time.time() - start, told).write()
     elif code:
         sys.exit(code)
     return metric
+
+
+def _written_by_hydra() -> list[Path]:
+    """The files in which Hydra has written a job's config as it is."""
+    state = HydraConfig.get()
+    files = []
+    if state.output_subdir is not None:
+        files += (Path(state.runtime.output_dir) / state.output_subdir).glob("*")
+    if state.mode == RunMode.MULTIRUN:
+        files += Path(state.sweep.dir).glob(SWEEP_CONFIG)
+    return files
 
 
 def run(cfg: DictConfig) -> float:

@@ -21,7 +21,7 @@ from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.command import look
-from hybridrl.controller.output import guard_standard_output
+from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _headline(case: "Case") -> str:
 
 
 def _log_to(file: Path) -> None:
-    """Warnings go to the terminal, everything to a file."""
+    """Warnings go to the terminal, everything to a file; neither holds secrets."""
     to_terminal = logging.StreamHandler()
     to_terminal.setLevel(logging.WARNING)
     logging.basicConfig(
@@ -152,3 +152,4 @@ def _log_to(file: Path) -> None:
         handlers=[logging.FileHandler(file), to_terminal],
         force=True,
     )
+    guard_logging()

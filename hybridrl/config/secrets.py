@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 # Stands in place of a secret.
 HIDDEN = "***"
 # Shorter values would be found by chance.
@@ -55,7 +58,7 @@ def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list
     for argument in arguments:
         assigned = _ASSIGNMENT.match(argument)
         if assigned and is_secret_key(assigned[2]):
-            found.add(assigned[3].strip("'\""))
+            found |= {text.strip("'\"") for text in (assigned[3], *assigned[3].split(","))}
         entries = _ENTRY.findall(argument)
         found |= {value.strip("'\"") for key, _, value in entries if is_secret_key(key)}
     return sorted((text for text in found if len(text) >= MIN_LENGTH), key=len, reverse=True)
@@ -68,9 +71,15 @@ def without(secrets: Iterable[str], text: str) -> str:
     return _LOGIN.sub(f"{HIDDEN}@", text)
 
 
-def without_secrets(text: str) -> str:
-    """A text without the secrets of this process's environment and command line."""
-    return without(secrets_of(os.environ, sys.argv), text)
+def known_secrets(more: Iterable[str] = ()) -> list[str]:
+    """Those of this process's environment and command line, and `more`, as in `secrets_of`."""
+    long_enough = {text for text in more if len(text) >= MIN_LENGTH}
+    return sorted({*long_enough, *secrets_of(os.environ, sys.argv)}, key=len, reverse=True)
+
+
+def without_secrets(text: str, more: Iterable[str] = ()) -> str:
+    """A text without the secrets of this process's environment and command line, and `more`."""
+    return without(known_secrets(more), text)
 
 
 def argument_without_secret(argument: str) -> str:
@@ -85,24 +94,33 @@ def _entry_without_secret(entry: re.Match[str]) -> str:
     return f"{entry[1]}{entry[2]}{HIDDEN}" if is_secret_key(entry[1]) else entry[0]
 
 
-def secret_values(tree: Any) -> Iterator[str]:
-    """The secrets that a config of plain data holds."""
+def config_secrets(cfg: DictConfig) -> set[str]:
+    """What the secret keys of a config hold, as it is written and as it is looked up."""
+    found = {*_secret_values(OmegaConf.to_container(cfg))}
+    try:
+        return found | {*_secret_values(OmegaConf.to_container(cfg, resolve=True))}
+    except OmegaConfBaseException:  # a problem of the config, which is reported where it is checked
+        return found
+
+
+def _secret_values(tree: Any) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if is_secret_key(str(key)) and isinstance(value, str):
                 yield value
             else:
-                yield from secret_values(value)
+                yield from _secret_values(value)
     elif isinstance(tree, list):
         for value in tree:
-            yield from secret_values(value)
+            yield from _secret_values(value)
 
 
-def hide_in_files(folder: Path, tree: Any) -> None:
-    """Hide a config's secrets, the environment's and the command line's in a folder's files."""
-    secrets = {*secret_values(tree), *secrets_of(os.environ, sys.argv)}
-    longest_first = sorted(filter(None, secrets), key=len, reverse=True)
-    for path in folder.glob("*"):
+def hide_in_files(paths: Iterable[Path], of_config: Iterable[str]) -> None:
+    """Hide a config's secrets, the environment's and the command line's in some files."""
+    # Here short ones, too: such a file is the config.
+    secrets = {*filter(None, of_config), *known_secrets()}
+    longest_first = sorted(secrets, key=len, reverse=True)
+    for path in paths:
         text = path.read_text(encoding="utf-8")
         hidden = without(longest_first, text)
         if hidden != text:

@@ -5,36 +5,38 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.secrets import HIDDEN, secrets_of
+from hybridrl.config.secrets import known_secrets, without
 from hybridrl.controller.processes import STACK_SIGNAL
 
 
 class LossyFile(io.FileIO):
     """A file whose writes never raise OSError; what is lost is told when there is room again.
 
-    What the environment or the command line of this process hold of secrets is hidden in it.
+    What the environment or the command line of this process hold of secrets is hidden in it, and
+    so are logins of URIs.
 
     Args:
         file: an open file's descriptor, which stays open, or a path, to whose end is written.
+        secrets: more that are hidden.
 
     Attributes:
         lost: bytes since the last write that succeeded.
     """
 
-    def __init__(self, file: int | str) -> None:
+    def __init__(self, file: int | str, secrets: Iterable[str] = ()) -> None:
         opens = isinstance(file, str)
         super().__init__(file, "a" if opens else "w", closefd=opens)
         self.lost = 0
-        self._secrets = [text.encode() for text in secrets_of(os.environ, sys.argv)]
+        self._secrets = known_secrets(secrets)
 
     def write(self, data: Any) -> int:
         """Write what the disk takes; always says that it took everything."""
-        size, text = memoryview(data).nbytes, bytes(data)
-        for secret in self._secrets:
-            text = text.replace(secret, HIDDEN.encode())
+        size, told = memoryview(data).nbytes, bytes(data).decode(errors="surrogateescape")
+        text = without(self._secrets, told).encode(errors="surrogateescape")
         try:
             if self.lost:
                 super().write(f"\n[{self.lost} bytes of output are lost: no room]\n".encode())
@@ -47,10 +49,10 @@ class LossyFile(io.FileIO):
         return size
 
 
-def lossy_text(file: int | str) -> io.TextIOWrapper:
+def lossy_text(file: int | str, secrets: Iterable[str] = ()) -> io.TextIOWrapper:
     """A text stream over a `LossyFile`, to which it writes each line at once."""
     return io.TextIOWrapper(
-        io.BufferedWriter(LossyFile(file)),
+        io.BufferedWriter(LossyFile(file, secrets)),
         encoding="utf-8",
         errors="backslashreplace",
         line_buffering=True,
@@ -60,6 +62,24 @@ def lossy_text(file: int | str) -> io.TextIOWrapper:
 def guard_standard_output() -> None:
     """Let this program go on when what it prints finds no room, and print no secrets."""
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
+
+
+def guard_logging(secrets: Iterable[str] = ()) -> None:
+    """Let what goes to log files, and what is printed, be lost without harm and hold no secrets.
+
+    To be called when logging has its handlers, which are given new streams.
+
+    Args:
+        secrets: more that are hidden from here on, those of a config.
+    """
+    out, err = lossy_text(1, secrets), lossy_text(2, secrets)
+    printed = {sys.stdout: out, sys.stderr: err}
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.setStream(lossy_text(handler.baseFilename, secrets))
+        elif isinstance(handler, logging.StreamHandler) and handler.stream in printed:
+            handler.setStream(printed[handler.stream])
+    sys.stdout, sys.stderr = out, err
 
 
 def keep_earlier(log_file: Path) -> None:

@@ -20,7 +20,6 @@ from hybridrl.config.machine import Machine, torch_threads
 from hybridrl.config.model_shape import model_shape
 from hybridrl.config.peaks import peak_per_rank
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.output import lossy_text
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.prompt_sets import PromptSets
@@ -76,6 +75,7 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
+        resume = None if resume is None else resume.take_up(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found
@@ -208,9 +208,6 @@ def _route_logging(console: RunConsole, stack: ExitStack) -> None:
     root = logging.getLogger()
     handler = console.logging_handler()
     before = list(root.handlers)
-    for old in before:
-        if isinstance(old, logging.FileHandler):  # else a full disk makes two pages of each line
-            old.setStream(lossy_text(old.baseFilename))
     root.handlers = [
         handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
         for old in before

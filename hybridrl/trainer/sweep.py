@@ -19,6 +19,8 @@ from rich.table import Table
 
 RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.json"
+# Written by Hydra when a sweep begins.
+SWEEP_CONFIG = "multirun.yaml"
 
 
 @dataclass(frozen=True)

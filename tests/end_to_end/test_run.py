@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.trainer.state import read_state
 from tests.end_to_end.metric_names import unexplained
-from tests.end_to_end.runs import SMALL, Run, started
+from tests.end_to_end.runs import ROOT, SMALL, Run, launched, started
 from tests.end_to_end.sockets import is_loopback, listening
 
 PROMISED = [
@@ -137,23 +137,59 @@ def test_output_says_what_ran_and_how_it_ended(finished):
     assert "Traceback" not in output
 
 
-def test_no_secret_is_written_or_printed(finished):
-    run, output = finished
-    texts = {"output": output.encode()} | {
-        str(path): path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()
-    }
-    assert any("tensorboard" in name for name in texts)
-    assert any(".hydra" in name for name in texts)
-    every = {**IN_ENVIRONMENT, "a secret key": OF_KEY, "a URI": OF_URI}
-    found = [
+def texts_of(run: Run, output: str) -> dict[str, bytes]:
+    """What a run printed, and the files in its directory."""
+    files = {str(path): path.read_bytes() for path in run.run_dir.rglob("*") if path.is_file()}
+    return {"output": output.encode(), **files}
+
+
+def leaks(texts: dict[str, bytes], every: dict[str, str]) -> list[tuple[str, str]]:
+    """Where a secret is in a text, and which."""
+    return [
         (name, what)
         for name, text in texts.items()
         for what, secret in every.items()
         if secret.encode() in text
     ]
-    assert found == []
+
+
+def test_no_secret_is_written_or_printed(finished):
+    run, output = finished
+    texts = texts_of(run, output)
+    assert any("tensorboard" in name for name in texts)
+    assert any(".hydra" in name for name in texts)
+    assert leaks(texts, {**IN_ENVIRONMENT, "a secret key": OF_KEY, "a URI": OF_URI}) == []
     written = texts[str(run.run_dir / ".hydra" / "config.yaml")].decode()
     assert "api_key: ***" in written and "https://***@host/x" in written
+
+
+def test_no_secret_of_a_sweep_is_written_or_printed(tmp_path):
+    """One job finds no key that reads them, the other logs and raises them in a user's module."""
+    of_file, looked_up = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+    (tmp_path / "conf" / "mine").mkdir(parents=True)
+    (tmp_path / "conf" / "mine" / "own.yaml").write_text(
+        f"password: {of_file}\nsecret: ${{oc.env:PLAIN_NAME}}\n"
+    )
+    told = {"of_file": of_file, "PLAIN_NAME": looked_up, **IN_ENVIRONMENT}
+    (tmp_path / "telling.py").write_text(
+        f"import logging\ntold = {'-'.join(told.values())!r}\n"
+        "logging.getLogger(__name__).warning('telling %s', told)\nraise RuntimeError(told)\n"
+    )
+    arguments = ["--config-dir", str(tmp_path / "conf"), "+mine=own", "hardware=cpu"]
+    arguments += ["run.dry=true", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    arguments += ["reward.function=telling.score,hybridrl.rewards.gsm8k.score"]
+    arguments += [f"+more={{api_key: '{OF_KEY}', server: 'https://me:{OF_URI}@host/x'}}"]
+    environment = IN_ENVIRONMENT | {"PLAIN_NAME": looked_up}
+    environment["PYTHONPATH"] = f"{ROOT}:{tmp_path}"
+    with launched(tmp_path / "sweep", "hybridrl.main", *arguments, env=environment) as run:
+        output = run.output()
+    assert run.process.returncode == 1, output
+    texts = texts_of(run, output)
+    assert leaks(texts, told | {"a secret key": OF_KEY, "a URI": OF_URI}) == []
+    log, table = (texts[str(run.run_dir / name)] for name in ("0/main.log", "sweep.json"))
+    assert b"telling ***" in log and b"RuntimeError: ***" in table
+    assert b"mine.password = ***" in table
+    assert b"password: ***" in texts[str(run.run_dir / "multirun.yaml")]
 
 
 def test_every_port_of_a_run_on_one_machine_is_loopback_only(finished):

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from hybridrl.config.secrets import (
     argument_without_secret,
+    config_secrets,
     hide_in_files,
     is_secret_key,
     is_secret_variable,
@@ -45,8 +47,8 @@ def test_variables_that_hold_secrets(name):
     [
         *("PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "OMP_NUM_THREADS", "MONKEYS"),
         *("PWD", "OLDPWD", "CI_BYPASS", "BYPASS_PROXY", "COMPASS_DIR", "MY_COMPASS", "PASS_AT_K"),
-        *("AUTHOR", "GIT_AUTHOR_NAME", "XAUTHORITY", "SSH_AUTH_SOCK", "RAY_AUTH_MODE", "PGPASSFILE"),
-        *("PYTHONPATH", "MY_PATTERN", "CONNECTION_STRINGS_FILE"),
+        *("AUTHOR", "GIT_AUTHOR_NAME", "XAUTHORITY", "SSH_AUTH_SOCK", "RAY_AUTH_MODE"),
+        *("PYTHONPATH", "MY_PATTERN", "PGPASSFILE", "CONNECTION_STRINGS_FILE"),
     ],
 )
 def test_variables_that_do_not(name):
@@ -88,6 +90,8 @@ def test_entries_of_a_mapping_on_the_command_line_are_hidden():
     shown = "+mine={name: x, api_key: ***, inner: {password: ***}, server: https://***@h/x, lr: 1}"
     assert argument_without_secret(line) == shown
     assert secrets_of({}, ["+mine={api_key: 'pw 1 is long'}"]) == ["pw 1 is long"]
+    swept = secrets_of({}, ["+mine.api_key='number-1','number-22'"])
+    assert swept[1:] == ["number-22", "number-1"]
 
 
 def test_a_secret_is_hidden_in_the_config_whatever_its_key(monkeypatch):
@@ -108,7 +112,10 @@ def test_the_doctors_report_holds_no_secret(tmp_path, monkeypatch):
 def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", SECRET)
     (tmp_path / "config.yaml").write_text(f"a: {{api_key: hunter22, b: {SECRET}, lr: 1e-6}}\n")
-    hide_in_files(tmp_path, {"a": {"api_key": "hunter22", "list": [{"password": "deep-one"}]}})
+    config = OmegaConf.create(
+        {"a": {"api_key": "hunter22", "list": [{"password": "deep-one", "secret": "${b}"}]}, "b": 1}
+    )
+    hide_in_files([tmp_path / "config.yaml"], config_secrets(config))
     assert (tmp_path / "config.yaml").read_text() == "a: {api_key: ***, b: ***, lr: 1e-6}\n"
 
 
@@ -116,6 +123,7 @@ def test_output_shows_no_secrets_even_in_a_traceback():
     code = (
         "import os\nfrom hybridrl.controller.output import guard_standard_output\n"
         "guard_standard_output()\nprint('token', os.environ['JUDGE_TOKEN'])\n"
+        "print('https://me:pw@host/x')\n"
         "raise ValueError(dict(os.environ))"
     )
     ran = subprocess.run(
@@ -125,9 +133,55 @@ def test_output_shows_no_secrets_even_in_a_traceback():
         text=True,
         check=False,
     )
-    assert ran.stdout == "token ***\n"
+    assert ran.stdout == "token ***\nhttps://***@host/x\n"
     assert "ValueError" in ran.stderr and "JUDGE_TOKEN" in ran.stderr
     assert SECRET not in ran.stderr
+
+
+GUARDED = """
+import logging, os, sys
+from hybridrl.controller.output import guard_logging, guard_standard_output
+guard_standard_output()
+printing = [logging.StreamHandler(), logging.StreamHandler(sys.stdout)]
+logging.basicConfig(handlers=[logging.FileHandler(sys.argv[1]), *printing], format="%(message)s")
+log = logging.getLogger()
+log.warning("begun")
+guard_logging(["of-the-config"])
+try:
+    raise ValueError("of-the-config " + os.environ["JUDGE_TOKEN"])
+except ValueError:
+    log.exception("failed")
+print("of-the-config")
+"""
+
+
+def test_log_files_and_handlers_hide_a_configs_secrets_too(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", GUARDED, str(tmp_path / "main.log")],
+        env=os.environ | {"JUDGE_TOKEN": SECRET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for text in (ran.stdout, ran.stderr, (tmp_path / "main.log").read_text()):
+        assert text.startswith("begun\nfailed\nTraceback") and "ValueError: *** ***" in text
+        assert SECRET not in text
+    assert ran.stdout.endswith("***\n")
+
+
+def test_an_evaluations_log_holds_no_secret(tmp_path):
+    code = (
+        "import logging, os, sys\nfrom pathlib import Path\n"
+        "from hybridrl.commands.evaluate import _log_to\n_log_to(Path(sys.argv[1]))\n"
+        "logging.getLogger('x').info('token %s', os.environ['JUDGE_TOKEN'])"
+    )
+    file = tmp_path / "eval.log"
+    subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        env=os.environ | {"JUDGE_TOKEN": SECRET, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert file.read_text().endswith("x: token ***\n")
 
 
 def test_reward_processes_get_only_the_secrets_that_an_argument_names(tmp_path, monkeypatch):
