@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import re
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
@@ -25,10 +26,10 @@ def check_installation(accelerator: Accelerator) -> str:
     Reads metadata alone, so it can run before any import that would break.
 
     Raises:
-        ConfigError: vLLM is missing or of another generation, or packages beside a CPU build of
-            torch want CUDA; says what to type.
+        ConfigError: Ray is missing or too old, vLLM is missing or of another generation, or
+            packages beside a CPU build of torch want CUDA; says what to type.
     """
-    problems = []
+    problems = _problems_of_ray()
     torch_version = _version("torch") or ""
     if torch_version.endswith("+cpu"):
         problems += [
@@ -53,6 +54,43 @@ def check_installation(accelerator: Accelerator) -> str:
     return version
 
 
+def check_ray() -> None:
+    """Look whether Ray can be imported here, by its metadata.
+
+    Raises:
+        ConfigError: it is missing or too old; says what to type.
+    """
+    if problems := _problems_of_ray():
+        raise ConfigError(*problems)
+
+
+def ray_version() -> str:
+    """Of the installed Ray; empty without one."""
+    return _version("ray") or ""
+
+
+def ray_problem(version: str) -> str:
+    """Why this package does not run with a version of Ray; empty if it does.
+
+    Args:
+        version: as `ray_version` tells it.
+    """
+    if version and _generation(version) >= OLDEST_RAY:
+        return ""
+    found = f"Ray {version}" if version else "no Ray"
+    return f"{found} is installed; this package needs {_dotted(OLDEST_RAY)} or newer"
+
+
+def ray_advice() -> str:
+    """What to type where `ray_problem` finds one."""
+    return f"pip install 'ray>={_dotted(OLDEST_RAY)}'"
+
+
+def _problems_of_ray() -> list[str]:
+    problem = ray_problem(ray_version())
+    return [f"{problem}.\nType: {ray_advice()}"] if problem else []
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -61,7 +99,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _generation(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _dotted(version: tuple[int, ...]) -> str:

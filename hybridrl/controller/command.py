@@ -13,6 +13,7 @@ from hybridrl.config.command_line import (
     quoted,
 )
 from hybridrl.config.given import Given
+from hybridrl.config.installation import check_ray
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.ray_head import ray_address
@@ -28,8 +29,13 @@ def conf_dir() -> Path:
 
 
 def look() -> Machine:
-    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine."""
+    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine.
+
+    Raises:
+        ConfigError: the cluster cannot be joined, or not with the Ray that is installed.
+    """
     if ray_address():
+        check_ray()
         from hybridrl.controller.ray_runtime import cluster_machine
 
         return cluster_machine()

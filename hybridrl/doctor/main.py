@@ -22,6 +22,7 @@ from rich.console import Console
 from hybridrl.config.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import given_keys
+from hybridrl.config.installation import ray_problem, ray_version
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.agents import Agents, LocalAgents, call_all
 from hybridrl.controller.command import composed, examined
@@ -109,13 +110,14 @@ def _examine(case: Case, reports: list[StageReport], console: Console) -> None:
 def _agents(options: argparse.Namespace) -> Iterator[Agents]:
     """The nodes: those that call in, those of Ray's cluster, or this one alone.
 
-    A cluster that cannot be joined is what the stage ray finds out about, from this node.
+    A cluster that cannot be joined, and a Ray that cannot be imported, is what the stage ray finds
+    out about, from this node.
     """
     if options.join is not None:
         with JoinedAgents(options.join, options.nodes, JOIN_S) as joined:
             yield joined
         return
-    if ray_address() is None:
+    if ray_address() is None or ray_problem(ray_version()):
         yield LocalAgents(socket.gethostname())
         return
     from hybridrl.controller.ray_agents import RayAgents

@@ -1,20 +1,27 @@
-"""Whether the ranks of the run find room, and its rollout engines whole nodes."""
+"""Whether the ranks of the run find room, and its rollout engines whole nodes.
+
+Imports Ray, which may be missing or too old, inside functions: the stage of Ray comes first.
+"""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
-from hybridrl.controller.free_slots import FreeNode, free_nodes
-from hybridrl.controller.placement import Slot, straddling_engines
-from hybridrl.controller.ray_agents import RayAgents
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.stages import Case
+
+if TYPE_CHECKING:
+    from hybridrl.controller.free_slots import FreeNode
 
 SLOTS, ENGINES = "placement.slots", "placement.engines"
 
 
 def check(case: Case) -> list[Finding]:
     """Both checks; without a cluster the config's own checks have counted this machine's slots."""
+    from hybridrl.controller.free_slots import free_nodes
+    from hybridrl.controller.ray_agents import RayAgents
+
     wanted = slots_on_nodes(case.config)
     engines = judge_engines(
         wanted,
@@ -30,7 +37,7 @@ def check(case: Case) -> list[Finding]:
     return [ok(SLOTS, case.agents.nodes[0], found), engines]
 
 
-def judge_slots(nodes: Sequence[FreeNode], wanted: Sequence[int], *, on_gpu: bool) -> Finding:
+def judge_slots(nodes: "Sequence[FreeNode]", wanted: Sequence[int], *, on_gpu: bool) -> Finding:
     """Whether as many nodes have as many free slots, the largest demand on the largest node."""
     what = "GPUs" if on_gpu else "CPUs"
     free = sorted((n.free_gpus if on_gpu else n.free_cpus for n in nodes), reverse=True)
@@ -55,6 +62,8 @@ def judge_slots(nodes: Sequence[FreeNode], wanted: Sequence[int], *, on_gpu: boo
 
 def judge_engines(wanted: Sequence[int], ranks_per_engine: int, *, allow_straddle: bool) -> Finding:
     """Whether an engine's consecutive ranks share a node, with ranks in the order of nodes."""
+    from hybridrl.controller.placement import Slot, straddling_engines
+
     slots = [
         Slot(str(node), "0.0.0.0", number)
         for node, count in enumerate(wanted)

@@ -4,13 +4,13 @@ Without importing Ray, which takes seconds.
 """
 
 import hashlib
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from hybridrl.config.installation import ray_version
 from hybridrl.controller.ray_head import Connection, connect
 
 TOKEN_CHARACTERS = 8
@@ -38,13 +38,9 @@ class RayFacts(NamedTuple):
 
 def ray_facts(head: tuple[str, int] | None) -> RayFacts:
     """Look on this node; `head` is the address of RAY_ADDRESS, None without one."""
-    try:
-        version = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
     listeners, holders = _listeners(head[1]) if head is not None else ([], [])
     return RayFacts(
-        version,
+        ray_version(),
         os.environ.get("RAY_AUTH_MODE", ""),
         token_hash(),
         Connection() if head is None else connect(*head),

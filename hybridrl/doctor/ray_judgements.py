@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridrl.config.installation import OLDEST_RAY
+from hybridrl.config.installation import ray_advice, ray_problem
 from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, Reply
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
@@ -17,19 +17,11 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """ray.version: what is installed on each node against what this package asks for."""
     findings = []
     for node, fact in facts.items():
-        if fact.version and _numbers(fact.version) >= OLDEST_RAY:
+        if problem := ray_problem(fact.version):
+            advice = f"{ray_advice()} on {node}, then restart Ray there (ray stop)."
+            findings.append(fail("ray.version", node, problem, advice))
+        else:
             findings.append(ok("ray.version", node, f"Ray {fact.version}"))
-            continue
-        found = f"Ray {fact.version}" if fact.version else "no Ray"
-        needs = ".".join(map(str, OLDEST_RAY))
-        findings.append(
-            fail(
-                "ray.version",
-                node,
-                f"{found}; this package needs {needs}",
-                f"pip install 'ray>={needs}' on {node}, then restart Ray there (ray stop).",
-            )
-        )
     return findings
 
 
@@ -213,10 +205,6 @@ def _kind(mode: str, token: str) -> str:
     if mode != "token":
         return f"RAY_AUTH_MODE={mode}: no token"
     return f"token with SHA-256 {token}..."
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _is_address(host: str) -> bool:

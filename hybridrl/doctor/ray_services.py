@@ -1,5 +1,6 @@
 """The stage of Ray: whether its head can be reached, is Ray, and takes this run's token."""
 
+from hybridrl.config.installation import ray_problem, ray_version
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.ray_head import head_place, ray_address
 from hybridrl.controller.ray_probe import ClusterView, ask, joined_view
@@ -40,6 +41,10 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     findings += judge_versions(facts) + judge_tokens(facts)
     if address is None:
         return findings + _without_address(agents)
+    unfit = ray_problem(ray_version())
+    if place is None and unfit:
+        checks = ("ray.reachable", "ray.loopback", "ray.port", "ray.nodes")
+        return findings + skip_all(checks, f"RAY_ADDRESS={address}, and {unfit} here")
     if place is None:
         return findings + _with_address_that_ray_finds(address, wanted, joined)
     several = max(wanted, len(facts)) > 1 and (joined is None or alive_nodes(joined) < wanted)
@@ -53,6 +58,8 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
             judge_stranger(address, strangers[0], facts),
             *skip_all(("ray.nodes",), "no Ray"),
         ]
+    if unfit:
+        return findings + skip_all(("ray.port", "ray.nodes"), f"{unfit} here")
     view = joined or ask(address, ASK_S)
     return findings + judge_view(view, address, wanted)
 
