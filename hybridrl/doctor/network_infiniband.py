@@ -75,14 +75,17 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
     ]
     for node, fabric in fabrics.items():
         if fabric.ports:
-            problems = [f for port in used_ports(fabric) for f in _judge_port(node, fabric, port)]
+            ports = used_ports(fabric)
+            problems = [f for port in ports for f in _judge_port(node, fabric, port)]
+            if not ports and not _is_off(fabric):
+                problems = [_none_named(node, fabric)]
             findings += problems or [ok(CHECK, node, "; ".join(map(_text, fabric.ports)))]
     return findings
 
 
 def used_ports(fabric: Fabric) -> list[HCAPort]:
     """The ports that NCCL_IB_HCA leaves: prefixes, after = whole names, after ^ none of them."""
-    if fabric.variables.get("NCCL_IB_DISABLE") == "1":
+    if _is_off(fabric):
         return []
     spec = fabric.variables.get("NCCL_IB_HCA", "")
     if not spec:
@@ -99,6 +102,23 @@ def used_ports(fabric: Fabric) -> list[HCAPort]:
         return False
 
     return [port for port in fabric.ports if hit(port) != exclude]
+
+
+def _is_off(fabric: Fabric) -> bool:
+    return fabric.variables.get("NCCL_IB_DISABLE") == "1"
+
+
+def _none_named(node: str, fabric: Fabric) -> Finding:
+    names, spec = [port.name for port in fabric.ports], fabric.variables["NCCL_IB_HCA"]
+    verdict = warn if spec.startswith("^") else fail  # to exclude all of them may be meant
+    return verdict(
+        CHECK,
+        node,
+        f"NCCL_IB_HCA={spec} leaves none of the node's adapters "
+        f"({', '.join(names)}): NCCL goes over TCP, or fails where NCCL_NET=IB",
+        f"Unset NCCL_IB_HCA, or export NCCL_IB_HCA={names[0].partition(':')[0]} or others of "
+        "these; over TCP on purpose: NCCL_IB_DISABLE=1.",
+    )
 
 
 def _judge_port(node: str, fabric: Fabric, port: HCAPort) -> list[Finding]:

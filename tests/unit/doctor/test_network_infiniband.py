@@ -82,6 +82,26 @@ def test_a_port_that_is_down_and_chosen_is_a_failure(root, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("spec", "verdict"),
+    [
+        ("mlx5_9", Verdict.fail),
+        ("=mlx5", Verdict.fail),
+        ("mlx5_0:2", Verdict.fail),
+        ("^mlx5", Verdict.warn),
+    ],
+)
+def test_a_choice_of_no_adapter_is_told_with_those_there_are(root, monkeypatch, spec, verdict):
+    monkeypatch.setenv("NCCL_IB_HCA", spec)
+    add_port(root, "mlx5_0")
+    add_port(root, "mlx5_1")
+    (found,) = findings(root)
+    assert found.verdict is verdict
+    assert f"NCCL_IB_HCA={spec} leaves none" in found.evidence
+    assert "(mlx5_0:1, mlx5_1:1)" in found.evidence
+    assert "Unset NCCL_IB_HCA, or export NCCL_IB_HCA=mlx5_0" in found.advice
+
+
+@pytest.mark.parametrize(
     ("spec", "expected"),
     [
         ("mlx5", ["mlx5_0:1", "mlx5_1:1", "mlx5_10:1"]),
