@@ -131,7 +131,7 @@ def job(cfg: DictConfig) -> float:
 def _written_by_hydra() -> list[Path]:
     """The files in which Hydra has written a job's config as it is."""
     state = HydraConfig.get()
-    files = []
+    files: list[Path] = []
     if state.output_subdir is not None:
         files += (Path(state.runtime.output_dir) / state.output_subdir).glob("*")
     if state.mode == RunMode.MULTIRUN:
