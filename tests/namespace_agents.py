@@ -110,3 +110,20 @@ def summed(agents: Any) -> list[Any]:
 
     views = {node: answer.value for node, answer in call_all(agents, look, "").items()}
     return network_collective.check(agents, views, agents.addresses, on_gpu=False)
+
+
+def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[Any]:
+    """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
+    from hybridrl.config.model_shape import model_shape
+    from hybridrl.doctor import network
+    from hybridrl.doctor.catalog import Stage
+    from hybridrl.doctor.stages import Case, run_stages
+    from tests.model_shapes import TINY
+    from tests.run_configs import MACHINE, run_config
+
+    config = run_config()
+    config.cluster.nodes, config.cluster.rendezvous_ports = 2, [29500, 29503]
+    shape = model_shape(TINY)
+    case = Case(config, MACHINE, shape, None, (), agents, quick, unfit=frozenset(unfit))
+    (report,) = run_stages(case, [(Stage.network, network.check)])
+    return report.findings

@@ -160,6 +160,8 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
     check = "host.gpus"
     if config.hardware.accelerator is not Accelerator.gpu:
         return [skipped(check, node, "hardware = cpu")]
+    if not slots:
+        return [skipped(check, node, "no rank of the run comes here")]
     if facts.smi is None:
         if facts.error == "there is no nvidia-smi":
             return [skipped(check, node, facts.error)]

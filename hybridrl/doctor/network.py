@@ -10,7 +10,7 @@ network.infiniband    network_infiniband.py
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hybridrl.config.choices import Accelerator
@@ -25,34 +25,55 @@ from hybridrl.doctor import (
     network_interfaces,
     network_ports,
     network_rendezvous,
+    spare,
 )
 from hybridrl.doctor.findings import Finding, Verdict, fail, skipped
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_nodes import look, rank_zero_node
 from hybridrl.doctor.network_server import Opened, close_ports, open_ports
+from hybridrl.doctor.spare import SomeAgents
 from hybridrl.doctor.stages import Case
 
 LOOK_S = 15.0
 
+Dispensable = Callable[[Sequence[Finding]], frozenset[str]]
+
 
 def check(case: Case) -> list[Finding]:
     """Findings of the stage network."""
-    on_gpu = case.config.hardware.accelerator is Accelerator.gpu
+    hosts = SomeAgents(case.agents, [node for node, slots in case.slots.items() if slots])
     return examine(
-        case.agents, case.config.cluster.rendezvous_ports, on_gpu=on_gpu, quick=case.quick
+        hosts,
+        case.config.cluster.rendezvous_ports,
+        on_gpu=case.config.hardware.accelerator is Accelerator.gpu,
+        quick=case.quick,
+        dispensable=lambda findings: spare.dispensable(findings, case),
     )
 
 
+def nobody(findings: Sequence[Finding]) -> frozenset[str]:
+    """No node, whatever is found: the run needs them all."""
+    del findings
+    return frozenset()
+
+
 def examine(
-    agents: Agents, rendezvous_ports: Sequence[int], *, on_gpu: bool, quick: bool
+    agents: Agents,
+    rendezvous_ports: Sequence[int],
+    *,
+    on_gpu: bool,
+    quick: bool,
+    dispensable: Dispensable = nobody,
 ) -> list[Finding]:
     """As `check`, from what the stage needs of a config.
 
     Args:
-        agents: the nodes.
+        agents: the nodes that ranks may come to.
         rendezvous_ports: cluster.rendezvous_ports.
         on_gpu: whether the run uses NCCL.
         quick: leave out what takes seconds or imports torch: bandwidth and collective.
+        dispensable: nodes that the run can do without, if these are their failures; what takes
+            all nodes at once is done by the others.
     """
     master = os.environ.get("MASTER_ADDR", "")
     views, findings = heard(network_address.CHECK, call_all(agents, look, master, timeout_s=LOOK_S))
@@ -65,13 +86,27 @@ def examine(
     findings += network_infiniband.check(agents)
     if _failures(judged):
         master = ""  # its own finding; the ports are tried all the same
-    findings += _on_sockets(agents, rendezvous_ports, addresses, master, quick=quick)
+    findings += _on_sockets(
+        agents, rendezvous_ports, addresses, master, None if quick else dispensable
+    )
     if quick:
         return findings
-    if any(finding.verdict is Verdict.fail for finding in findings):
+    rest, failures = _without(dispensable(findings), addresses, findings)
+    if failures:
         why = "what is found above would make it hang"
         return [*findings, skipped(network_collective.CHECK, "all", why)]
-    return findings + network_collective.check(agents, views, addresses, on_gpu=on_gpu)
+    views = {node: views[node] for node in rest}
+    some = SomeAgents(agents, rest)
+    return findings + network_collective.check(some, views, rest, on_gpu=on_gpu)
+
+
+def _without(
+    nodes: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
+) -> tuple[dict[str, str], list[Finding]]:
+    """The addresses of the other nodes, and the failures that are theirs."""
+    rest = {node: address for node, address in addresses.items() if node not in nodes}
+    failures = [f for f in _failures(findings) if not nodes & {*f.node.split(" -> ")}]
+    return rest, failures
 
 
 def _on_sockets(
@@ -79,10 +114,12 @@ def _on_sockets(
     rendezvous_ports: Sequence[int],
     addresses: Mapping[str, str],
     master: str,
-    *,
-    quick: bool,
+    dispensable: Dispensable | None,
 ) -> list[Finding]:
-    """The checks that listen on every node, while all of them listen."""
+    """The checks that listen on every node, while all of them listen.
+
+    Without `dispensable` nothing is measured.
+    """
     low, high = rendezvous_ports
     try:
         given = given_port()
@@ -102,12 +139,14 @@ def _on_sockets(
             )
         if opened:
             findings += network_ports.check(agents, opened, addresses, meeting)
-        if quick or not opened:
+        if dispensable is None or not opened:
             return findings
-        if any(finding.check == network_ports.CHECK for finding in _failures(findings)):
+        rest, failures = _without(dispensable(findings), addresses, findings)
+        if any(finding.check == network_ports.CHECK for finding in failures):
             why = "not all nodes reach each other"
             return [*findings, skipped(network_bandwidth.CHECK, "all", why)]
-        return findings + network_bandwidth.check(agents, opened, addresses)
+        opened = {node: ports for node, ports in opened.items() if node in rest}
+        return findings + network_bandwidth.check(agents, opened, rest)
 
 
 @contextmanager
@@ -125,5 +164,5 @@ def _opened(
         agents.call_each(close_ports, closing, LOOK_S)
 
 
-def _failures(findings: list[Finding]) -> list[Finding]:
+def _failures(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict is Verdict.fail]

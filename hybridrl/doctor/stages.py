@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridrl.config.check_sizes import slots_on_nodes
@@ -14,6 +14,7 @@ from hybridrl.controller.agents import Agents
 from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.findings import Finding, Verdict, skipped
+from hybridrl.doctor.spare import dispensable, excuse
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Case:
         overrides: the command line's, for the last stage.
         agents: the nodes.
         quick: only what takes a moment; a stage leaves the rest out, without a word.
+        unfit: nodes that failed in an earlier stage, and that the run finds room without.
     """
 
     config: RunConfig
@@ -37,6 +39,7 @@ class Case:
     overrides: Sequence[str]
     agents: Agents
     quick: bool
+    unfit: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -61,9 +64,15 @@ class Case:
         )
 
     @cached_property
+    def rooms(self) -> dict[str, int]:
+        """How many ranks of those that the run wants of a node each node can take."""
+        found = demand.rooms(self.agents, self.config)
+        return found | dict.fromkeys(self.unfit, 0)
+
+    @cached_property
     def slots(self) -> dict[str, int]:
         """The most ranks that each node may get; 0: none come there."""
-        return demand.may_get(slots_on_nodes(self.config), demand.rooms(self.agents, self.config))
+        return demand.may_get(slots_on_nodes(self.config), self.rooms)
 
 
 Check = Callable[[Case], list[Finding]]
@@ -85,6 +94,8 @@ def run_stages(
 ) -> Iterator[StageReport]:
     """Run stages until one finds a failure; the checks of those after it are skipped.
 
+    Failures of nodes that the run finds room without are warnings.
+
     Args:
         case: what is examined.
         stages: in their order.
@@ -102,6 +113,10 @@ def run_stages(
         show(stage)
         findings = check(case)
         assert all(stage_of(f.check) is stage for f in findings), f"{stage}: another stage's check"
+        if any(f.verdict is Verdict.fail for f in findings):
+            unfit = dispensable(findings, case)
+            findings = excuse(findings, unfit, case)
+            case = replace(case, unfit=case.unfit | unfit)
         yield StageReport(stage, findings, time.perf_counter() - start)
         if any(f.verdict is Verdict.fail for f in findings):
             broken = stage

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import examine
-from tests.namespace_agents import driver, set_environments, summed
+from tests.namespace_agents import driver, set_environments, stage_of_two, summed
 from tests.namespaces import bench, need_namespaces, write_hosts
 
 BAND = [29500, 29503]
@@ -152,6 +152,27 @@ def test_a_slow_link_is_named_against_the_median(head, hosts):
     assert 5 < float(rate) < 15 and float(median.split()[0]) > 100
     assert "ethtool" in found.advice and "tc qdisc" in found.advice
     assert only(findings, "network.collective").verdict is Verdict.skipped
+
+
+def test_a_sick_spare_node_warns_and_the_others_are_measured_without_it(head, hosts):
+    """The run is on two of the three nodes, and nobody reaches the last one."""
+    first, second, last = hosts
+    with last.unreachable_from(first, "19401-29599"), last.unreachable_from(second, "19401-60999"):
+        findings = head.call(stage_of_two, (), quick=False)
+    assert failures(findings) == []
+    found = only(findings, "network.ports", f"{first.name} -> {last.name}")
+    assert found.verdict is Verdict.warn
+    assert f"the run finds room without {last.name}" in found.evidence
+    assert "2 pairs: median" in only(findings, "network.bandwidth").evidence
+    assert "2 ranks, 2 node(s): gloo" in only(findings, "network.collective").evidence
+
+
+def test_a_node_to_which_no_rank_comes_is_left_alone(head, hosts):
+    """As a head without GPUs, which would have the lowest address."""
+    findings = head.call(stage_of_two, (hosts[0].name,), quick=True)
+    assert only(findings, "network.rendezvous").node == hosts[1].name
+    assert hosts[0].name not in {finding.node for finding in findings}
+    assert "2 nodes: 6 connections" in only(findings, "network.ports").evidence
 
 
 def test_a_rank_that_cannot_join_is_named(hosts):

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from host_cases import case
 from rich.console import Console
 
 from hybridrl.doctor import preflight
@@ -12,6 +13,7 @@ from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped, warn
 from hybridrl.doctor.report import complaints, show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, run_stages
 
+CASE = case()
 FINE = ok("host.shm", "node-a", "/dev/shm has 20 GiB free")
 TIGHT = warn("host.limits", "node-b", "1024 open files", "ulimit -n 65536")
 BROKEN = fail("network.ports", "node-a -> node-b", "port 29500: refused", "open the port")
@@ -30,7 +32,7 @@ def stages(*findings_of_stages):
 
 def test_what_follows_a_failed_stage_is_skipped_by_name_and_not_run():
     order, asked = stages([FINE, TIGHT], [BROKEN], [], [])
-    reports = list(run_stages(None, order))
+    reports = list(run_stages(CASE, order))
     assert asked == [Stage.host, Stage.network]
     left_out = {finding.check for report in reports[2:] for finding in report.findings}
     assert left_out == {
@@ -44,7 +46,7 @@ def test_what_follows_a_failed_stage_is_skipped_by_name_and_not_run():
 def test_a_stage_may_not_speak_for_another():
     order, _ = stages([BROKEN])
     with pytest.raises(AssertionError, match="another stage's check"):
-        list(run_stages(None, order))
+        list(run_stages(CASE, order))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_a_finding_is_of_the_catalog_and_asks_for_something_only_where_it_is_wro
 
 def test_the_table_has_evidence_and_advice_and_one_line_for_a_stage_left_out():
     order, _ = stages([FINE, TIGHT], [BROKEN], [])
-    reports = list(run_stages(None, order))
+    reports = list(run_stages(CASE, order))
     console = Console(width=120, file=io.StringIO(), record=True)
     show(console, reports)
     text = console.export_text()
