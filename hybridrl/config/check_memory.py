@@ -1,7 +1,8 @@
 """Whether a run fits into the memory of its GPUs and nodes, by the prediction of memory.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from hybridrl.config.check_sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import (
@@ -40,6 +41,19 @@ def memory_problems(
         yield from _pinned_problems(config, shape, machine, reward_shape)
 
 
+def _tightest(
+    config: RunConfig, machine: Machine, need: Callable[[int], int]
+) -> tuple[int, int, int]:
+    """Ranks of the node with least to spare, the bytes that they need and those that it has.
+
+    The largest demand goes to the largest node; nodes beyond the run's number get none.
+    """
+    demand = sorted(slots_on_nodes(config), reverse=True)
+    largest = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
+    pairs = [(slots, need(slots), there) for slots, there in zip(demand, largest, strict=False)]
+    return max(pairs, key=lambda pair: pair[1] - pair[2])
+
+
 def offload_problems(config: RunConfig) -> Iterator[str]:
     """Offload moves device memory to the host; without a GPU they are the same."""
     if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
@@ -51,12 +65,13 @@ def offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:
-    available = min(node.memory_bytes for node in machine.nodes)
-    needed = node_peak(config, phases)
+    slots, needed, available = _tightest(
+        config, machine, lambda slots: node_peak(config, phases, slots)
+    )
     if needed > available:
         worst = max(phases, key=lambda phase: phase.total)
         yield (
-            f"cluster.gpus_per_node = {config.cluster.gpus_per_node} CPU slots need at least "
+            f"cluster.gpus_per_node = {slots} CPU slots need at least "
             f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
             f"{describe(worst)}.\n"
             f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
@@ -108,8 +123,9 @@ def _offload_remedy(config: RunConfig) -> str:
 def _pinned_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[str]:
-    available = min(node.memory_bytes for node in machine.nodes)
-    needed = node_ram(config, shape, reward_shape)
+    slots, needed, available = _tightest(
+        config, machine, lambda slots: node_ram(config, shape, reward_shape, slots)
+    )
     causes, remedies = [], []
     if pinned := pinned_bytes(config, shape, reward_shape):
         causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
@@ -120,7 +136,7 @@ def _pinned_problems(
         remedies.append("checkpoint.every_steps to 0 (and do without)")
     if causes and needed > available:
         yield (
-            f"{' and '.join(causes)} of RAM for each of a node's {config.cluster.gpus_per_node} "
+            f"{' and '.join(causes)} of RAM for each of a node's {slots} "
             f"GPUs; with the processes that makes {gib(needed)}, the node (or its cgroup) has "
             f"{gib(available)}.\n"
             f"Set {', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "

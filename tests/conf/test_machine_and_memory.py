@@ -168,6 +168,20 @@ def test_the_copy_that_checkpoints_are_written_from_must_fit_the_node():
     assert not problems(*overrides, "checkpoint.every_steps=0", machine=tight)
 
 
+def test_each_node_needs_memory_for_its_own_ranks_alone():
+    """Two ranks and one, on nodes of which the third, a head with little memory, gets none."""
+    overrides = ["hardware=gpu", "fsdp.offload=idle_all", "cluster.nodes=2"]
+    overrides += ["actor.mini_batch_size=24", "placement.slots_on_nodes=[2,1]"]
+
+    def refused(*gib):
+        nodes = [Node(f"n{k}", 16, size * GIB, gpus=(H200,) * k) for k, size in enumerate(gib)]
+        return [p for p in problems(*overrides, machine=Machine(tuple(nodes))) if "of RAM" in p]
+
+    assert refused(2, 18, 32) == []
+    (problem,) = refused(2, 18, 20)
+    assert "for each of a node's 2 GPUs" in problem and "has 20.0 GiB" in problem
+
+
 def test_offload_without_a_gpu_is_refused():
     (problem,) = problems("hardware=cpu", "fsdp.offload=idle_optimizer")
     assert problem.startswith("fsdp.offload = idle_optimizer, expected none with hardware = cpu")
