@@ -37,6 +37,7 @@ LAYOUTS = {
     "two workers": ["cluster.gpus_per_node=2"],
     "one worker": [],
     "engine of two workers": ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2"],
+    "eight workers": ["cluster.gpus_per_node=8", "rollout.tensor_parallel_size=2"],
     "four workers": ["cluster.gpus_per_node=4"],
 }
 LOSSES = ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "actor/kl")
@@ -61,7 +62,7 @@ def test_the_next_steps_losses_are_those_of_the_run_on_four_workers(four, tmp_pa
         assert found[name] == pytest.approx(wanted[name], rel=0, abs=1e-5), name
 
 
-def test_the_actors_state_keeps_its_bits_through_4_2_1_and_4_workers(four, tmp_path):
+def test_the_actors_state_keeps_its_bits_through_4_2_1_2_8_and_4_workers(four, tmp_path):
     wanted, source = actor_state(four), four
     for layout, overrides in LAYOUTS.items():
         run_dir = tmp_path / layout.replace(" ", "_")
