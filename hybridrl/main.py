@@ -223,8 +223,9 @@ def _train_with_restarts(prepared: Prepared, overrides: list[str], folder: Path)
                 raise
             log.error("Restart %d (trainer.max_restarts) could not begin: %s", restart, error)
             time.sleep(RESTART_PAUSE_S)
-        # Else it begins where this attempt began.
-        if prepared.is_on_course and steps_in(checkpoints_folder(folder)):
+        # Else it begins where this attempt began; with AUTO as the same run, for its trackers, too.
+        begins_anew = config.resume == NONE
+        if prepared.is_on_course and (begins_anew or steps_in(checkpoints_folder(folder))):
             config.resume = AUTO
         prepared.setup = SetupTimes(time.time())
     assert failed is not None
