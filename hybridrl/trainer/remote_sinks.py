@@ -25,12 +25,15 @@ class WandbSink:
     A run that goes on sends the steps after its checkpoint again; those that are there already stay
     as they are, for W&B takes no step twice.
 
+    Of what W&B notes by itself the versions of packages and the machine's load are kept. Command
+    line, git state and program may hold secrets.
+
     Args:
         project: of the run.
         name: of the run.
         folder: of the run; its W&B id is kept there.
         config: kept beside the metrics.
-        goes_on: whether the run of that id is continued.
+        goes_on: whether the run of that id, if there is one, is continued.
     """
 
     def __init__(
@@ -38,8 +41,16 @@ class WandbSink:
     ) -> None:
         import wandb
 
-        # A login prompt would wait for an answer that nobody gives.
-        settings = wandb.Settings(init_timeout=60, login_timeout=10, console="off", silent=True)
+        settings = wandb.Settings(
+            init_timeout=60,
+            login_timeout=10,  # a prompt would wait for an answer that nobody gives
+            console="off",
+            silent=True,
+            x_disable_meta=True,
+            disable_git=True,
+            save_code=False,
+        )
+        known = known_run(folder, "wandb") if goes_on else None
         with _ONE_WANDB_RUN:
             self._run = wandb.init(
                 project=project,
@@ -47,8 +58,8 @@ class WandbSink:
                 dir=str(folder),
                 config=config,
                 settings=settings,
-                id=known_run(folder, "wandb") if goes_on else None,
-                resume="allow" if goes_on else None,
+                id=known,
+                resume=None if known is None else "allow",
                 # W&B would give back a run of this process that was given up before its end.
                 reinit="finish_previous",
             )
@@ -72,7 +83,8 @@ class MLflowSink:
         name: of the experiment.
         folder: of the run; its MLflow id is kept there.
         config: kept as parameters.
-        goes_on: whether the run of that id is continued; steps that it has are not sent again.
+        goes_on: whether the run of that id, if there is one, is continued; steps that it has are
+            not sent again.
     """
 
     def __init__(

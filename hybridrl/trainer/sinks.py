@@ -111,6 +111,8 @@ def open_sinks(
     run_dir: Path,
     resolved: dict[str, Any],
     before: Sequence[Known] = (),
+    *,
+    goes_on: bool = False,
 ) -> list[BackgroundSink]:
     """The sinks that conf/tracking asks for.
 
@@ -119,10 +121,10 @@ def open_sinks(
         run_name: run.name.
         run_dir: where files go.
         resolved: the run's config as plain data without secrets, to be kept beside the metrics.
-        before: steps that the run goes on from; none: it begins.
+        before: steps that the run goes on from.
+        goes_on: whether it is the run that began in `run_dir`, from however early a step.
     """
     sinks = []
-    goes_on = bool(before)
     if config.tensorboard:
         sinks.append(
             BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", before))

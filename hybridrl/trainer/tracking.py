@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.check_checkpoint import NONE
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.manifest import plain
 from hybridrl.trainer.sinks import BackgroundSink, close_all, open_sinks
@@ -63,7 +64,9 @@ class Tracker:
         resolved = plain(config)
         assert isinstance(resolved, dict)
         told = [_known(row) for row in before]
-        self._sinks = open_sinks(config.tracking, config.run.name, run_dir, resolved, told)
+        self._sinks = open_sinks(
+            config.tracking, config.run.name, run_dir, resolved, told, goes_on=config.resume != NONE
+        )
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
         """Write one step's metrics; numbers that are not finite become null. Returns the row.
