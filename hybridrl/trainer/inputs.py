@@ -31,7 +31,7 @@ class RunInputs:
 def read_inputs(
     config: RunConfig, run_dir: Path, prompts: PromptSets, watch: Watch = unwatched
 ) -> RunInputs:
-    """Look at what a run begins from, and set aside what is in its way.
+    """Look at what a run begins from; nothing is written.
 
     Args:
         config: the run.

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.names import checkpoints_folder, step_name
+from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
+from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name
+from hybridrl.checkpoint.reading import patiently
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
 from hybridrl.checkpoint.verification import Watch, unwatched
 from hybridrl.config.changes import changes
@@ -49,6 +50,22 @@ class Resume:
         known = [value for row in self.rows if (value := row.get("eval/accuracy")) is not None]
         return known[-1] if known else math.nan
 
+    def take_up(self, run_dir: Path) -> "Resume":
+        """Set aside what is in the run's way: only the course that goes on is left in its folder.
+
+        To be called when nothing can refuse the run any more for how it was asked for.
+
+        Args:
+            run_dir: the run's directory.
+
+        Returns:
+            The same, with the checkpoint under the name that it has then.
+
+        Raises:
+            OSError: something cannot be renamed.
+        """
+        return replace(self, found=_take_up(run_dir, self.found))
+
     def lines(self) -> list[tuple[str, str]]:
         """What is gone on from, for the run's header."""
         manifest = self.found.manifest
@@ -67,9 +84,8 @@ def find_resume(
     prompts: str,
     watch: Watch = unwatched,
 ) -> Resume | None:
-    """What `resume` means; None: the run begins anew.
+    """What `resume` means; None: the run begins anew. Nothing is written.
 
-    What is in its way is set aside, so that only its course is left in the run's directory.
     Every file of the checkpoint is read and compared with its checksum. A newer one that is
     damaged is passed over; `Found.damaged` names it.
 
@@ -83,12 +99,13 @@ def find_resume(
     Raises:
         ConfigError: there is none at the path, all are damaged, it was not written by this version,
             what is computed has changed with the config, a model or the training prompts, or a run
-            is to begin where another one has left checkpoints.
+            is to begin where another one has left checkpoints, or the disk fails, for seconds.
     """
-    found = _find(config, run_dir, watch)
-    if found is None:
-        return None
-    state = _state(found)
+    with as_unreadable():
+        found = _find(config, run_dir, watch)
+        if found is None:
+            return None
+        state = _state(found)
     differences = _differences(config, found, models, state.prompts == prompts)
     if differences.mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in differences.mattering)
@@ -97,7 +114,6 @@ def find_resume(
             f"This changes what is computed: steps before and after would not be of one run.\n"
             f"Set what has changed back, or checkpoint.allow_config_changes=true."
         )
-    found = take_up(run_dir, found)
     rows = _rows(run_dir, found, state)
     notes = _notes(config, found, state, rows) + differences.notes()
     return Resume(found, state, rows, notes)
@@ -115,7 +131,7 @@ def _find(config: RunConfig, run_dir: Path, watch: Watch) -> Found | None:
     return found
 
 
-def take_up(run_dir: Path, found: Found) -> Found:
+def _take_up(run_dir: Path, found: Found) -> Found:
     """Set aside the run's checkpoints that the course from `found` on will not come from."""
     folder = checkpoints_folder(run_dir)
     if not folder.is_dir():
@@ -130,7 +146,7 @@ def take_up(run_dir: Path, found: Found) -> Found:
 
 def _state(found: Found) -> LoopState:
     try:
-        return read_state(found.folder)
+        return patiently(lambda path: read_state(path.parent), found.folder / DRIVER)
     except DamagedCheckpoint as error:
         raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
 
@@ -154,8 +170,7 @@ def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -
 
 
 def _refuse_used(run_dir: Path) -> None:
-    folder = checkpoints_folder(run_dir)
-    steps = steps_in(folder) if folder.is_dir() else []
+    steps = steps_in(checkpoints_folder(run_dir))
     if steps:
         raise ConfigError(
             f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "

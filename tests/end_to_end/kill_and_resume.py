@@ -47,7 +47,7 @@ EVERYTHING = [
     "actor.optim.schedule=cosine",
     "critic.optim.schedule=cosine",
     "eval.every_steps=3",  # vLLM holds the weights of some checkpoints, of others older ones
-    "trainer.samples_every_steps=4",
+    "trainer.samples_every_steps=3",
     "data.num_eval_problems=8",
     "checkpoint.every_steps=2",
     "resume=auto",
@@ -190,8 +190,15 @@ def finished(run_dir: Path, *overrides: str, env: Env = None) -> str:
         return output
 
 
-def assert_same_end(run_dir: Path, reference: Path) -> None:
-    """Final checkpoint, metrics and rollouts of two runs are equal, times and rates left out."""
+def assert_same_end(run_dir: Path, reference: Path, after: int = 0) -> None:
+    """Final checkpoint, metrics and rollouts of two runs are equal, times and rates left out.
+
+    Args:
+        run_dir: of the one.
+        reference: of the other.
+        after: the step of another run from which the one went on in a directory of its own. Metrics
+            up to it are taken over, rollouts are not.
+    """
     one, other = newest_good(run_dir), newest_good(reference)
     assert one is not None and other is not None
     assert one.folder.name == other.folder.name
@@ -199,7 +206,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
     assert_same_bits(read_whole(one.folder / STATE, ""), read_whole(other.folder / STATE, ""))
     assert untimed(one.manifest.metrics) == untimed(other.manifest.metrics)
     assert untimed_rows(run_dir) == untimed_rows(reference)
-    assert rollouts(run_dir).items() <= rollouts(reference).items()
+    assert rollouts(run_dir) and rollouts(run_dir) == rollouts(reference, after)
     shown = untimed(scalars(run_dir))
     assert shown["reward/mean"] and shown == untimed(scalars(reference))
 
@@ -229,9 +236,11 @@ def untimed_rows(run_dir: Path) -> list[str]:
     return [str(sorted(untimed(dict(row)).items())) for row in rows]
 
 
-def rollouts(run_dir: Path) -> dict[str, bytes]:
-    """Prompts, responses and scores that were kept."""
-    return {path.name: path.read_bytes() for path in (run_dir / "rollouts").glob("*.jsonl")}
+def rollouts(run_dir: Path, after: int = 0) -> dict[str, bytes]:
+    """Prompts, responses and scores that were kept of the steps after one, by file."""
+    files = (run_dir / "rollouts").glob("*.jsonl")
+    steps = {int(path.stem.removeprefix("step_")): path for path in files}
+    return {path.name: path.read_bytes() for step, path in steps.items() if step > after}
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:

@@ -186,19 +186,27 @@ def test_other_files_of_the_model_must_be_allowed_and_the_same_elsewhere_need_no
     assert allowed == f"changed, as allowed: {others}"
 
 
-def test_other_training_prompts_must_be_allowed_and_before_nothing_is_set_aside(copied):
-    steps = steps_in(copied)
-    older = checkpoints_folder(copied) / f"step_{steps[0]:08d}"
-    config = run_config(*CONFIG, f"resume={older}")
+def test_other_training_prompts_must_be_allowed(copied):
+    config = run_config(*CONFIG)
     prompts = prompts_of(config)
     others = replace(prompts, train=prompts.train[1:])
     with pytest.raises(ConfigError, match="data: other training prompts"):
         read_inputs(config, copied, others)
-    assert steps_in(copied) == steps
     config.checkpoint.allow_config_changes = True
     notes = read_inputs(config, copied, others).resume.notes
     assert any(note.startswith("changed, as allowed: data: other training") for note in notes)
-    assert steps_in(copied) == steps[:1]
+
+
+def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):
+    """What a checkpoint is taken from is known while Ray starts, which may refuse the run."""
+    first, last = steps_in(copied)
+    folder = checkpoints_folder(copied)
+    before = sorted(folder.iterdir())
+    resume = taken_up(run_config(*CONFIG, f"resume={folder / f'step_{first:08d}'}"), copied)
+    assert sorted(folder.iterdir()) == before
+    assert resume.take_up(copied) == resume
+    assert steps_in(copied) == [first]
+    assert (folder / f"superseded_step_{last:08d}").is_dir()
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(reference):
@@ -245,12 +253,12 @@ def test_another_directory_takes_metrics_over(reference, tmp_path):
     """From the checkpoint before the last, with a longer course, which this config allows."""
     source = checkpoints_folder(reference[0]) / f"step_{steps_in(reference[0])[0]:08d}"
     overrides = [*EVERYTHING, f"resume={source}"]
+    taken = step_of(source.name)
     finished(tmp_path / "new", *overrides, env=ONE_THREAD)
-    assert_same_end(tmp_path / "new", reference[0])
+    assert_same_end(tmp_path / "new", reference[0], after=taken)
     changed = [*overrides, "actor.epochs=2", "checkpoint.allow_config_changes=true"]
     output = finished(tmp_path / "changed", *changed, env=ONE_THREAD)
     assert "changed, as allowed: actor.epochs = 2, was 1" in " ".join(output.split()), output
-    taken = step_of(source.name)
     rows, wanted = untimed_rows(tmp_path / "changed"), untimed_rows(reference[0])
     assert rows[: taken + 1] == wanted[: taken + 1] and rows[-1] != wanted[-1]
 
@@ -268,7 +276,7 @@ def test_a_restart_before_the_first_own_checkpoint_begins_where_the_run_began(re
         output = run.output()
     assert run.process.returncode == 0, output
     assert "The run starts anew" in output
-    assert_same_end(tmp_path, reference[0])
+    assert_same_end(tmp_path, reference[0], after=taken)
 
 
 @pytest.mark.slow
