@@ -96,23 +96,24 @@ def _entry_without_secret(entry: re.Match[str]) -> str:
 
 def config_secrets(cfg: DictConfig) -> set[str]:
     """What the secret keys of a config hold, as it is written and as it is looked up."""
-    found = {*_secret_values(OmegaConf.to_container(cfg))}
+    found = {*secret_values(OmegaConf.to_container(cfg))}
     try:
-        return found | {*_secret_values(OmegaConf.to_container(cfg, resolve=True))}
+        return found | {*secret_values(OmegaConf.to_container(cfg, resolve=True))}
     except OmegaConfBaseException:  # a problem of the config, which is reported where it is checked
         return found
 
 
-def _secret_values(tree: Any) -> Iterator[str]:
+def secret_values(tree: Any) -> Iterator[str]:
+    """What the secret keys of plain data hold."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if is_secret_key(str(key)) and isinstance(value, str):
                 yield value
             else:
-                yield from _secret_values(value)
+                yield from secret_values(value)
     elif isinstance(tree, list):
         for value in tree:
-            yield from _secret_values(value)
+            yield from secret_values(value)
 
 
 def hide_in_files(paths: Iterable[Path], of_config: Iterable[str]) -> None:

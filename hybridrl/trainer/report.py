@@ -1,8 +1,11 @@
 """Everything a run tells its user and keeps, behind one object that the loop talks to."""
 
+from collections.abc import Set
+from dataclasses import asdict
 from pathlib import Path
 
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.secrets import secret_values, without_secrets
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.console import RunConsole, pick_samples
@@ -47,6 +50,7 @@ class Reporter:
         self._tracker = tracker
         self._throughput = throughput
         self._files = SpareFiles()
+        self._secrets = {*secret_values(asdict(config))}
 
     def phase(self, name: str) -> None:
         """A phase begins."""
@@ -79,7 +83,7 @@ class Reporter:
             )
         if not is_due(self._config.trainer.samples_every_steps, step):
             return
-        records = _records(prompts, responses, rewarded)
+        records = _records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
 
@@ -114,8 +118,14 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _records(prompts: list[Prompt], responses: Ragged, rewarded: Rewarded) -> list[RolloutRecord]:
-    reasons = {failure.index: f"{failure.kind}: {failure.reason}" for failure in rewarded.failures}
+def _records(
+    prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
+) -> list[RolloutRecord]:
+    """The step's rollouts; `secrets` and those of the environment are hidden in reasons."""
+    reasons = {
+        failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
+        for failure in rewarded.failures
+    }
     rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
     return [
         RolloutRecord(

@@ -6,12 +6,20 @@ import math
 import threading
 import time
 
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.rewards.scorer import Failure, FailureKind
+from hybridrl.trainer.console import RunConsole
 from hybridrl.trainer.phases import Phases
+from hybridrl.trainer.report import Reporter
+from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.sinks import MAX_WAITING, BackgroundSink, close_all
+from hybridrl.trainer.throughput import Throughput
 from hybridrl.trainer.tracking import PROMISED, Tracker, read_metrics
 from tests.run_configs import run_config
 
@@ -194,6 +202,22 @@ def test_rollouts_are_one_json_object_a_line(tmp_path):
         "length": 4,
         "failure": None,
     }
+
+
+def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "xq7Zp0-unlikely")
+    args = "+reward.args={api_key: hunter22, server: 'https://me:pw@host/x'}"
+    config = run_config("tracking.tensorboard=false", "trainer.samples_every_steps=1", args)
+    tracker = Tracker(tmp_path, config)
+    reason = "ValueError: hunter22, xq7Zp0-unlikely, https://me:pw@host/x"
+    rewarded = Rewarded(["r hunter22"], [0.0], [Failure(0, FailureKind.error, reason, "")])
+    prompt = Prompt(1, [1], "p", "q", {"answer": "2"}, {})
+    reporter = Reporter(config, tmp_path, RunConsole(1), tracker, Throughput(None, 1, None))
+    reporter.saw_responses(1, [prompt], Ragged.from_rows([[1]], torch.int64), rewarded)
+    tracker.close()
+    (kept,) = read_metrics(tmp_path / "rollouts" / "step_1.jsonl")
+    assert kept["failure"] == "error: ValueError: ***, ***, https://***@host/x"
+    assert kept["response"] == "r hunter22"  # what the model has sampled stays what it is
 
 
 def test_phases_add_up_within_a_step_and_start_anew():
