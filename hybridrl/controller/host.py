@@ -25,7 +25,7 @@ import ray
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.machine import torch_threads
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.controller import recorder
+from hybridrl.controller import recorder, rendezvous
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
@@ -33,7 +33,7 @@ from hybridrl.controller.interfaces import interface_of
 from hybridrl.controller.output import keep_earlier, redirect_output
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
-from hybridrl.controller.rendezvous import Rendezvous, join_store, open_store, port_band
+from hybridrl.controller.rendezvous import Joined, Rendezvous
 from hybridrl.controller.spans import Stopwatch
 from hybridrl.distributed import position
 
@@ -142,34 +142,33 @@ class WorkerHost:
         self, address: str, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
         """On rank 0: listen on a port, or on a free one of a band, and say where."""
-        ports = port_band(*band) if port is None else [port]
+        ports = rendezvous.port_band(*band) if port is None else [port]
         timeout_s = self._config.start_timeout_s
-        self._store, where = open_store(address, ports, world_size, timeout_s)
+        self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
         return where
 
     @_step("join_rendezvous")
-    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Rendezvous:
-        """Become `rank`, connect to rank 0 and report the rendezvous that was received."""
+    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Joined:
+        """Become `rank`, connect to rank 0 and report what has been joined."""
         self._rank = rank
         self._info = self._info._replace(slot=slot)
         log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
         keep_earlier(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(
+            rendezvous.environment_of(where),
             RANK=str(rank),
-            WORLD_SIZE=str(where.world_size),
             LOCAL_RANK=str(slot.local_rank),
             LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
-            MASTER_ADDR=where.address,
-            MASTER_PORT=str(where.port),
         )
         interface = interface_of(slot.node_ip)
         if interface is not None:  # else gloo goes by the host's name, which may be for 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
-            self._store = join_store(where, self._config.start_timeout_s + TIMEOUT_MARGIN_S)
+            timeout_s = self._config.start_timeout_s + TIMEOUT_MARGIN_S
+            self._store = rendezvous.join_store(where, timeout_s)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
-        return where
+        return rendezvous.joined(self._store)
 
     @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:

@@ -9,7 +9,7 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,16 +20,38 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Under which rank 0's store keeps whose it is, and for how many ranks.
+HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
 # Below, ports are the system's.
 FIRST_USER_PORT = 1024
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks meet, and how many they are."""
+    """Where the ranks meet, and how many they are.
+
+    Attributes:
+        address, port: of rank 0's store.
+        world_size: how many ranks there are.
+        holder: rank 0's host and process: other runs may listen at an address which, like
+            localhost, is another machine's on every node.
+    """
 
     address: str
     port: int
     world_size: int
+    holder: str
+
+
+class Joined(NamedTuple):
+    """What a rank has joined, by its own account.
+
+    Attributes:
+        store: where its connection leads, and what the store there says of itself.
+        environment: what libraries read of a rendezvous, as `environment_of` names it.
+    """
+
+    store: Rendezvous
+    environment: dict[str, str]
 
 
 def open_store(
@@ -57,7 +79,10 @@ def open_store(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, Rendezvous(address, port, world_size)
+    where = Rendezvous(address, port, world_size, f"{socket.gethostname()} pid {os.getpid()}")
+    store.set(HOLDER, where.holder)
+    store.set(WORLD_SIZE, str(world_size))
+    return store, where
 
 
 def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range:
@@ -149,16 +174,52 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore":
     )
 
 
-def disagreement(expected: Rendezvous, reports: list[Rendezvous]) -> str | None:
-    """Which ranks got another rendezvous than the one handed out; None when all agree."""
+def environment_of(where: Rendezvous) -> dict[str, str]:
+    """The variables by which libraries find a rendezvous."""
+    return {
+        "MASTER_ADDR": where.address,
+        "MASTER_PORT": str(where.port),
+        "WORLD_SIZE": str(where.world_size),
+    }
+
+
+def joined(store: "TCPStore") -> Joined:
+    """What this process has joined through a store; of a store that is no rank 0's, no holder."""
+    is_ours = store.check([HOLDER, WORLD_SIZE])
+    holder = store.get(HOLDER).decode() if is_ours else ""
+    world_size = int(store.get(WORLD_SIZE)) if is_ours else 0
+    found = Rendezvous(store.host, store.port, world_size, holder)
+    return Joined(found, {name: os.environ[name] for name in environment_of(found)})
+
+
+def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
+    """Which ranks have joined another rendezvous than rank 0's; None when all agree."""
     others = [
-        f"rank {rank} got {report.address}:{report.port} for {report.world_size} ranks"
-        for rank, report in enumerate(reports)
-        if report != expected
+        f"rank {rank} has {text}"
+        for rank, text in enumerate(_differences(expected, reports))
+        if text
     ]
     if not others:
         return None
     return (
-        f"the ranks do not agree on the rendezvous {expected.address}:{expected.port} for "
-        f"{expected.world_size} ranks: {', '.join(others)}"
+        f"the ranks do not agree on the rendezvous {_described(expected)}: {'; '.join(others)}.\n"
+        "MASTER_ADDR must be an address of rank 0's node that leads there from every node."
     )
+
+
+def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[str]:
+    """What is different for each rank; empty where nothing is."""
+    for report in reports:
+        texts = [] if report.store == expected else [f"joined {_described(report.store)}"]
+        texts += [
+            f"{name}={report.environment[name]}"
+            for name, value in environment_of(expected).items()
+            if report.environment[name] != value
+        ]
+        yield ", ".join(texts)
+
+
+def _described(where: Rendezvous) -> str:
+    if not where.holder:
+        return f"{where.address}:{where.port}, where no rank 0 listens but somebody else"
+    return f"{where.address}:{where.port} of {where.holder} for {where.world_size} ranks"

@@ -96,7 +96,14 @@ class Adder(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def about(self):
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "OMP_NUM_THREADS",
+        )
         return {name: os.environ[name] for name in names} | {
             "HYBRIDRL_FROM_USER": os.environ.get("HYBRIDRL_FROM_USER"),
             "threads": torch.get_num_threads(),

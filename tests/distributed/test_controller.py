@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
-from hybridrl.controller.rendezvous import port_band
+from hybridrl.controller.rendezvous import open_store, port_band
 from hybridrl.controller.worker_group import Call, begin_together, build_roles, call_together
 from hybridrl.data.shardable import Piece
 
@@ -182,6 +183,35 @@ def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp
     config = replace(pool_config(tmp_path), ahead=[AdderConfig(ahead="not_there")])
     with Pool(config) as pool, pytest.raises(WorkerError, match="No module named 'not_there'"):
         build_roles(pool, {"adder": AdderConfig()})
+
+
+def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = str(free.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with Pool(pool_config(tmp_path)) as pool:
+        about = build_roles(pool, {"adder": AdderConfig()})["adder"].call("about")
+        with socket.create_connection(("127.0.0.2", int(port)), 1.0):
+            assert {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in about} == {("127.0.0.2", port)}
+
+
+class WithRankOneElsewhere(Pool):
+    """Rank 1 is told of a store of this process in place of rank 0's."""
+
+    def _starting(self, hosts, method, arguments):
+        if method == "join_rendezvous":
+            self.store, elsewhere = open_store("127.0.0.3", [0], 2, 60.0)
+            first, (_, *rest) = arguments
+            arguments = [first, (elsewhere, *rest)]
+        return super()._starting(hosts, method, arguments)
+
+
+def test_a_rank_that_joined_another_rendezvous_is_named(runtime, tmp_path):
+    with pytest.raises(
+        WorkerError, match=rf"rank 1 has joined 127\.0\.0\.3:\d+ of .*{os.getpid()}"
+    ):
+        WithRankOneElsewhere(pool_config(tmp_path))
 
 
 def test_unmarked_method_is_refused_before_anything_is_sent(groups):

@@ -1,15 +1,22 @@
-"""The port on which the ranks meet: where it lies, that it is held, and what is said if not."""
+"""The port on which the ranks meet: where it lies, that it is held, and what is said if not.
+
+Also who has met whom: a rank that joined another store than rank 0's is found out.
+"""
 
 import socket
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed import TCPStore
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import (
     Rendezvous,
+    disagreement,
+    environment_of,
     given_port,
     join_store,
+    joined,
     listen,
     open_store,
     port_band,
@@ -61,7 +68,7 @@ def test_ports_in_use_are_passed_over_and_ranks_meet_on_the_next():
     first, second, third = free_ports(3)
     with socket.create_server((LOOPBACK, first)), socket.create_server((LOOPBACK, second)):
         store, where = open_store(LOOPBACK, [first, second, third], 1, 20.0)
-        assert where == Rendezvous(LOOPBACK, third, 1)
+        assert where[:3] == (LOOPBACK, third, 1)
         join_store(where, 10.0).set("key", "value")
         assert store.get("key") == b"value"
 
@@ -126,3 +133,45 @@ def test_a_master_port_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", text)
     with pytest.raises(ConfigError, match="MASTER_PORT="):
         given_port()
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Rank 0's store for two ranks, where it is, and the environment that leads to it."""
+    store, where = open_store(LOOPBACK, [0], 2, 20.0)
+    for name, value in environment_of(where).items():
+        monkeypatch.setenv(name, value)
+    return store, where
+
+
+def test_ranks_that_have_joined_rank_zeros_store_agree(meeting):
+    store, where = meeting
+    assert disagreement(where, [joined(store), joined(join_store(where, 10.0))]) is None
+
+
+def test_a_rank_that_has_joined_another_run_is_named(meeting):
+    store, where = meeting
+    other, elsewhere = open_store("127.0.0.2", [0], 4, 20.0)
+    text = disagreement(where, [joined(store), joined(join_store(elsewhere, 10.0))])
+    assert f"agree on the rendezvous {LOOPBACK}:{where.port} of {where.holder} for 2 ranks" in text
+    assert f"rank 1 has joined 127.0.0.2:{elsewhere.port} of {elsewhere.holder} for 4" in text
+    assert "rank 0 has" not in text
+    del other
+
+
+def test_a_rank_that_meets_a_stranger_at_the_same_address_is_named():
+    """Where MASTER_ADDR is localhost, every node has a port of that number of its own."""
+    stranger = TCPStore(LOOPBACK, 0, 1, is_master=True, wait_for_workers=False)
+    where = Rendezvous(LOOPBACK, stranger.port, 2, "another-host pid 7")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_of(where).items():
+            patch.setenv(name, value)
+        text = disagreement(where, [joined(join_store(where, 10.0))])
+    assert f"rank 0 has joined {LOOPBACK}:{where.port}, where no rank 0 listens" in text
+
+
+def test_a_rank_whose_libraries_would_go_elsewhere_is_named(meeting, monkeypatch):
+    store, where = meeting
+    before = joined(store)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
+    assert "rank 1 has MASTER_ADDR=10.0.0.9." in disagreement(where, [before, joined(store)])
