@@ -66,6 +66,36 @@ def test_the_schema_refuses_a_slip(path, value):
         jsonschema.validate(manifest, SCHEMA)
 
 
+@pytest.mark.parametrize("name", PODS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        ["securityContext"],
+        ["securityContext", "fsGroup"],
+        ["containers", 0, "securityContext", "runAsUser"],
+    ],
+    ids=lambda path: str(path[-1]),
+)
+def test_the_schema_misses_what_storage_and_capabilities_need(name, path):
+    manifest: Any = json.loads(json.dumps(MANIFEST))  # so that the pods share nothing
+    cluster = manifest["spec"]["rayClusterSpec"]
+    group = {"head": cluster["headGroupSpec"], "worker": cluster["workerGroupSpecs"][0]}[name]
+    node = group["template"]["spec"]
+    for key in path[:-1]:
+        node = node[key]
+    del node[path[-1]]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(manifest, SCHEMA)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_the_claim_belongs_to_the_group_of_the_images_user(name):
+    dockerfile = (REPO / "deploy/docker/Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    assert f"useradd --create-home --uid {user}" in dockerfile  # and a group of that number
+    assert PODS[name]["securityContext"]["fsGroup"] == int(user)
+
+
 def test_the_entrypoint_composes():
     assert precompose(parse_argv(overrides()), conf_dir()).problems == []
 
@@ -115,7 +145,7 @@ def test_runs_and_the_hub_cache_lie_on_the_claim_and_memory_may_be_locked(name):
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert path == f"{container['workingDir']}/outputs"
     assert environment["HF_HOME"].startswith(f"{path}/")
-    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert container["securityContext"] == {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK"]}}
 
 
 def test_the_token_comes_from_kuberay_and_stands_nowhere():
