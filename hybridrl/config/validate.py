@@ -69,7 +69,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mini_batch_rank_problems, MINI_BATCHES),
     (kl_problems, (*RESPONSES, "algorithm.kl")),
     (resume_problems, ("resume",)),
-    (retention_problems, ("checkpoint.keep_best",)),
+    (retention_problems, ("checkpoint", "eval", "trainer.total_steps")),
     (restart_problems, ("trainer.max_restarts", "checkpoint.every_steps")),
     (
         group_problems,

@@ -8,6 +8,7 @@ One checkpoint at a time is being written: the next waits for it. What goes wron
 that checkpoint alone: the run goes on, says so, and keeps the ones before.
 """
 
+import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class Checkpointer:
         self._warn = warn
         self._writing: Writing | None = None
         self._last: tuple[int, Row] = (-1, {})
+        self._lacked_best = False
         self._clear_up()
 
     def step_ended(self) -> None:
@@ -128,10 +130,14 @@ class Checkpointer:
         step = state.step
         try:
             partial = commit.begin(self._run_dir, step)
+        except OSError as error:
+            self._failed(step, str(error))
+            return
+        try:
             write_file(partial / DRIVER, state.encode())
             driver = digest(partial / DRIVER)
         except OSError as error:
-            self._failed(step, str(error))
+            self._give_up(partial, step, str(error))
             return
         self._saver.call("begin_save", str(partial))
         known, row = self._last
@@ -175,14 +181,30 @@ class Checkpointer:
         if error is None:
             error = self._commit(writing, results)
         if error is not None:
-            commit.abandon(writing.partial)
-            self._failed(writing.step, error)
+            self._give_up(writing.partial, writing.step, error)
             return
+        self._look_for_best(writing)
         try:
             keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
             retention.prune(self._run_dir, keep_last, best)
         except OSError as failure:
             self._warn(f"old checkpoints could not be removed: {failure}")
+
+    def _look_for_best(self, writing: Writing) -> None:
+        """Say, once, that a checkpoint that was due has no such metric as the best is kept by."""
+        best = self._config.checkpoint.keep_best
+        name = "" if best is None else best.removeprefix("-")
+        if best is None or self._lacked_best or writing.row.get(name) is not None:
+            return
+        if not self.is_due(writing.step):  # taken where SIGTERM came
+            return
+        self._lacked_best = True
+        near = [] if name in writing.row else difflib.get_close_matches(name, writing.row, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        self._warn(
+            f"checkpoint.keep_best = {best}: step {writing.step} has no such metric, so its "
+            f"checkpoint, and those of later steps without it, are not kept as the best.{hint}"
+        )
 
     def _commit(self, writing: Writing, results: list[SaveResult]) -> str | None:
         """Give the checkpoint its name; why that failed, or None."""
@@ -217,6 +239,10 @@ class Checkpointer:
                 clean(folder)
             except OSError as error:
                 self._warn(f"what an earlier run left in {folder} could not be removed: {error}")
+
+    def _give_up(self, partial: Path, step: int, why: str) -> None:
+        commit.abandon(partial)
+        self._failed(step, why)
 
     def _failed(self, step: int, why: str) -> None:
         self.failures += 1
