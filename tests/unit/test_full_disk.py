@@ -87,6 +87,17 @@ free()
 print("there is room again")
 """
 
+LOGGING = """
+from hybridrl.controller.output import guard_logging
+logging.basicConfig(handlers=[logging.FileHandler(disk / "main.log")], format="%(message)s")
+guard_logging()
+fill()
+for _ in range(3000):
+    logging.getLogger("x").warning("a line of the log")
+free()
+logging.getLogger("x").warning("there is room again")
+"""
+
 DRIVER = """
 from hybridrl.controller.output import guard_standard_output
 fill()
@@ -173,3 +184,10 @@ def test_a_worker_whose_log_has_no_room_goes_on_and_says_what_it_lost(tmp_path):
 def test_a_driver_whose_output_goes_to_a_full_disk_ends_well(tmp_path):
     ran = on_small_disk(tmp_path, DRIVER, f"> {tmp_path}/out.log 2>&1")
     assert ran.returncode == 0, ran.stdout
+
+
+def test_a_log_file_that_has_no_room_makes_no_pages_of_errors(tmp_path):
+    ran = on_small_disk(tmp_path, LOGGING)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "bytes of output are lost: no room]" in ran.stdout
+    assert ran.stdout.endswith("there is room again\n")
