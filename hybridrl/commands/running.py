@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, named
+from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
@@ -66,10 +66,12 @@ def checkpoint_at(path: Path) -> Found:
         path: a checkpoint's folder, or a run's directory for its newest one that is whole.
 
     Raises:
-        ConfigError: there is none, or the one that was named is damaged or goes meanwhile.
+        ConfigError: there is none, or the one that was named is damaged or goes meanwhile, or the
+            disk fails, for seconds.
     """
     try:
-        found = _look(path)
+        with as_unreadable():
+            found = _look(path)
     except ConfigError as error:
         if type(error) is not ConfigError:  # says what it is about
             raise

@@ -14,11 +14,17 @@ METRIC = re.compile(r"-?\w+/\S+")
 
 
 def resume_problems(config: RunConfig) -> Iterator[str]:
-    """A path to resume from that is not there."""
-    if config.resume not in (NONE, AUTO) and not Path(config.resume).expanduser().exists():
+    """A path to resume from that is not there, or that the disk does not let be looked at."""
+    if config.resume in (NONE, AUTO):
+        return
+    try:
+        problem = None if Path(config.resume).expanduser().exists() else "there is no such folder"
+    except OSError as error:
+        problem = f"it cannot be read: {error.strerror}"
+    if problem is not None:
         yield (
             f"resume = {config.resume}, expected none, auto, or the path of a checkpoint or of a "
-            f"run: there is no such folder (seen from {Path.cwd()}).\n"
+            f"run: {problem} (seen from {Path.cwd()}).\n"
             f"Set resume=<run>/checkpoints/step_<n>, or resume=<run> for its newest checkpoint."
         )
 

@@ -1,6 +1,7 @@
 """How the commands beside training end, and what becomes of a folder that goes meanwhile."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.commands.running import checkpoint_at, note_other_files, run_command, while_it_stays
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
@@ -50,6 +51,13 @@ def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, 
     folder = save(tmp_path, 20)
     assert checkpoint_at(tmp_path).folder == folder
     assert capsys.readouterr().err.startswith(f"Verifying {folder}: ")
+
+
+def test_a_path_that_the_disk_does_not_let_be_looked_at_is_told(tmp_path):
+    path = tmp_path / ("x" * 256)
+    said = re.escape(f"{path} cannot be read: File name too long (ENAMETOOLONG)")
+    with pytest.raises(UnreadableCheckpoint, match=said):
+        checkpoint_at(path)
 
 
 def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
