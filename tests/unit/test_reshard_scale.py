@@ -1,4 +1,4 @@
-"""A rank's plan for a model of 405 B parameters on 1,024 GPUs, in seconds."""
+"""A rank's plan for a model of 405 B parameters on 1,024 GPUs, in seconds of CPU time."""
 
 import math
 import time
@@ -57,22 +57,25 @@ def trace(tp_rank: int) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "shards",
-    [pytest.param(64, id="16 copies"), pytest.param(WORLD, id="1 copy", marks=pytest.mark.slow)],
+    "shards", [pytest.param(WORLD, id="one copy"), pytest.param(64, id="16 copies of 64 shards")]
 )
 def test_a_plan_for_405b_parameters_takes_seconds_and_says_its_bytes(shards, capsys):
-    """Layout aligned: the ranks of one slice are consecutive shards, dim 1 is cut where tp cuts."""
+    """Layout aligned: the ranks of one slice are consecutive shards, dim 1 is cut where tp cuts.
+
+    A plan is of one copy's ranks; the one of 1,024 takes most of this test's seconds.
+    """
     assert sum(math.prod(shape) for _, shape, _, _ in TENSORS) == 405_853_388_800
     sources = [SourceLayout(name, shape, shards, max(0, dim)) for name, shape, _, dim in TENSORS]
     slices = [trace(tp_rank) for tp_rank in range(TP)]
     traces = [slices[shard // (shards // TP)] for shard in range(shards)]
-    start = time.perf_counter()
+    start = time.process_time()
     plan = build_plan(sources, traces, rank=3, bucket_elements=BUCKET_ELEMENTS)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     received, written = BFLOAT16 * plan.received / 1e9, BFLOAT16 * plan.written / 1e9
     with capsys.disabled():
         print(
-            f"\n{WORLD} ranks, 405 B: plan in {seconds:.1f} s, {received:.1f} of {written:.1f} GB"
+            f"\n{WORLD} ranks, {WORLD // shards} x {shards} shards of 405 B: rank 3's plan in "
+            f"{seconds:.1f} s; it receives {received:.1f} of the {written:.1f} GB that it writes"
         )
     assert seconds < 10
     # All of a rank's own shard is of use to it.
