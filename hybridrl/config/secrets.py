@@ -4,6 +4,7 @@ A key or variable is secret by its name (`api_key`, `HF_TOKEN`), a login in a UR
 hold is hidden wherever it would be written, by whatever way it got there.
 """
 
+import json
 import os
 import re
 import sys
@@ -61,7 +62,7 @@ def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list
             found |= {text.strip("'\"") for text in (assigned[3], *assigned[3].split(","))}
         entries = _ENTRY.findall(argument)
         found |= {value.strip("'\"") for key, _, value in entries if is_secret_key(key)}
-    return sorted((text for text in found if len(text) >= MIN_LENGTH), key=len, reverse=True)
+    return _longest_first(text for text in found if len(text) >= MIN_LENGTH)
 
 
 def without(secrets: Iterable[str], text: str) -> str:
@@ -72,9 +73,24 @@ def without(secrets: Iterable[str], text: str) -> str:
 
 
 def known_secrets(more: Iterable[str] = ()) -> list[str]:
-    """Those of this process's environment and command line, and `more`, as in `secrets_of`."""
-    long_enough = {text for text in more if len(text) >= MIN_LENGTH}
-    return sorted({*long_enough, *secrets_of(os.environ, sys.argv)}, key=len, reverse=True)
+    """Those of this process's environment and command line, and `more`, in all their forms.
+
+    The longest first; short ones are left out as in `secrets_of`.
+    """
+    secrets = {*more, *secrets_of(os.environ, sys.argv)}
+    return _longest_first(form for form in _forms(secrets) if len(form) >= MIN_LENGTH)
+
+
+def _forms(secrets: Iterable[str]) -> Iterator[str]:
+    """Secrets as they are, as JSON and YAML write them, and their lines, if they are long."""
+    for secret in secrets:
+        yield from (secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1])
+        yield secret.replace("'", "''")
+        yield from (line for line in secret.splitlines() if len(line) >= MIN_LENGTH)
+
+
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    return sorted({*texts}, key=len, reverse=True)
 
 
 def without_secrets(text: str, more: Iterable[str] = ()) -> str:
@@ -119,10 +135,9 @@ def secret_values(tree: Any) -> Iterator[str]:
 def hide_in_files(paths: Iterable[Path], of_config: Iterable[str]) -> None:
     """Hide a config's secrets, the environment's and the command line's in some files."""
     # Here short ones, too: such a file is the config.
-    secrets = {*filter(None, of_config), *known_secrets()}
-    longest_first = sorted(secrets, key=len, reverse=True)
+    secrets = _longest_first([*_forms(filter(None, of_config)), *known_secrets()])
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        hidden = without(longest_first, text)
+        hidden = without(secrets, text)
         if hidden != text:
             path.write_text(hidden, encoding="utf-8")

@@ -119,6 +119,25 @@ def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch)
     assert (tmp_path / "config.yaml").read_text() == "a: {api_key: ***, b: ***, lr: 1e-6}\n"
 
 
+@pytest.mark.parametrize(
+    ("secret", "parts"),
+    [
+        ("it's 'quoted-1' it is", ["quoted-1"]),
+        ('say "quoted-2" \\ twice', ["quoted-2"]),
+        ("not-ascii-\u00fc\u00df-3", ["not-ascii"]),
+        ("-----BEGIN KEY-----\nMIIEvQIBADAN\n\nBgkqhkiG9w0B\n", ["MIIEvQIBADAN", "BgkqhkiG9w0B"]),
+    ],
+)
+def test_a_secret_is_found_as_yaml_and_json_write_it(tmp_path, secret, parts):
+    config = OmegaConf.create({"a": {"api_key": secret, "b": f"key {secret}"}})
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    (tmp_path / "config.json").write_text(json.dumps(OmegaConf.to_container(config)))
+    hide_in_files(tmp_path.iterdir(), config_secrets(config))
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        assert not any(part in text for part in parts), text
+
+
 def test_output_shows_no_secrets_even_in_a_traceback():
     code = (
         "import os\nfrom hybridrl.controller.output import guard_standard_output\n"
