@@ -7,26 +7,28 @@ import json
 import os
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from itertools import zip_longest
 
 from hybridrl.config.machine import local_gpus
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.rendezvous import listen
-from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.findings import Finding, fail
 from hybridrl.doctor.host import heard
-from hybridrl.doctor.network_bandwidth import SLOW, tournament
+from hybridrl.doctor.network_bandwidth import tournament
+from hybridrl.doctor.network_collective_judgements import CHECK, RankResult, judge
 from hybridrl.doctor.network_nodes import NodeView, is_loopback, rank_zero_node
 
-CHECK = "network.collective"
-# Seconds for ranks to find each other and for one collective; torch's import comes on top.
-TIMEOUT_S = 15.0
-RANKS_S = 45.0
+# Seconds until all ranks have imported torch, from shared storage at worst, and have met.
+MEET_S = 60.0
+# Seconds for one collective; for all of a rank's beside the pairs; for pairs, a round of them.
+TIMEOUT_S, RANKS_S, ROUND_S = 15.0, 45.0, 2.0
+# A rank ends itself at its limit; this much later it is killed.
+GRACE_S = 5.0
 # Of two ranks on one node where there are no others.
 RANKS_OF_ONE_NODE = 2
 ERROR_CHARACTERS = 300
@@ -42,10 +44,12 @@ class RankOrder:
         rank, world_size: among all nodes.
         address, port: of the store on rank 0's node.
         nodes: the ranks of each node.
-        rounds: pairs of ranks that measure NCCL between nodes, round by round.
+        rounds: pairs of ranks that measure NCCL, within nodes and between, round by round.
         interface: for gloo, unless the environment names another.
         device: index of its GPU; None: gloo alone.
-        timeout_s: of the group.
+        limit_s: for everything after the meeting.
+        timeout_s: of a collective.
+        meet_s: until all ranks have met.
         listen_fd: rank 0's listening socket.
     """
 
@@ -57,24 +61,10 @@ class RankOrder:
     rounds: tuple[tuple[tuple[int, int], ...], ...]
     interface: str | None
     device: int | None
+    limit_s: float = RANKS_S
     timeout_s: float = TIMEOUT_S
+    meet_s: float = MEET_S
     listen_fd: int | None = None
-
-
-class RankResult(NamedTuple):
-    """How a rank ended.
-
-    Attributes:
-        rank: its number.
-        step: the last one that it reached.
-        error: the end of what it wrote, or that it was still waiting; empty if it went well.
-        measured: what the last step says.
-    """
-
-    rank: int
-    step: str
-    error: str
-    measured: dict[str, Any]
 
 
 def check(
@@ -92,7 +82,8 @@ def check(
         return findings
     orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
     arguments = {node: (tuple(orders[node]),) for node in nodes}
-    results, findings = heard(CHECK, agents.call_each(run_ranks, arguments, RANKS_S + 10.0))
+    patience_s = _longest_s(orders[first][0]) + 2 * GRACE_S
+    results, findings = heard(CHECK, agents.call_each(run_ranks, arguments, patience_s))
     return findings + judge(results)
 
 
@@ -110,15 +101,7 @@ def plan(
     for node in nodes:
         ranks.append(tuple(range(start, start + counts[node])))
         start += counts[node]
-    names = [str(group[0]) for group in ranks]
-    rounds = tuple(
-        tuple(way)
-        for pairs in tournament(names)
-        for way in (
-            [(int(a), int(b)) for a, b in pairs],
-            [(int(b), int(a)) for a, b in pairs],
-        )
-    )
+    rounds = _rounds(ranks) if on_gpu else ()
     return {
         node: [
             RankOrder(
@@ -127,14 +110,38 @@ def plan(
                 address=addresses[nodes[0]],
                 port=port,
                 nodes=tuple(ranks),
-                rounds=rounds if len(nodes) > 1 else (),
+                rounds=rounds,
                 interface=_interface(views[node], addresses[node]),
                 device=local if on_gpu else None,
+                limit_s=RANKS_S + ROUND_S * len(rounds),
             )
             for local, rank in enumerate(group)
         ]
         for node, group in zip(nodes, ranks, strict=True)
     }
+
+
+def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Each two ranks of a node meet, on all nodes at a time, then each two nodes' first ranks."""
+    meetings = [[_tournament(group) for group in ranks], [_tournament([g[0] for g in ranks])]]
+    both = [
+        [pair for one in side_by_side for pair in one]
+        for of_groups in meetings
+        for side_by_side in zip_longest(*of_groups, fillvalue=())
+    ]
+    return tuple(
+        way for pairs in both if pairs for way in (tuple(pairs), tuple((b, a) for a, b in pairs))
+    )
+
+
+def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    named = tournament([str(rank) for rank in ranks])
+    return [[(int(a), int(b)) for a, b in pairs] for pairs in named]
+
+
+def _longest_s(order: RankOrder) -> float:
+    """Seconds after which a rank is killed."""
+    return order.meet_s + order.limit_s + GRACE_S
 
 
 def open_meeting(address: str) -> int:
@@ -152,85 +159,9 @@ def count_gpus() -> int:
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
     """Run this node's ranks to their end, or to the end of their time."""
-    stop = time.monotonic() + RANKS_S
+    stop = time.monotonic() + max(map(_longest_s, orders))
     started = [(order, _start(order)) for order in orders]
     return [_finish(order, process, stop) for order, process in started]
-
-
-def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
-    """Findings from the ranks of all nodes."""
-    findings = [
-        _judge_failed(node, [rank for rank in ranks if rank.error])
-        for node, ranks in results.items()
-        if any(rank.error for rank in ranks)
-    ]
-    if findings:
-        return findings
-    everyone = [rank for ranks in results.values() for rank in ranks]
-    if not everyone:
-        return []
-    if len(everyone) == 1:
-        started = " and ".join(name for name in ("gloo", "nccl") if name in everyone[0].measured)
-        return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
-    texts = [
-        f"{name} {_text(measured)}"
-        for name in ("gloo", "nccl", "nccl_in_node")
-        for measured in [
-            _worst([rank.measured[name] for rank in everyone if name in rank.measured])
-        ]
-        if measured
-    ]
-    pairs = _pairs(results)
-    if pairs:
-        (a, b), rate = min(pairs.items(), key=lambda item: item[1])
-        texts.append(f"NCCL between nodes at least {rate / 1e9:.3g} GB/s ({a} -> {b})")
-    summary = f"{len(everyone)} ranks, {len(results)} node(s): {'; '.join(texts)}"
-    return _judge_pairs(pairs) or [ok(CHECK, "all", summary)]
-
-
-def _pairs(results: Mapping[str, Sequence[RankResult]]) -> dict[tuple[str, str], float]:
-    """Bytes per second over NCCL from one node to another."""
-    node_of = {rank.rank: node for node, ranks in results.items() for rank in ranks}
-    return {
-        (node_of[int(sender)], node): rate
-        for node, ranks in results.items()
-        for rank in ranks
-        for sender, rate in rank.measured.get("nccl_from", {}).items()
-    }
-
-
-def _judge_pairs(pairs: Mapping[tuple[str, str], float]) -> list[Finding]:
-    """Pairs of nodes that are slow over NCCL, which may take another way than TCP."""
-    if not pairs:
-        return []
-    median = statistics.median_high(pairs.values())
-    return [
-        warn(
-            CHECK,
-            f"{a} -> {b}",
-            f"NCCL moves {rate / 1e9:.3g} GB/s; the median of all pairs is {median / 1e9:.3g} GB/s",
-            "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it "
-            "takes, and says NET/Socket where it fell back to TCP.",
-        )
-        for (a, b), rate in pairs.items()
-        if rate < SLOW * median
-    ]
-
-
-def _judge_failed(node: str, ranks: Sequence[RankResult]) -> Finding:
-    each = "; ".join(f"rank {rank.rank}, {rank.step}: {rank.error}" for rank in ranks)
-    if any("NCCL" in rank.step for rank in ranks):
-        advice = (
-            "Start again with NCCL_DEBUG=INFO, which names the interface and adapter it takes; "
-            "NCCL_SOCKET_IFNAME chooses the interface. Where it works with NCCL_IB_DISABLE=1, the "
-            "fault is in InfiniBand or RoCE (network.infiniband)."
-        )
-    else:
-        advice = (
-            "Name the interface that leads to the other nodes: export GLOO_SOCKET_IFNAME=<name> "
-            "(`ip -br addr`), and see network.ports and the errors of the other nodes' ranks."
-        )
-    return fail(CHECK, node, each, advice)
 
 
 def _ranks_per_node(
@@ -277,7 +208,7 @@ def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> 
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        error = f"still waiting after {RANKS_S:.0f} s {_last_line(err)}".strip()
+        error = f"killed after {_longest_s(order):.0f} s {_last_line(err)}".strip()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     measured = lines[-1] if lines else {}
     return RankResult(order.rank, measured.get("step", "importing torch"), error, measured)
@@ -292,14 +223,3 @@ def _last_line(text: str) -> str:
 
 def _interface(view: NodeView, address: str) -> str | None:
     return "lo" if is_loopback(address) else view.interface_of(address)
-
-
-def _worst(measured: Sequence[dict[str, float]]) -> dict[str, float] | None:
-    return min(measured, key=lambda one: one["bytes_per_s"]) if measured else None
-
-
-def _text(measured: Mapping[str, float]) -> str:
-    return (
-        f"{measured['bytes_per_s'] / 1e9:.3g} GB/s per rank, "
-        f"{1e3 * measured['latency_s']:.2f} ms for one number"
-    )

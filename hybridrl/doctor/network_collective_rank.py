@@ -5,10 +5,13 @@ stdout for each step that it has reached; the last one holds what it measured.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from threading import Timer
 from typing import Any
 
 import torch
@@ -26,60 +29,75 @@ SENT = 16 * 2**20
 def main() -> None:
     """Carry out one order, a `RankOrder` as JSON."""
     order = json.loads(sys.argv[1])
-    timeout = timedelta(seconds=order["timeout_s"])
+    meet, timeout = (timedelta(seconds=order[key]) for key in ("meet_s", "timeout_s"))
     _say("connecting to the store")
     store = dist.TCPStore(
         order["address"],
         order["port"],
         order["world_size"],
         is_master=order["rank"] == 0,
-        timeout=timeout,
+        timeout=meet,
         wait_for_workers=False,
         master_listen_fd=order["listen_fd"],
     )
     _say("waiting for the other ranks at the store")
     store.set(f"here/{order['rank']}", "1")
-    store.wait([f"here/{rank}" for rank in range(order["world_size"])], timeout)
+    store.wait([f"here/{rank}" for rank in range(order["world_size"])], meet)
+    _end_after(order["limit_s"])
     _say("forming the process group")
-    device = torch.device("cuda", order["device"]) if order["device"] is not None else None
-    if device is not None:
-        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        "gloo",
         store=store,
         rank=order["rank"],
         world_size=order["world_size"],
         timeout=timeout,
-        device_id=device,
     )
     measured: dict[str, Any] = {"gloo": _all_reduce("gloo", "cpu", dist.group.WORLD)}
-    if device is not None:
-        measured |= _over_nccl(order)
+    if order["device"] is not None:
+        measured |= _over_nccl(order, timeout)
     dist.barrier()
     _say("done", **measured)
     dist.destroy_process_group()
 
 
-def _over_nccl(order: dict[str, Any]) -> dict[str, Any]:
-    """All-reduce over all GPUs and over the node's, and the nodes' first GPUs two by two."""
-    measured = {"nccl": _all_reduce("NCCL over all GPUs", "cuda", dist.group.WORLD)}
+def _end_after(seconds: float) -> None:
+    """End this process then, in whatever call it hangs."""
+
+    def end() -> None:
+        sys.stderr.write(f"TimeoutError: still waiting after {seconds:.0f} s\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
+    """All-reduce over all GPUs and over the node's, and GPUs two by two."""
+    device = torch.device("cuda", order["device"])
+    _say(f"starting NCCL on GPU {device.index}")
+    torch.cuda.set_device(device)
+    # With a device a group connects at once.
+    world = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
+    measured = {"nccl": _all_reduce("NCCL over all GPUs", "cuda", world)}
     for ranks in order["nodes"]:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=device)
         if order["rank"] in ranks and len(ranks) > 1:
             measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
     measured["nccl_from"] = received = {}
     for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
         if order["rank"] == sender:
-            _move(receiver, dist.send)
+            _move(receiver, partial(dist.send, group=world), "send to")
         elif order["rank"] == receiver:
-            received[str(sender)] = _move(sender, dist.recv)
+            received[str(sender)] = _move(sender, partial(dist.recv, group=world), "receive from")
     return measured
 
 
-def _move(other: int, way: Callable[[Tensor, int], Any]) -> float:
+def _move(other: int, way: Callable[[Tensor, int], Any], what: str) -> float:
     """Bytes per second to or from another rank."""
     data = torch.ones(SENT, device="cuda")
-    _say(f"NCCL {way.__name__} with rank {other}")
+    _say(f"NCCL: {what} rank {other}")
     return data.nbytes / _seconds(lambda: way(data, other), "cuda")
 
 

@@ -1,0 +1,135 @@
+"""What the ranks of the doctor's collectives mean: who failed at what, and which pairs are slow."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.network_bandwidth import SLOW, Pair
+
+CHECK = "network.collective"
+
+
+class RankResult(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        rank: its number.
+        step: the last one that it reached.
+        error: the end of what it wrote, or that it was still waiting; empty if it went well.
+        measured: what the last step says.
+    """
+
+    rank: int
+    step: str
+    error: str
+    measured: dict[str, Any]
+
+
+def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
+    """Findings from the ranks of all nodes."""
+    findings = [
+        _judge_failed(node, [rank for rank in ranks if rank.error])
+        for node, ranks in results.items()
+        if any(rank.error for rank in ranks)
+    ]
+    if findings:
+        return findings
+    everyone = [rank for ranks in results.values() for rank in ranks]
+    if not everyone:
+        return []
+    if len(everyone) == 1:
+        started = " and ".join(name for name in ("gloo", "nccl") if name in everyone[0].measured)
+        return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
+    texts = [
+        f"{name} {_text(measured)}"
+        for name in ("gloo", "nccl", "nccl_in_node")
+        for measured in [
+            _worst([rank.measured[name] for rank in everyone if name in rank.measured])
+        ]
+        if measured
+    ]
+    between, within = _pairs(results)
+    for what, pairs in (("nodes", between), ("GPUs of a node", within)):
+        if pairs:
+            (a, b), rate = min(pairs.items(), key=lambda item: item[1])
+            texts.append(f"NCCL between {what} at least {rate / 1e9:.3g} GB/s ({a} -> {b})")
+    summary = f"{len(everyone)} ranks, {len(results)} node(s): {'; '.join(texts)}"
+    slow = [
+        *_judge_pairs(
+            between,
+            "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it "
+            "takes, and says NET/Socket where it fell back to TCP.",
+        ),
+        *_judge_pairs(
+            within,
+            "`nvidia-smi topo -m` shows the way between them, `nvidia-smi nvlink -s` links that "
+            "are down; NCCL_DEBUG=INFO says whether it takes P2P or shared memory.",
+        ),
+    ]
+    return slow or [ok(CHECK, "all", summary)]
+
+
+def _pairs(
+    results: Mapping[str, Sequence[RankResult]],
+) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    """Bytes per second over NCCL from one node to another, and between GPUs of a node."""
+    place_of = {
+        rank.rank: (node, f"{node} GPU {index}")
+        for node, ranks in results.items()
+        for index, rank in enumerate(ranks)
+    }
+    between, within = {}, {}
+    for rank in (rank for ranks in results.values() for rank in ranks):
+        node, gpu = place_of[rank.rank]
+        for sender, rate in rank.measured.get("nccl_from", {}).items():
+            other_node, other_gpu = place_of[int(sender)]
+            if other_node == node:
+                within[other_gpu, gpu] = rate
+            else:
+                between[other_node, node] = rate
+    return between, within
+
+
+def _judge_pairs(pairs: Mapping[Pair, float], advice: str) -> list[Finding]:
+    """Pairs that are slow over NCCL, which may take another way than TCP."""
+    if not pairs:
+        return []
+    median = statistics.median_high(pairs.values())
+    return [
+        warn(
+            CHECK,
+            f"{a} -> {b}",
+            f"NCCL moves {rate / 1e9:.3g} GB/s; the median of all pairs is {median / 1e9:.3g} GB/s",
+            advice,
+        )
+        for (a, b), rate in pairs.items()
+        if rate < SLOW * median
+    ]
+
+
+def _judge_failed(node: str, ranks: Sequence[RankResult]) -> Finding:
+    each = "; ".join(f"rank {rank.rank}, {rank.step}: {rank.error}" for rank in ranks)
+    if any("NCCL" in rank.step for rank in ranks):
+        advice = (
+            "Start again with NCCL_DEBUG=INFO, which names the interface and adapter it takes; "
+            "NCCL_SOCKET_IFNAME chooses the interface. Where it works with NCCL_IB_DISABLE=1, the "
+            "fault is in InfiniBand or RoCE (network.infiniband)."
+        )
+    else:
+        advice = (
+            "Name the interface that leads to the other nodes: export GLOO_SOCKET_IFNAME=<name> "
+            "(`ip -br addr`), and see network.ports and the errors of the other nodes' ranks."
+        )
+    return fail(CHECK, node, each, advice)
+
+
+def _worst(measured: Sequence[dict[str, float]]) -> dict[str, float] | None:
+    return min(measured, key=lambda one: one["bytes_per_s"]) if measured else None
+
+
+def _text(measured: Mapping[str, float]) -> str:
+    return (
+        f"{measured['bytes_per_s'] / 1e9:.3g} GB/s per rank, "
+        f"{1e3 * measured['latency_s']:.2f} ms for one number"
+    )
