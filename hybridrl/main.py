@@ -284,6 +284,7 @@ def _checked_overrides(line: CommandLine) -> list[str]:
     problems = list(found.problems)
     if problems:
         if found.cfg is not None and not line.args.multirun:
+            guard_logging(config_secrets(found.cfg))
             result = examined(found.cfg, look(), given_keys(found.overrides, []))
             _look_at_data(result)
             problems += result.report.problems

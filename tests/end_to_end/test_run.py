@@ -192,6 +192,16 @@ def test_no_secret_of_a_sweep_is_written_or_printed(tmp_path):
     assert b"password: ***" in texts[str(run.run_dir / "multirun.yaml")]
 
 
+def test_a_command_line_that_is_refused_shows_no_secret_of_a_file(tmp_path):
+    (tmp_path / "conf" / "mine").mkdir(parents=True)
+    (tmp_path / "conf" / "mine" / "own.yaml").write_text(f"password: {OF_KEY}\n")
+    arguments = ["--config-dir", str(tmp_path / "conf"), "+mine=own", "hardware=cpu", "nix=1"]
+    with launched(tmp_path / "here", "hybridrl.main", *arguments) as run:
+        output = run.output()
+    assert run.process.returncode == 2
+    assert "mine.password = ***" in output and OF_KEY not in output
+
+
 def test_every_port_of_a_run_on_one_machine_is_loopback_only(finished):
     """Ray, the rendezvous, gloo and vLLM included; the dashboard is off."""
     assert len(LISTENING) > 5
