@@ -86,7 +86,8 @@ def _forms(secrets: Iterable[str]) -> Iterator[str]:
     for secret in secrets:
         yield from (secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1])
         yield secret.replace("'", "''")
-        yield from (line for line in secret.splitlines() if len(line) >= MIN_LENGTH)
+        lines = (line.strip() for line in secret.splitlines())
+        yield from (line for line in lines if len(line) >= MIN_LENGTH)
 
 
 def _longest_first(texts: Iterable[str]) -> list[str]:

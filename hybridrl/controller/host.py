@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,12 +25,13 @@ import ray
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.machine import torch_threads
 from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.secrets import secret_values
 from hybridrl.controller import recorder, rendezvous
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.interfaces import interface_of
-from hybridrl.controller.output import keep_earlier, redirect_output
+from hybridrl.controller.output import guard_logging, keep_earlier, redirect_output
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
@@ -113,6 +114,7 @@ class WorkerHost:
         self._mesh: DeviceMesh | None = None
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
+        self._secrets: set[str] = set()
         self._profiler: RankProfiler | None = None
 
     @_step("info")
@@ -204,6 +206,8 @@ class WorkerHost:
     def build(self, role: str, worker: str, config: Any) -> None:
         """Construct one role: `worker` is the dotted path of its class; a collective."""
         start = time.perf_counter()
+        self._secrets |= {*secret_values(asdict(config))}
+        guard_logging(self._secrets)
         with _step(role):
             if self._importing is not None:
                 self._importing.result()

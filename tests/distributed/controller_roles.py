@@ -1,5 +1,6 @@
 """Roles outside the package for test_controller.py: they add, fail, die, hang and hold memory."""
 
+import logging
 import mmap
 import os
 import signal
@@ -27,6 +28,7 @@ class AdderConfig:
     engine: int = 1
     shared_memory: str | None = None
     ahead: str = ""
+    api_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Adder(Worker):
             path.write_bytes(bytes(4096))
             with path.open("r+b") as file:
                 self.memory = mmap.mmap(file.fileno(), 4096)
-        print(f"printed by rank {self.rank}")
+        print(f"printed by rank {self.rank} with the key {config.api_key}")
+        logging.getLogger(__name__).info("logged with the key %s", config.api_key)
         os.write(2, b"written below Python\n")
 
     @classmethod

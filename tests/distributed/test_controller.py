@@ -48,7 +48,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def groups(runtime, folder):
     """Roles `single` and `second` with one rank per shard, `engine` with both ranks in one."""
-    roles = {"single": AdderConfig(), "second": AdderConfig(), "engine": AdderConfig(engine=2)}
+    single = AdderConfig(api_key="hunter22-of-a-role")
+    roles = {"single": single, "second": AdderConfig(), "engine": AdderConfig(engine=2)}
     with Pool(pool_config(folder, engine=2)) as pool:
         yield build_roles(pool, roles)
 
@@ -227,6 +228,8 @@ def test_output_goes_to_one_log_file_per_rank(groups, folder):
         assert f"printed by rank {rank}" in text
         assert "written below Python" in text
         assert "built single (controller_roles.Adder)" in text
+        assert f"printed by rank {rank} with the key ***" in text
+        assert "logged with the key ***" in text and "hunter22" not in text
 
 
 def test_unpicklable_exception_arrives_with_its_root(groups, folder):
