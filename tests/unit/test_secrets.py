@@ -126,7 +126,7 @@ def test_files_lose_the_secrets_of_config_and_environment(tmp_path, monkeypatch)
         ("it's 'quoted-1' it is", ["quoted-1"]),
         ('say "quoted-2" \\ twice', ["quoted-2"]),
         ("not-ascii-\u00fc\u00df-3", ["not-ascii"]),
-        (f"-----BEGIN-----\nMIIEvQIBADAN\n\nBgkqhkiG9w0B\n", ["MIIEvQ", "BgkqhkiG"]),
+        ("-----BEGIN-----\nMIIEvQIBADAN\n\nBgkqhkiG9w0B\n", ["MIIEvQ", "BgkqhkiG"]),
     ],
 )
 def test_a_secret_is_found_as_yaml_and_json_write_it(tmp_path, secret, parts):
