@@ -54,8 +54,10 @@ def _caches(case: Case) -> list[Finding]:
     own, found = heard(check, call_all(agents, own_cache_facts))
     found += judge_cache(own)
     if wanted := _hub_names(case):
-        caches, silent = heard(check, call_all(agents, hub_cache_facts, wanted))
-        found += [*silent, *judge_cache(caches, hub_cache_facts(wanted))]
+        weightless = {path for path, weights in _model_paths(case).items() if not weights}
+        answers = call_all(agents, hub_cache_facts, wanted, weightless)
+        caches, silent = heard(check, answers)
+        found += [*silent, *judge_cache(caches, hub_cache_facts(wanted, weightless))]
     return found
 
 

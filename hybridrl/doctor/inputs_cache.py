@@ -2,7 +2,7 @@
 
 import os
 import pwd
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from hybridrl.config.memory import gib
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host_facts import Room, room, write_error
+from hybridrl.doctor.inputs_facts import lacks
 from hybridrl.doctor.inputs_run_directory import existing
 from hybridrl.models.cache import cache_folder
 
@@ -37,15 +38,17 @@ class CacheFacts(NamedTuple):
     lacking: tuple[str, ...] = ()
 
 
-def hub_cache_facts(wanted: Mapping[str, str]) -> CacheFacts:
+def hub_cache_facts(
+    wanted: Mapping[str, str], weightless: Collection[str] = frozenset()
+) -> CacheFacts:
     """The Hugging Face cache.
 
     Args:
         wanted: what the run takes from the hub: names, and model or dataset.
+        weightless: models of these whose weights it does not read.
     """
+    lacking = [name for name, kind in wanted.items() if lacks(name, kind, name not in weightless)]
     folder = Path(constants.HF_HUB_CACHE)
-    folders = {name: f"{kind}s--{name.replace('/', '--')}" for name, kind in wanted.items()}
-    lacking = [name for name, below in folders.items() if not (folder / below / "refs").is_dir()]
     return _facts("Hugging Face cache (HF_HOME)", folder)._replace(lacking=tuple(lacking))
 
 

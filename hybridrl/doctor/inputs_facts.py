@@ -1,7 +1,7 @@
 """What a node has of models and data sets. Nothing is downloaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +10,13 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.models import smollm2
+from hybridrl.models.fingerprint import fingerprint
 from hybridrl.models.resolve import EMBEDDED, absolute_path, plain_folder
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin")
+DATA = (".parquet", ".arrow", ".json", ".jsonl", ".csv", ".gz", ".zst")
 READ = (WEIGHTS[0], ".json", ".jinja", ".model", ".txt")
 LFS_POINTER = b"version https://git-lfs"
 # A safetensors file begins with the length of its header, which no real one exceeds.
@@ -30,6 +32,7 @@ class FolderFacts(NamedTuple):
         faults: what is wrong with them.
         error: why there is no folder; empty if there is one.
         is_offline: whether HF_HUB_OFFLINE forbids to fetch what is not there.
+        prints: fingerprints of what is read of a model that is whole, by name.
     """
 
     folder: str
@@ -37,6 +40,7 @@ class FolderFacts(NamedTuple):
     faults: tuple[str, ...]
     error: str
     is_offline: bool = False
+    prints: Mapping[str, str] | None = None
 
 
 def is_on_hub(path: str) -> bool:
@@ -72,7 +76,19 @@ def hub_facts(name: str, kind: str, needs_weights: bool = False) -> FolderFacts:
 def folder_facts(folder: Path, needs_weights: bool) -> FolderFacts:
     """The files of a model and what is wrong with them."""
     faults = [*_missing(folder, needs_weights), *_broken(folder)]
-    return FolderFacts(str(folder), _sizes(folder), tuple(faults), "")
+    prints = None if faults else fingerprint(folder, weights=needs_weights)
+    return FolderFacts(str(folder), _sizes(folder), tuple(faults), "", prints=prints)
+
+
+def lacks(name: str, kind: str, needs_weights: bool) -> bool:
+    """Whether something of a hub's model or data set (`kind`) is still to be fetched."""
+    try:
+        folder = Path(snapshot_download(name, repo_type=kind, local_files_only=True))
+    except (FileNotFoundError, HFValidationError):
+        return True
+    if kind == "model":
+        return any(_missing(folder, needs_weights))
+    return not any(path.suffix in DATA for path in folder.rglob("*"))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

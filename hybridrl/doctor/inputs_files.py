@@ -23,7 +23,7 @@ def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> Iterator[Finding
         f"{first.folder}/; of a Git clone: git lfs pull"
     )
     for node, folder in facts.items():
-        different = differences(folder.files, first.files)
+        different = differences(folder, first)
         if folder.error:
             yield fail(check, node, folder.error, copy if first.folder else "Mend model.path")
         elif folder.faults:
@@ -58,7 +58,7 @@ def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> Iterator[Findin
                 yield warn(check, node, f"{folder.error}; it would be fetched first", fetch)
             continue
         assert first is not None
-        different = differences(folder.files, first.files)
+        different = differences(folder, first)
         if folder.faults:
             yield fail(check, node, f"{name} in {folder.folder}: {some(folder.faults)}", fetch)
         elif _commit(folder) != _commit(first):
@@ -76,17 +76,26 @@ def _commit(folder: FolderFacts) -> str:
     return folder.folder.rpartition("/")[2]
 
 
-def differences(here: Mapping[str, int], there: Mapping[str, int]) -> str:
-    """In which files two folders differ, by names and sizes; empty if in none."""
+def differences(here: FolderFacts, there: FolderFacts) -> str:
+    """In which files two folders differ, by names, sizes and fingerprints; empty if in none."""
     found = []
-    for name in sorted({*here, *there}):
-        if name not in here:
+    sizes, others = here.files, there.files
+    prints, other_prints = here.prints or {}, there.prints or {}
+    for name in sorted({*sizes, *others}):
+        if name not in sizes:
             found.append(f"{name} is missing here")
-        elif name not in there:
+        elif name not in others:
             found.append(f"{name} is here alone")
-        elif here[name] != there[name]:
-            found.append(f"{name} has {here[name]:,} bytes here, {there[name]:,} there")
+        elif sizes[name] != others[name]:
+            found.append(f"{name} has {sizes[name]:,} bytes here, {others[name]:,} there")
+        elif _differ(prints.get(name), other_prints.get(name)):
+            found.append(f"{name} has other contents here, in as many bytes")
     return some(found)
+
+
+def _differ(here: str | None, there: str | None) -> bool:
+    """Whether two fingerprints, where both are known, are those of unlike files."""
+    return None not in (here, there) and here != there
 
 
 def some(texts: "list[str] | tuple[str, ...]") -> str:

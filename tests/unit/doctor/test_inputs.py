@@ -93,6 +93,15 @@ def test_a_cache_that_cannot_be_written_fails_unless_all_is_there(tmp_path):
     assert_finds(finding, Verdict.warn, "all it needs is there", "HF_HOME")
 
 
+def test_what_a_cached_config_alone_lacks_are_the_weights(tmp_path):
+    """As `hf download NAME config.json` leaves it, which makes refs/ as well."""
+    snapshot = hub_cache(tmp_path)
+    (snapshot / "model.safetensors").unlink()
+    weightless = HUB_CACHE.replace(")", f", {{{NAME!r}}})")
+    assert probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (NAME,)
+    assert probe(CACHE, weightless, HF_HOME=str(tmp_path)).lacking == ()
+
+
 def test_hybridrls_own_cache_that_cannot_be_written_warns(tmp_path):
     mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
     found = probe_mounted(CACHE, "own_cache_facts()", mounts, HYBRIDRL_CACHE=f"{tmp_path}/own")
@@ -158,6 +167,18 @@ def test_a_model_that_is_not_cached_is_named(tmp_path, offline, verdict, evidenc
     facts = probe(FACTS, f"model_facts({NAME!r}, True)", **environment)
     (finding,) = judge_cached(NAME, {"a": facts})
     assert_finds(finding, verdict, evidence, "hf download")
+
+
+def test_other_weights_of_the_same_size_are_told(model, tmp_path):
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1000] ^= 1
+    weights.write_bytes(content)
+    facts = {"a": model_facts(str(model), True), "b": model_facts(str(other), True)}
+    first, second = judge_model("mine", facts)
+    assert first.verdict is Verdict.ok
+    assert_finds(second, Verdict.fail, "model.safetensors has other contents", "rsync -a")
 
 
 def torn(model):
