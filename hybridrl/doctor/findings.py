@@ -1,10 +1,14 @@
 """What a check found: one verdict on one node, the evidence, and what to type."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 from hybridrl.doctor.catalog import CHECKS
+
+# From one to another: what was measured, and the number.
+Matrix = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 class Verdict(Enum):
@@ -26,6 +30,7 @@ class Finding:
         verdict: ok, warn, fail, or skipped.
         evidence: what was measured or seen; of a skipped check, why.
         advice: what to do, with the command or setting to type; of warn and fail never empty.
+        tables: what was measured between each two, for the report, by title.
     """
 
     check: str
@@ -33,6 +38,7 @@ class Finding:
     verdict: Verdict
     evidence: str
     advice: str = ""
+    tables: Mapping[str, Matrix] | None = None
 
     def __post_init__(self) -> None:
         assert self.check in CHECKS, f"{self.check} is not in the catalog"
@@ -40,8 +46,10 @@ class Finding:
         assert bool(self.advice) == asks, f"{self.check}: advice goes with warn and fail alone"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for doctor.json."""
-        return asdict(self) | {"verdict": self.verdict.value}
+        """Plain values, for doctor.json, but for the tables."""
+        values = asdict(self) | {"verdict": self.verdict.value}
+        del values["tables"]
+        return values
 
 
 def ok(check: str, node: str, evidence: str) -> Finding:

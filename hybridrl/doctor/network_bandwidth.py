@@ -6,13 +6,15 @@ carry. Pairs are measured in rounds, in which each node talks to one other.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hybridrl.controller.agents import Agents
-from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_server import Opened, Speed, Target, measure
 
 CHECK = "network.bandwidth"
+TABLE = "one TCP stream"
 PAIR_S = 0.4
 MAX_BYTES = 64 * 2**20
 # Seconds for all rounds; pairs get less where there are many nodes.
@@ -22,6 +24,8 @@ LEAST_PAIR_S = 0.05
 # another way than the rest (a management network, a link that fell back): every collective waits
 # for it, and the run would be several times slower without a word; hence a failure.
 SLOW, BROKEN = 0.5, 0.1
+# Round trips are held against the median alike, but for those that load explains.
+LEAST_ROUND_TRIP_S, LONG_ROUND_TRIP_S = 1e-3, 10e-3
 # Gigabit Ethernet carries 118 MB/s; less than half of it is a fault where pairs are all alike, too.
 LEAST_BYTES_PER_S = 50e6
 MAX_SHOWN = 20
@@ -51,7 +55,7 @@ def check(
             findings += failures
     for pair in list(suspects(speeds))[:MAX_SHOWN]:
         again, _ = _measure(agents, [pair], targets, seconds)
-        speeds |= {p: max(s, speeds[p], key=lambda it: it.bytes_per_s) for p, s in again.items()}
+        speeds |= {p: _better(s, speeds[p]) for p, s in again.items()}
     return findings + (judge(speeds) if speeds else [])
 
 
@@ -73,36 +77,51 @@ def suspects(speeds: Mapping[Pair, Speed]) -> dict[Pair, Speed]:
     """The pairs that `judge` would name."""
     if not speeds:
         return {}
-    limit = max(SLOW * _median(speeds), LEAST_BYTES_PER_S)
-    return {pair: speed for pair, speed in speeds.items() if speed.bytes_per_s < limit}
+    least = max(SLOW * _median(speeds), LEAST_BYTES_PER_S)
+    longest = max(_median_trip(speeds) / SLOW, LEAST_ROUND_TRIP_S)
+    return {
+        pair: speed
+        for pair, speed in speeds.items()
+        if speed.bytes_per_s < least or speed.round_trip_s > longest
+    }
 
 
 def judge(speeds: Mapping[Pair, Speed]) -> list[Finding]:
     """Findings from the speeds of ordered pairs of nodes."""
-    median = _median(speeds)
+    typical = Speed(_median_trip(speeds), _median(speeds))
     slow = sorted(suspects(speeds).items(), key=lambda item: item[1].bytes_per_s)
-    findings = [_judge_slow(pair, speed, median) for pair, speed in slow[:MAX_SHOWN]]
+    findings = [_judge_slow(pair, speed, typical) for pair, speed in slow[:MAX_SHOWN]]
     lowest = min(speeds, key=lambda pair: speeds[pair].bytes_per_s)
     slowest_trip = max(speeds, key=lambda pair: speeds[pair].round_trip_s)
     summary = (
-        f"{len(speeds)} pairs: median {_rate(median)}, least {_rate(speeds[lowest].bytes_per_s)} "
-        f"({lowest[0]} -> {lowest[1]}); round trip at most "
+        f"{len(speeds)} pairs: median {_text(typical)}; least "
+        f"{_rate(speeds[lowest].bytes_per_s)} ({lowest[0]} -> {lowest[1]}), round trip at most "
         f"{1e3 * speeds[slowest_trip].round_trip_s:.2f} ms "
         f"({slowest_trip[0]} -> {slowest_trip[1]})"
     )
-    return findings or [ok(CHECK, "all", summary)]
+    first, *others = findings or [ok(CHECK, "all", summary)]
+    return [replace(first, tables={TABLE: matrix(speeds)}), *others]
 
 
-def _judge_slow(pair: Pair, speed: Speed, median: float) -> Finding:
+def matrix(speeds: Mapping[Pair, Speed]) -> Matrix:
+    """Speeds by sender, then by receiver."""
+    found: dict[str, dict[str, Mapping[str, float]]] = {}
+    for (sender, receiver), speed in speeds.items():
+        found.setdefault(sender, {})[receiver] = speed._asdict()
+    return found
+
+
+def _judge_slow(pair: Pair, speed: Speed, typical: Speed) -> Finding:
     node = f"{pair[0]} -> {pair[1]}"
-    evidence = f"{_text(speed)}; the median of all pairs is {_rate(median)}"
+    evidence = f"{_text(speed)}; the median of all pairs is {_text(typical)}"
     advice = (
         f"On both, see the link's speed and errors (`ethtool <interface>`, `ip -s link`), the way "
         f"packets take (`ip route get`) and rate limits (`tc qdisc`); a faster network that both "
         f"have is taken with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. Or leave {pair[1]} out."
     )
-    verdict = fail if speed.bytes_per_s < BROKEN * median else warn
-    return verdict(CHECK, node, evidence, advice)
+    is_broken = speed.bytes_per_s < BROKEN * typical.bytes_per_s
+    is_far = speed.round_trip_s > max(typical.round_trip_s / BROKEN, LONG_ROUND_TRIP_S)
+    return (fail if is_broken or is_far else warn)(CHECK, node, evidence, advice)
 
 
 def _measure(
@@ -117,6 +136,16 @@ def _measure(
 def _median(speeds: Mapping[Pair, Speed]) -> float:
     """The upper one of two: with two nodes, the slower way is held against the faster."""
     return statistics.median_high(speed.bytes_per_s for speed in speeds.values())
+
+
+def _median_trip(speeds: Mapping[Pair, Speed]) -> float:
+    return statistics.median_low(speed.round_trip_s for speed in speeds.values())
+
+
+def _better(one: Speed, other: Speed) -> Speed:
+    """What no other load has disturbed, of two measurements of a pair."""
+    shorter = min(one.round_trip_s, other.round_trip_s)
+    return Speed(shorter, max(one.bytes_per_s, other.bytes_per_s))
 
 
 def _text(speed: Speed) -> str:

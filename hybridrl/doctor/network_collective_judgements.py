@@ -2,9 +2,10 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
 from hybridrl.doctor.network_bandwidth import SLOW, Pair
 
 CHECK = "network.collective"
@@ -67,7 +68,18 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
             "are down; NCCL_DEBUG=INFO says whether it takes P2P or shared memory.",
         ),
     ]
-    return slow or [ok(CHECK, "all", summary)]
+    first, *others = slow or [ok(CHECK, "all", summary)]
+    titles = {"NCCL": between, "NCCL within nodes": within}
+    tables = {title: _matrix(pairs) for title, pairs in titles.items() if pairs}
+    return [replace(first, tables=tables or None), *others]
+
+
+def _matrix(pairs: Mapping[Pair, float]) -> Matrix:
+    """Rates by sender, then by receiver."""
+    found: dict[str, dict[str, Mapping[str, float]]] = {}
+    for (sender, receiver), rate in pairs.items():
+        found.setdefault(sender, {})[receiver] = {"bytes_per_s": rate}
+    return found
 
 
 def _pairs(

@@ -1,7 +1,7 @@
 """The doctor's report: a table to read, doctor.json to keep."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.config.secrets import argument_without_secret, without_secrets
-from hybridrl.doctor.findings import Finding, Verdict
+from hybridrl.doctor.findings import Finding, Matrix, Verdict
 from hybridrl.doctor.stages import StageReport
 
 FILE = "doctor.json"
@@ -22,6 +22,8 @@ STYLES = {
     Verdict.skipped: "dim",
 }
 MIN_WIDTH, MAX_WIDTH = 80, 140
+# Of a table of pairs; of more, doctor.json has all.
+MOST_ROWS = 8
 
 
 def write_report(
@@ -36,6 +38,7 @@ def write_report(
             {"stage": report.stage.value, "seconds": round(report.seconds, 2)} for report in reports
         ],
         "findings": [f.as_json() for report in reports for f in report.findings],
+        "between_nodes": _tables(reports),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -56,7 +59,39 @@ def show(console: Console, reports: Sequence[StageReport]) -> None:
             verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
             table.add_row(check, finding.node, verdict, _story(finding))
     console.print(table, soft_wrap=not console.is_terminal)
+    for title, matrix in _tables(reports).items():
+        if len(matrix) > MOST_ROWS:
+            console.print(Text(f"{title}: {len(matrix)} rows, see {FILE}", style="dim"))
+        else:
+            console.print(_table(title, matrix), soft_wrap=not console.is_terminal)
     console.print(Text(_summary(reports)))
+
+
+def _tables(reports: Sequence[StageReport]) -> dict[str, Matrix]:
+    """What was measured between each two, by title."""
+    findings = [finding for report in reports for finding in report.findings]
+    return {title: matrix for f in findings for title, matrix in (f.tables or {}).items()}
+
+
+def _table(title: str, matrix: Matrix) -> Table:
+    """Who sends in the rows, who receives in the columns."""
+    receivers = list(dict.fromkeys(name for row in matrix.values() for name in row))
+    table = Table(title=f"{title}, from row to column", box=box.SIMPLE_HEAD, title_justify="left")
+    for header in ("", *receivers):
+        table.add_column(header, overflow="fold")
+    for sender, row in matrix.items():
+        table.add_row(sender, *(_cell(row.get(receiver, {})) for receiver in receivers))
+    return table
+
+
+def _cell(measured: Mapping[str, float]) -> str:
+    """'941 MB/s, 0.12 ms' of what there is."""
+    texts = {"bytes_per_s": (1e-6, "MB/s", ".0f"), "round_trip_s": (1e3, "ms", ".2f")}
+    return ", ".join(
+        f"{factor * measured[key]:{digits}} {unit}"
+        for key, (factor, unit, digits) in texts.items()
+        if key in measured
+    )
 
 
 def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:

@@ -207,6 +207,29 @@ def test_pairs_are_held_against_the_median(slow, expected):
     assert verdicts(network_bandwidth.judge(speeds(**slow))) == expected
 
 
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [(0.9e-3, Verdict.ok), (3e-3, Verdict.warn), (30e-3, Verdict.fail)],
+)
+def test_round_trips_are_held_against_the_median(seconds, verdict):
+    some = speeds() | {("a", "b"): Speed(seconds, 1e9)}
+    (found,) = network_bandwidth.judge(some)
+    assert found.verdict is verdict
+    if verdict is not Verdict.ok:
+        assert found.node == "a -> b"
+        assert f"round trip {1e3 * seconds:.2f} ms; the median" in found.evidence
+        assert "round trip 0.10 ms" in found.evidence.partition("median")[2]
+
+
+@pytest.mark.parametrize("slow", [{}, {"c_a": 0.4}])
+def test_every_pair_is_handed_to_the_report(slow):
+    first, *_ = network_bandwidth.judge(speeds(**slow))
+    (matrix,) = first.tables.values()
+    assert {(a, b) for a, row in matrix.items() for b in row} == set(speeds())
+    assert matrix["a"]["b"] == {"bytes_per_s": 1e9, "round_trip_s": 1e-4}
+    assert matrix["c"]["a"]["bytes_per_s"] == 1e9 * slow.get("c_a", 1.0)
+
+
 def test_with_two_nodes_the_slower_way_is_held_against_the_faster():
     two = {("a", "b"): Speed(1e-4, 1e9), ("b", "a"): Speed(1e-4, 0.3e9)}
     assert verdicts(network_bandwidth.judge(two)) == [("b -> a", Verdict.warn)]
@@ -296,6 +319,7 @@ def test_a_pair_that_nccl_serves_slower_than_others_is_named():
     (found,) = network_collective.judge(results)
     assert (found.node, found.verdict) == ("c -> b", Verdict.warn)
     assert "NCCL moves 3 GB/s; the median of all pairs is 41 GB/s" in found.evidence
+    assert found.tables["NCCL"]["c"] == {"a": {"bytes_per_s": 41e9}, "b": {"bytes_per_s": 3e9}}
     results["b"] = rank(1, **{"0": 42e9, "2": 39e9})
     (found,) = network_collective.judge(results)
     assert found.verdict is Verdict.ok

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from host_cases import case
@@ -105,6 +106,21 @@ def test_doctor_json_holds_every_finding(tmp_path):
         "evidence": "1024 open files",
         "advice": "ulimit -n 65536",
     }
+
+
+def test_pairs_are_in_doctor_json_and_in_a_table(tmp_path):
+    measured = {"bytes_per_s": 941e6, "round_trip_s": 1.2e-4}
+    matrix = {"node-a": {"node-b": measured}, "node-b": {"node-a": {"bytes_per_s": 2e9}}}
+    finding = replace(ok("network.bandwidth", "all", "fine"), tables={"one TCP stream": matrix})
+    reports = [StageReport(Stage.network, [finding], 0.5)]
+    content = json.loads(write_report(tmp_path, reports, [], []).read_text())
+    assert content["between_nodes"] == {"one TCP stream": matrix}
+    console = Console(width=120, file=io.StringIO(), record=True)
+    show(console, reports)
+    text = console.export_text()
+    assert "one TCP stream, from row to column" in text
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("node-")]
+    assert ["node-a", "941", "MB/s,", "0.12", "ms"] in rows and ["node-b", "2000", "MB/s"] in rows
 
 
 def test_complaints_name_check_and_node_and_what_to_type():
