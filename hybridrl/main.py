@@ -179,7 +179,7 @@ def run(cfg: DictConfig) -> float:
         resolve_model(config.reward_model.model.path)
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
-    prepared.is_on_course = config.resume in (NONE, AUTO)
+    prepared.is_on_course = config.resume == AUTO
     return _train_with_restarts(prepared, list(state.overrides.task), folder)
 
 
@@ -266,7 +266,9 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
                     restart,
                     config.trainer.max_restarts,
                 )
-            prepared.is_on_course = True  # what was in the way has been set aside
+            prepared.is_on_course = (
+                True  # read_inputs refuses a used directory, or its later steps are set aside
+            )
             from hybridrl.trainer.session import train
 
             return train(config, folder, machine, inputs, setup)
