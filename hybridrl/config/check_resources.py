@@ -41,7 +41,7 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
                 f"Set cluster.gpus_per_node={there} or less."
             )
         return
-    cores = min(node.cores for node in machine.nodes)
+    cores = min(sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes])
     if wanted > SLOTS_PER_CORE * cores:
         yield (
             f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "

@@ -34,7 +34,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
     if config.rollout.max_num_seqs is None:
         config.rollout.max_num_seqs = _num_seqs(config, report)
     if config.reward.num_processes is None:
-        config.reward.num_processes = min(MAX_REWARD_PROCESSES, machine.nodes[0].cores)
+        config.reward.num_processes = max(1, min(MAX_REWARD_PROCESSES, machine.nodes[0].cores))
 
 
 def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:

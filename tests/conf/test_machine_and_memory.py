@@ -182,6 +182,14 @@ def test_each_node_needs_memory_for_its_own_ranks_alone():
     assert "for each of a node's 2 GPUs" in problem and "has 20.0 GiB" in problem
 
 
+def test_a_head_of_ray_without_cpus_is_no_obstacle():
+    """As `ray start --head --num-cpus=0` has it: no slot can come there."""
+    nodes = (Node("head", 0, 4 * GIB), Node("worker", 2, 32 * GIB))
+    found = examined(["hardware=cpu"], machine=Machine(nodes))
+    assert found.report.problems == []
+    assert found.config.reward.num_processes == 1
+
+
 def test_offload_without_a_gpu_is_refused():
     (problem,) = problems("hardware=cpu", "fsdp.offload=idle_optimizer")
     assert problem.startswith("fsdp.offload = idle_optimizer, expected none with hardware = cpu")
