@@ -34,7 +34,8 @@ def check(case: Case) -> list[Finding]:
         found.append(judge_allocator(node, fact.environment, case.config))
     found += judge_variables(facts, environment(), case.config)
     found += judge_versions(facts)
-    found += judge_communication(facts)
+    of_ranks = {node: fact for node, fact in facts.items() if case.slots[node]}
+    found += judge_communication(of_ranks or facts)
     if case.quick:
         return found
     answers = call_all(case.agents, gpu_facts, timeout_s=GPUS_TIMEOUT_S)

@@ -29,13 +29,15 @@ class Nodes:
     Args:
         gpus: by node.
         left: by node.
+        environment: of the first one's processes.
     """
 
-    def __init__(self, gpus, left):
+    def __init__(self, gpus, left, environment=None):
         self.nodes = list(gpus)
         self.addresses = {node: f"10.0.0.{k}" for k, node in enumerate(gpus)}
         self._gpus = gpus
         self._left = left
+        self._environment = {self.nodes[0]: environment or {}}
 
     def call_each(self, function, arguments, timeout_s):
         del timeout_s
@@ -48,7 +50,7 @@ class Nodes:
             cards = tuple(GPU(gpu.name, gpu.total_mib * 2**20) for gpu in gpus)
             return Machine((Node(socket.gethostname(), 64, 1024 * GIB, cards),))
         return {
-            host_facts: facts(gpus=uuids),
+            host_facts: facts(gpus=uuids, environment=self._environment.get(node, {})),
             gpu_facts: GPUFacts(gpus, seen=uuids),
             host_memory: HostMemory(self._left[node], None),
             gpu_memory: GPUMemory(gpus, []),
@@ -89,6 +91,18 @@ def test_a_node_with_fewer_ranks_needs_their_memory_alone(uneven):
     evidence = {f.node: f.evidence for f in of(found, "memory.host")}
     assert "(8 x 4.0 GiB" in evidence["big"] and "(2 x 4.0 GiB" in evidence["small"]
     assert [f.node for f in of(found, "memory.gpu")] == ["big"] * 8 + ["small"] * 2
+
+
+def test_a_head_without_gpus_is_held_to_nothing_that_ranks_need(uneven):
+    left = {"head": 2 * GIB, "big": 1024 * GIB, "small": 1024 * GIB}
+    nodes = Nodes({"head": 0, "big": 8, "small": 3}, left, {"NCCL_ALGO": "Tree"})
+    with_head = dataclasses.replace(uneven, agents=nodes)
+    assert with_head.slots == {"head": 0, "big": 8, "small": 2}
+    found = host.check(with_head) + memory.check(with_head)
+    assert {f.verdict for f in found} == {Verdict.ok, Verdict.skipped}
+    evidence = {f.check: f.evidence for f in found if f.node == "head"}
+    assert evidence["host.gpus"] == "no rank of the run comes here"
+    assert "needs 1.5 GiB of RAM here (0 x" in evidence["memory.host"]
 
 
 def test_a_node_that_lacks_gpus_for_its_own_ranks_fails():
