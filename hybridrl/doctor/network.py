@@ -30,6 +30,7 @@ from hybridrl.doctor import (
 from hybridrl.doctor.findings import Finding, Verdict, fail, skipped
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_nodes import look, rank_zero_node
+from hybridrl.doctor.network_ray import service_ports
 from hybridrl.doctor.network_server import Opened, close_ports, open_ports
 from hybridrl.doctor.spare import SomeAgents
 from hybridrl.doctor.stages import Case
@@ -154,7 +155,10 @@ def _opened(
     agents: Agents, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
 ) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
     """Every node listening for the time of the block."""
-    arguments = {node: (address, meeting[node], band) for node, address in addresses.items()}
+    services = service_ports(addresses)
+    arguments = {
+        node: (address, meeting[node], band, services[node]) for node, address in addresses.items()
+    }
     answers = agents.call_each(open_ports, arguments, LOOK_S)
     opened, findings = heard(network_ports.CHECK, answers)
     try:

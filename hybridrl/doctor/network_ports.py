@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.controller.agents import Agents
-from hybridrl.doctor.findings import Finding, fail, ok
+from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host import heard
-from hybridrl.doctor.network_server import RAY_WORKER_PORTS, Opened, Target, reach
+from hybridrl.doctor.network_server import Opened, Target, reach
 
 CHECK = "network.ports"
-# Seconds for all connections of a node.
-WITHIN_S = 4.0
+# Seconds for all connections of a node, and how many more each second is enough for.
+WITHIN_S, PER_SECOND = 4.0, 500
 # More pairs than these are counted, not shown.
 MAX_SHOWN = 20
 
@@ -38,30 +38,45 @@ def check(
         addresses: by which the others know a node.
         meeting: by which they reach its port of the rendezvous.
     """
-    arguments = {
-        node: (
-            [
-                Target(other, address, port, ports.token)
-                for other, ports in opened.items()
-                if other != node or len(opened) == 1
-                for address, port in (
-                    (meeting[other], ports.rendezvous),
-                    (addresses[other], ports.worker),
-                    (addresses[other], ports.chosen),
-                )
-                if port is not None
-            ],
-            WITHIN_S,
-        )
+    targets = {
+        node: [
+            Target(other, address, port, ports.token)
+            for other, ports in opened.items()
+            if other != node or len(opened) == 1
+            for address, port in (
+                (meeting[other], ports.rendezvous),
+                (addresses[other], ports.worker),
+                (addresses[other], ports.chosen),
+                *((addresses[other], port) for port in ports.services),
+            )
+            if port is not None
+        ]
         for node in opened
     }
-    results, findings = heard(CHECK, agents.call_each(reach, arguments, WITHIN_S + 10.0))
+    within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
+    arguments = {node: (those, within_s) for node, those in targets.items()}
+    results, findings = heard(CHECK, agents.call_each(reach, arguments, within_s + 10.0))
     attempts = [
         Attempt(node, target, problem)
         for node, problems in results.items()
-        for target, problem in zip(arguments[node][0], problems, strict=True)
+        for target, problem in zip(targets[node], problems, strict=True)
     ]
-    return findings + judge(attempts, opened, addresses)
+    return findings + judge(attempts, opened, addresses) + judge_taken(opened)
+
+
+def judge_taken(opened: Mapping[str, Opened]) -> list[Finding]:
+    """A warning for each node where Ray's services could not have their ports."""
+    return [
+        warn(
+            CHECK,
+            node,
+            f"{', '.join(ports.taken)}: deploy/ would give that to Ray",
+            "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all nodes, or end "
+            f"who holds it (`ss -ltnp` on {node}). With a Ray that is up: set RAY_ADDRESS.",
+        )
+        for node, ports in opened.items()
+        if ports.taken
+    ]
 
 
 def judge(
@@ -112,16 +127,23 @@ def _advice(failures: Sequence[Attempt], target: Opened, ports: set[int]) -> str
             "ACCEPT`; clouds: the security group), or set cluster.rendezvous_ports to open ones."
         )
     if ports == {target.worker}:
+        first, last = target.worker_ports
         return (
-            f"Ray's workers listen on ports {RAY_WORKER_PORTS[-1]} to {RAY_WORKER_PORTS[0]}: open "
+            f"Ray's workers listen on ports {first} to {last}: open "
             f"them on {to} for the other nodes, or start Ray with --min-worker-port and "
             "--max-worker-port around open ones."
         )
+    if ports <= set(target.services):
+        return (
+            f"Ray's services listen on ports {target.services[0]} to {target.services[-1]} where "
+            f"deploy/ starts them: open them on {to} for the other nodes, or set HYBRIDRL_RAY_PORT "
+            "to the first of eight open ones."
+        )
     if ports == {target.chosen} and target.rendezvous is not None:
         return (
-            f"NCCL, gloo and Ray's services listen on ports of {low} to {high} "
-            f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
-            "firewall and in the security group."
+            f"NCCL and gloo listen on ports of {low} to {high} (ip_local_port_range), as do the "
+            f"services of a Ray that is told nothing: open all TCP ports of {to} for the other "
+            "nodes, in its firewall and in the security group."
         )
     return (
         f"On {failures[0].source}, `ip route get {address}` says which way packets take and "

@@ -19,10 +19,10 @@ from contextlib import suppress
 from threading import Thread
 from typing import NamedTuple
 
-import psutil
-
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
+from hybridrl.doctor.network_holders import holders_of
+from hybridrl.doctor.network_ray import WORKER_PORTS, worker_ports
 
 GREETING = b"hybridrl"
 TOKEN_BYTES = 8
@@ -30,8 +30,6 @@ TOKEN_BYTES = 8
 PATIENCE_S = 3.0
 AT_ONCE = 64
 CHUNK = 2**20
-# What `ray start` gives to workers by default; it begins below, so the doctor does so above.
-RAY_WORKER_PORTS = range(19999, 10001, -1)
 PINGS = 50
 # Bytes received, and seconds from the first to the last of them.
 RESULT = struct.Struct("!qd")
@@ -45,20 +43,27 @@ class Opened(NamedTuple):
     Attributes:
         token: what a greeting from there must hold.
         rendezvous: the port that the ranks would meet on; None: none is free.
-        worker: a port of those that Ray gives to its workers.
-        chosen: a port that the kernel chose, as it does for NCCL, gloo and Ray's other services.
+        worker: a port of those that Ray gives to its workers; None: all are taken, or Ray leaves
+            the choice to the kernel.
+        chosen: a port that the kernel chose, as it does for NCCL and gloo.
         problem: why there is none for the rendezvous.
         holders: who holds ports of the band: 'python (pid 12) holds 29500'.
         ephemeral: first and last of the ports that the kernel chooses from.
+        worker_ports: first and last of those that Ray gives to its workers.
+        services: ports of those that Ray's services will have.
+        taken: those that they cannot have, by whom: 'redis-server (pid 12) holds 6379'.
     """
 
     token: str
     rendezvous: int | None
-    worker: int
+    worker: int | None
     chosen: int
     problem: str
     holders: list[str]
     ephemeral: tuple[int, int]
+    worker_ports: tuple[int, int] = WORKER_PORTS
+    services: Sequence[int] = ()
+    taken: Sequence[str] = ()
 
 
 class Target(NamedTuple):
@@ -77,29 +82,56 @@ class Speed(NamedTuple):
     bytes_per_s: float
 
 
-def open_ports(address: str, meeting: str, band: Sequence[int]) -> Opened:
-    """Listen as the rendezvous would, and on a port that the kernel chooses.
+def open_ports(
+    address: str, meeting: str, band: Sequence[int], services: Sequence[int] = ()
+) -> Opened:
+    """Listen as the rendezvous and Ray would, and on a port that the kernel chooses.
 
     Args:
         address: by which the others connect.
         meeting: that of the rendezvous: MASTER_ADDR on rank 0's node.
         band: ports that the rendezvous tries, in this order.
+        services: ports that Ray's services will have, all of them.
     """
     token = secrets.token_hex(TOKEN_BYTES)
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
-    sockets = [listen(address, RAY_WORKER_PORTS), listen(address, [0])]
-    worker, chosen = (listener.getsockname()[1] for listener in sockets)
-    port, problem = None, ""
+    workers = worker_ports(address)
+    worker, chosen = _first_free(address, workers), listen(address, [0])
+    of_services = {port: _first_free(address, [port]) for port in services}
+    port, problem, meeting_place = None, "", None
     try:
-        sockets.append(listen(meeting, band))
-        port = sockets[-1].getsockname()[1]
+        meeting_place = listen(meeting, band)
+        port = _port(meeting_place)
     except (ConfigError, OSError) as error:
         problem = error.problems[0] if isinstance(error, ConfigError) else str(error)
-    _OPEN[token] = sockets
-    for listener in sockets:
+    listeners = (worker, chosen, meeting_place, *of_services.values())
+    _OPEN[token] = [listener for listener in listeners if listener is not None]
+    for listener in _OPEN[token]:
         Thread(target=_serve, args=(listener, token), daemon=True).start()
-    holders = _holders(band) if port is None or port != band[0] else []
-    return Opened(token, port, worker, chosen, problem, holders, (low, high))
+    return Opened(
+        token,
+        port,
+        None if worker is None else _port(worker),
+        _port(chosen),
+        problem,
+        holders_of(band) if port is None or port != band[0] else [],
+        (low, high),
+        (min(workers), max(workers)) if workers else (low, high),
+        [number for number, listener in of_services.items() if listener is not None],
+        holders_of([number for number, listener in of_services.items() if listener is None]),
+    )
+
+
+def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
+    """A socket that listens on the first of these ports that is free; None if none is."""
+    try:
+        return listen(address, ports) if ports else None
+    except ConfigError:
+        return None
+
+
+def _port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
 
 
 def close_ports(token: str) -> None:
@@ -255,21 +287,3 @@ def _count(caller: socket.socket, max_bytes: int, seconds: float) -> tuple[int, 
         count += part
         spent = time.perf_counter() - start
     return count, spent
-
-
-def _holders(band: Sequence[int]) -> list[str]:
-    """Who listens on ports of the band, where /proc shows it to this user."""
-    found = {}
-    for entry in psutil.net_connections("tcp"):
-        if entry.laddr and entry.laddr.port in band and entry.status == psutil.CONN_LISTEN:
-            found[entry.laddr.port] = entry.pid
-    return [f"{_process(pid)} holds {port}" for port, pid in sorted(found.items())]
-
-
-def _process(pid: int | None) -> str:
-    if pid is None:
-        return "a process of another user or container"
-    try:
-        return f"{psutil.Process(pid).name()} (pid {pid})"
-    except psutil.NoSuchProcess:
-        return f"pid {pid}"

@@ -1,0 +1,130 @@
+"""The ports of Ray's that the doctor tries: those of the Ray that runs, else those it will have."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.agents import LocalAgents
+from hybridrl.doctor import network_ports
+from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.network_ports import Attempt
+from hybridrl.doctor.network_ray import ports_in, service_ports, worker_ports
+from hybridrl.doctor.network_server import Target, close_ports, open_ports
+
+ADDRESS = "127.0.0.7"
+DEFAULT = range(19999, 10001, -1)
+NODES = {"a": "10.0.1.2", "b": "10.0.1.3"}
+
+
+@contextmanager
+def raylet(folder, *arguments):
+    """A process that looks like Ray's, with these arguments."""
+    program = folder / "raylet"
+    program.symlink_to(sys.executable)
+    call = [program, "-c", "import sys; sys.stdin.read()", *arguments]
+    home = {"PYTHONHOME": sys.base_prefix}
+    process = subprocess.Popen(call, stdin=subprocess.PIPE, env=os.environ | home)
+    try:
+        while psutil.Process(process.pid).name() != "raylet":
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield
+    finally:
+        process.communicate()
+
+
+@contextmanager
+def opened_here(**ports):
+    """What this process has opened as a node."""
+    opened = open_ports(ADDRESS, ADDRESS, [0], **ports)
+    try:
+        yield opened
+    finally:
+        close_ports(opened.token)
+
+
+def free_ports(count):
+    """The first of so many ports in a row that are free, none of them the kernel's to give."""
+    for first in range(9000, 10000, count):
+        with socket.socket() as probe:
+            if all(probe.connect_ex((ADDRESS, first + n)) for n in range(count)):
+                return range(first, first + count)
+    raise AssertionError("no free ports")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--min_worker_port=20000", "--max_worker_port=20099"], range(20099, 19999, -1)),
+        (["--min_worker_port=65000", "--max_worker_port=0"], range(65535, 64999, -1)),
+        (["--min_worker_port=0", "--max_worker_port=0"], []),
+        (
+            ["--min_worker_port=1", "--max_worker_port=2", "--worker_port_list=7000,7002,7001"],
+            [7002, 7001, 7000],
+        ),
+    ],
+)
+def test_a_raylet_says_which_ports_its_workers_get(words, expected):
+    command = ["/ray/raylet", "--head", f"--node_ip_address={ADDRESS}", "--x={'a=b': 1}", *words]
+    assert ports_in(command) == expected
+
+
+def test_workers_ports_are_those_of_the_ray_that_runs_on_this_address(tmp_path):
+    own = ("--min_worker_port=20000", "--max_worker_port=20099")
+    assert worker_ports(ADDRESS) == DEFAULT
+    with raylet(tmp_path, f"--node_ip_address={ADDRESS}", *own):
+        assert worker_ports("127.0.0.8") == DEFAULT
+        with opened_here() as opened:
+            assert opened.worker in range(20000, 20100)
+    attempt = Attempt("b", Target("a", ADDRESS, opened.worker, "token"), "refused")
+    (found,) = network_ports.judge([attempt], {"a": opened}, {"a": ADDRESS, "b": "127.0.0.8"})
+    assert found.verdict is Verdict.fail and "on ports 20000 to 20099: open" in found.advice
+
+
+def test_services_have_eight_ports_on_each_node_until_there_is_a_ray(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert service_ports(NODES) == dict.fromkeys(NODES, range(6379, 6387))
+    monkeypatch.setenv("HYBRIDRL_RAY_PORT", "7000")
+    assert service_ports(NODES) == dict.fromkeys(NODES, range(7000, 7008))
+    assert service_ports({"a": "10.0.1.2"}) == {"a": range(0)}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.1.2:6379")
+    assert service_ports(NODES) == dict.fromkeys(NODES, range(0))
+
+
+@pytest.mark.parametrize("text", ["x", "0", "65530", ""])
+def test_a_first_port_that_leaves_no_room_is_refused(text, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HYBRIDRL_RAY_PORT", text)
+    with pytest.raises(ConfigError, match="HYBRIDRL_RAY_PORT="):
+        service_ports(NODES)
+
+
+def test_the_ports_of_services_are_connected_to_and_a_taken_one_is_named():
+    first, *rest = ports = free_ports(8)
+    with socket.create_server((ADDRESS, first)), opened_here(services=ports) as opened:
+        here = {"a": ADDRESS}
+        reached, taken = network_ports.check(LocalAgents("a"), {"a": opened}, here, here)
+    assert reached.verdict is Verdict.ok
+    assert all(str(port) in reached.evidence for port in rest)
+    assert (taken.node, taken.verdict) == ("a", Verdict.warn)
+    assert f"(pid {os.getpid()}) holds {first}" in taken.evidence
+    assert "HYBRIDRL_RAY_PORT" in taken.advice
+
+
+def test_blocked_ports_of_services_are_named_with_what_to_open():
+    ports = free_ports(8)
+    with opened_here(services=ports) as opened:
+        attempts = [
+            Attempt("b", Target("a", ADDRESS, port, opened.token), "no answer")
+            for port in ports[1:3]
+        ]
+        (found,) = network_ports.judge(attempts, {"a": opened}, {"a": ADDRESS, "b": "10.0.1.3"})
+    assert found.verdict is Verdict.fail and f"port {ports[1]}: no answer" in found.evidence
+    assert f"Ray's services listen on ports {ports[0]} to {ports[-1]}" in found.advice
