@@ -22,6 +22,7 @@ class Told(NamedTuple):
         processes: the id of the process that answers on each node, asked twice.
         failing: answers of functions that raise, are late, or return what cannot travel.
         findings: of the stages network (quick) and ray.
+        rooms: for a rank on a CPU, and for one on a GPU.
     """
 
     nodes: list[str]
@@ -29,6 +30,7 @@ class Told(NamedTuple):
     processes: list[dict[str, Answer]]
     failing: list[dict[str, Answer]]
     findings: list[Finding]
+    rooms: list[dict[str, int]]
 
 
 def everything(wanted: int) -> Told:
@@ -45,6 +47,7 @@ def everything(wanted: int) -> Told:
             ],
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
+            [agents.rooms([1], on_gpu=on_gpu) for on_gpu in (False, True)],
         )
 
 

@@ -81,6 +81,12 @@ def test_the_doctor_reaches_every_node_over_ray(hosts, told):
     assert told.addresses == {host.name: host.address for host in hosts}
 
 
+def test_rooms_are_what_ray_may_hand_out(hosts, told):
+    """Each node was given a CPU and no GPU."""
+    names = [host.name for host in hosts]
+    assert told.rooms == [dict.fromkeys(names, 1), dict.fromkeys(names, 0)]
+
+
 def test_a_node_is_one_process_for_all_calls(told):
     first, second = told.processes
     assert first == second
