@@ -43,6 +43,7 @@ def main() -> None:
     _say("waiting for the other ranks at the store")
     store.set(f"here/{order['rank']}", "1")
     store.wait([f"here/{rank}" for rank in range(order["world_size"])], meet)
+    store.set_timeout(timeout)
     _end_after(order["limit_s"])
     _say("forming the process group")
     dist.init_process_group(
@@ -55,7 +56,8 @@ def main() -> None:
     measured: dict[str, Any] = {"gloo": _all_reduce("gloo", "cpu", dist.group.WORLD)}
     if order["device"] is not None:
         measured |= _over_nccl(order, timeout)
-    dist.barrier()
+    _say("waiting until all are done")  # some have no pairs to measure
+    dist.monitored_barrier(timeout=timedelta(seconds=order["limit_s"]))
     _say("done", **measured)
     dist.destroy_process_group()
 
