@@ -266,9 +266,8 @@ def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int)
                     restart,
                     config.trainer.max_restarts,
                 )
-            prepared.is_on_course = (
-                True  # read_inputs refuses a used directory, or its later steps are set aside
-            )
+            # A used directory has been refused, or its later steps are set aside.
+            prepared.is_on_course = True
             from hybridrl.trainer.session import train
 
             return train(config, folder, machine, inputs, setup)
