@@ -8,9 +8,11 @@ the sequence is the same, no sizes or headers are exchanged when data moves.
     traces (what vLLM's loader does) -+                +-> messages -> sections -> buckets
 """
 
+import gc
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
@@ -56,6 +58,18 @@ class Plan:
         return 32 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let nobody look for cycles among the many tuples that are made: there are none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def build_plan(
     sources: Sequence[SourceLayout],
     traces: Sequence[Trace],
@@ -70,6 +84,7 @@ def build_plan(
     return plan
 
 
+@_no_collection()
 def build_plans(
     sources: Sequence[SourceLayout],
     frozen: Collection[str],
