@@ -186,6 +186,7 @@ def test_what_cannot_be_imported_ahead_is_told_when_a_role_is_built(runtime, tmp
         build_roles(pool, {"adder": AdderConfig()})
 
 
+@pytest.mark.slow
 def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = str(free.getsockname()[1])
