@@ -4,6 +4,7 @@ Only what is proven wrong is damage. What cannot be read may be whole.
 """
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,3 +48,11 @@ def patiently(
             if pause is None:
                 raise UnreadableFile(*details) from error
         wait(pause)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder holds, read as by `patiently`; nothing if there is no such folder."""
+    try:
+        return patiently(os.listdir, folder)
+    except FileNotFoundError:
+        return []

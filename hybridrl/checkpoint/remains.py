@@ -14,7 +14,7 @@ from hybridrl.checkpoint.names import (
     step_name,
     step_of,
 )
-from hybridrl.checkpoint.reading import patiently
+from hybridrl.checkpoint.reading import names_in
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -23,12 +23,12 @@ def steps_in(folder: Path) -> list[int]:
     Raises:
         UnreadableFile: the disk fails, for seconds.
     """
-    return sorted(s for s in map(step_of, _names(folder)) if s is not None)
+    return sorted(s for s in map(step_of, names_in(folder)) if s is not None)
 
 
 def hidden_steps_in(folder: Path, suffix: str) -> list[int]:
     """Steps of the folders in between with this suffix, rising; as `steps_in`."""
-    steps = (hidden_step_of(name, suffix) for name in _names(folder))
+    steps = (hidden_step_of(name, suffix) for name in names_in(folder))
     return sorted(step for step in steps if step is not None)
 
 
@@ -68,10 +68,3 @@ def restore_replaced(folder: Path) -> None:
         else:
             os.rename(aside, final)
             sync_folder(folder)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return patiently(os.listdir, folder)
-    except FileNotFoundError:
-        return []

@@ -12,7 +12,7 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
-from hybridrl.checkpoint.reading import patiently
+from hybridrl.checkpoint.reading import names_in, patiently
 
 # Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
 _READERS = 8
@@ -120,7 +120,7 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
     folders = [STATE]
     while folders:
         inside = folders.pop()
-        for name in sorted(_names(folder / inside)):
+        for name in sorted(names_in(folder / inside)):
             relative = f"{inside}/{name}"
             facts = None if relative in manifest.files else _lstat(folder, relative)
             if facts is not None and stat.S_ISDIR(facts.st_mode):
@@ -128,13 +128,6 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
             elif facts is not None:
                 shown = relative if relative.isprintable() else ascii(relative)
                 raise DamagedCheckpoint(folder, shown, "is not in the manifest")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return patiently(os.listdir, folder)
-    except FileNotFoundError:
-        return []
 
 
 class _Stopped(Exception):
