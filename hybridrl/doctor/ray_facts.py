@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from hybridrl.config.installation import ray_version
 from hybridrl.controller.ray_head import Connection, connect
+from hybridrl.doctor.network_holders import listening, process_text
 
 TOKEN_CHARACTERS = 8
 
@@ -63,17 +62,6 @@ def token_hash() -> str:
 
 
 def _listeners(port: int) -> tuple[list[str], list[str]]:
-    places, holders = set(), set()
-    for entry in psutil.net_connections("tcp"):
-        if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN:
-            places.add(entry.laddr.ip)
-            if entry.pid is not None:
-                holders.add(f"{_name(entry.pid)} (pid {entry.pid})")
-    return sorted(places), sorted(holders)
-
-
-def _name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.NoSuchProcess:
-        return "a process"
+    entries = list(listening([port]))
+    holders = {process_text(entry.pid) for entry in entries if entry.pid is not None}
+    return sorted({entry.laddr.ip for entry in entries}), sorted(holders)
