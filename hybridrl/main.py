@@ -210,19 +210,21 @@ def _train_with_restarts(prepared: Prepared, overrides: list[str], folder: Path)
         ConfigError: the run could not begin.
     """
     config, failed = prepared.result.config, None
-    for restart in range(config.trainer.max_restarts + 1):
+    last = config.trainer.max_restarts
+    for restart in range(last + 1):
         try:
             with sole_run(folder):
                 return _train(prepared, overrides, folder, restart)
         except WorkerError as error:
             failed = error
-            if restart < config.trainer.max_restarts:
+            if restart < last:
                 log.error("%s", error)
         except ConfigError as error:
             if failed is None:
                 raise
             log.error("Restart %d (trainer.max_restarts) could not begin: %s", restart, error)
-            time.sleep(RESTART_PAUSE_S)
+            if restart < last:
+                time.sleep(RESTART_PAUSE_S)
         # Else it begins where this attempt began; with AUTO as the same run, for its trackers, too.
         begins_anew = config.resume == NONE
         if prepared.is_on_course and (begins_anew or steps_in(checkpoints_folder(folder))):
