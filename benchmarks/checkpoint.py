@@ -8,7 +8,8 @@ Workload   Qwen2.5-7B's shape (7.6 B parameters), random weights, FSDP2 over all
 Measures   Seconds that `SaverWorker.begin_save` takes (training waits for the copy to page-locked
            memory, not for the disk): first save, which may wait for the memory, and later ones.
            Seconds and GB/s of writing, SHA-256 included; of a load. Seconds of an update alone and
-           during a save. Baseline in the same run: one plain torch.save of the same shards by
+           during a save. Loss and gradient norm of the update after the last save, and of the same
+           update after the load. Baseline in the same run: one plain torch.save of the same shards by
            every rank, which is what training would wait for without a copy. One copy of the state
            is on the disk at a time.
 Run        python benchmarks/checkpoint.py --ranks 4 --folder /local/disk    (four H200s)
@@ -98,7 +99,8 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     saver = SaverWorker(told, mesh)
     saver.connect({"actor": actor})
     batch = _batch(actor, shape, size, arguments.ranks)
-    update = lambda: _seconds(lambda: actor.update(batch, 1, 0.0))  # noqa: E731
+    metrics: dict[str, float] = {}
+    update = lambda: _seconds(lambda: metrics.update(actor.update(batch, 1, 0.0)))  # noqa: E731
     update()
     alone = [update() for _ in range(3)]
     plain = _plain_save(actor, folder)
@@ -113,7 +115,9 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         written.append(result.seconds)
         num_bytes = _total(result.num_bytes)
         _tell(f"save: training waited {blocked[-1]:.2f} s, written in {written[-1]:.1f} s")
+    undisturbed = dict(metrics)
     load = _seconds(lambda: saver.load(str(target)))
+    update()
     return {
         "gb": round(num_bytes / 1e9, 3),
         "blocked_s_first": round(blocked[0], 3),
@@ -124,6 +128,9 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "update_s_during_save": [round(seconds, 3) for seconds in during],
         "load_s": round(load, 2),
         "plain_torch_save_s": round(plain, 2),
+        "next_update": {
+            name: [undisturbed[name], metrics[name]] for name in ("actor/loss", "actor/grad_norm")
+        },
     }
 
 
