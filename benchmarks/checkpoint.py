@@ -8,10 +8,10 @@ Workload   Qwen2.5-7B's shape (7.6 B parameters), random weights, FSDP2 over all
 Measures   Seconds that `SaverWorker.begin_save` takes (training waits for the copy to page-locked
            memory, not for the disk): first save, which may wait for the memory, and later ones.
            Seconds and GB/s of writing, SHA-256 included; of a load. Seconds of an update alone and
-           during a save. Loss and gradient norm of the update after the last save, and of the same
-           update after the load. Baseline in the same run: one plain torch.save of the same shards by
-           every rank, which is what training would wait for without a copy. One copy of the state
-           is on the disk at a time.
+           during a save; loss and gradient norm of the update after the last save, and of the same
+           update after the load. Baseline in the same run: one plain torch.save of the same shards
+           by every rank, which is what training would wait for without a copy. One copy of the
+           state is on the disk at a time.
 Run        python benchmarks/checkpoint.py --ranks 4 --folder /local/disk    (four H200s)
            python benchmarks/checkpoint.py --small --ranks 2                 (CPU, seconds)
 
