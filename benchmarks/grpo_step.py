@@ -10,7 +10,8 @@ Measures   Medians over the steps after the first, without the last, which evalu
            the step, of sampling, old log-probs and update; milliseconds of the weight sync (move,
            verify, the whole switch, and from there until all engines have a first token); share
            of the GPUs' time that is idle, share of the step outside sampling, forwards and
-           update (docs/metrics.md). Once: seconds from the program's start to the first step.
+           update (docs/metrics.md). Once: seconds from the program's start to the first step; what
+           torch and vLLM compile is kept from one run to the next, so the second is a warm one.
            Beside them what verl and TRL took for `field` on the same hardware.
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
@@ -33,6 +34,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
+from hybridrl.models.cache import cache_folder
+from hybridrl.models.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -102,9 +105,7 @@ VOCABULARIES = {"field": 49152, "whole_step": 151936}
 
 def make_model(folder: Path, vocab_size: int) -> None:
     """Write config.json of a Qwen2 1.5B and SmolLM2's tokenizer without an end token."""
-    from hybridrl.models.resolve import resolve_model
-
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = QWEN2_5["1.5b"] | {"vocab_size": vocab_size, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     source = resolve_model("smollm2_135m")
@@ -126,8 +127,10 @@ def run(preset: str, data: Path | None, steps: int, extra: list[str], folder: Pa
     if preset in VOCABULARIES:
         if data is None:
             raise SystemExit("--data is needed: the training problems of GSM8K as JSON lines")
-        make_model(folder / "model", VOCABULARIES[preset])
-        overrides += [f"model.path={folder / 'model'}", f"data.train_files={data.resolve()}"]
+        # vLLM finds what it compiled for a model by the model's path.
+        model = cache_folder() / "benchmarks" / preset
+        make_model(model, VOCABULARIES[preset])
+        overrides += [f"model.path={model}", f"data.train_files={data.resolve()}"]
     run_dir = folder / "run"
     command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
     done = subprocess.run([*command, f"hydra.run.dir={run_dir}"], cwd=ROOT, stdout=sys.stderr)
@@ -197,7 +200,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=["field", "whole_step"], default="field")
     parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--keep", type=Path, help="leave model and run in this new folder")
+    parser.add_argument("--keep", type=Path, help="leave the run in this new folder")
     args, extra = parser.parse_known_args()
     preset = "small" if args.small else args.preset
     with tempfile.TemporaryDirectory() as temporary:

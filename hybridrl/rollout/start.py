@@ -1,6 +1,7 @@
 """Starts vLLM and says what its start-up consists of."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ WORKER_PARTS = {
     "load_model": "model",
     "determine_available_memory": "profiling and compilation",
     "initialize_from_config": "KV cache",
-    "compile_or_warm_up_model": "kernels",
+    "compile_or_warm_up_model": "warm-up",
 }
+# Functions that this calls by the names of its module, once each; on GPUs only.
+WARM_UP_PARTS = {"kernel_warmup": "kernels", "warmup_kernels": "kernels of sampling"}
 GRAPHS = "CUDA graphs"
 # What a start imports, by device type.
 MODULES = {
@@ -74,7 +77,13 @@ def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_
     methods = {name: getattr(worker, name) for name in WORKER_PARTS}
     methods["compile_or_warm_up_model"] = with_graphs_apart
     counted = {name: times.counted(methods[name], part) for name, part in WORKER_PARTS.items()}
-    with times.part("rest"), replaced(worker, counted):
+    module = sys.modules[worker.__module__]
+    functions = {
+        name: times.counted(getattr(module, name), part)
+        for name, part in WARM_UP_PARTS.items()
+        if hasattr(module, name)
+    }
+    with times.part("rest"), replaced(worker, counted), replaced(module, functions):
         return LLM(model=str(folder), **options)
 
 
