@@ -9,6 +9,8 @@ from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
 from hybridrl.doctor.network_bandwidth import SLOW, Pair
 
 CHECK = "network.collective"
+# What a rank measured over all ranks, by its name there, and what it is called.
+NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
 
 
 class RankResult(NamedTuple):
@@ -40,14 +42,12 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
     if not everyone:
         return []
     if len(everyone) == 1:
-        started = " and ".join(name for name in ("gloo", "nccl") if name in everyone[0].measured)
+        started = " and ".join(NAMES[n] for n in ("gloo", "nccl") if n in everyone[0].measured)
         return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
     texts = [
         f"{name} {_text(measured)}"
-        for name in ("gloo", "nccl", "nccl_in_node")
-        for measured in [
-            _worst([rank.measured[name] for rank in everyone if name in rank.measured])
-        ]
+        for key, name in NAMES.items()
+        for measured in [_worst([rank.measured[key] for rank in everyone if key in rank.measured])]
         if measured
     ]
     between, within = _pairs(results)
@@ -91,15 +91,19 @@ def _pairs(
         for node, ranks in results.items()
         for index, rank in enumerate(ranks)
     }
+    rates = sorted(
+        (int(sender), rank.rank, rate)
+        for ranks in results.values()
+        for rank in ranks
+        for sender, rate in rank.measured.get("nccl_from", {}).items()
+    )
     between, within = {}, {}
-    for rank in (rank for ranks in results.values() for rank in ranks):
-        node, gpu = place_of[rank.rank]
-        for sender, rate in rank.measured.get("nccl_from", {}).items():
-            other_node, other_gpu = place_of[int(sender)]
-            if other_node == node:
-                within[other_gpu, gpu] = rate
-            else:
-                between[other_node, node] = rate
+    for sender, receiver, rate in rates:
+        (node, gpu), (other_node, other_gpu) = place_of[sender], place_of[receiver]
+        if node == other_node:
+            within[gpu, other_gpu] = rate
+        else:
+            between[node, other_node] = rate
     return between, within
 
 

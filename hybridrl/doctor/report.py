@@ -75,7 +75,8 @@ def _tables(reports: Sequence[StageReport]) -> dict[str, Matrix]:
 
 def _table(title: str, matrix: Matrix) -> Table:
     """Who sends in the rows, who receives in the columns."""
-    receivers = list(dict.fromkeys(name for row in matrix.values() for name in row))
+    received = dict.fromkeys(name for row in matrix.values() for name in row)
+    receivers = [name for name in dict.fromkeys([*matrix, *received]) if name in received]
     table = Table(title=f"{title}, from row to column", box=box.SIMPLE_HEAD, title_justify="left")
     for header in ("", *receivers):
         table.add_column(header, overflow="fold")

@@ -106,6 +106,9 @@ def test_two_gpus_of_a_node_that_nccl_serves_slower_than_others_are_named():
     assert (found.node, found.verdict) == ("a GPU 2 -> a GPU 0", Verdict.warn)
     assert "NCCL moves 20 GB/s; the median of all pairs is 200 GB/s" in found.evidence
     assert "nvidia-smi topo -m" in found.advice
+    table = found.tables["NCCL within nodes"]
+    assert list(table) == ["a GPU 0", "a GPU 1", "a GPU 2"]
+    assert list(table["a GPU 2"]) == ["a GPU 0", "a GPU 1"]
 
 
 def test_of_one_rank_no_speed_is_told():
@@ -113,4 +116,4 @@ def test_of_one_rank_no_speed_is_told():
     alone = {"a": [RankResult(0, "done", "", {"gloo": speed, "nccl": speed})]}
     (found,) = network_collective.judge(alone)
     assert found.verdict is Verdict.ok
-    assert found.evidence == "gloo and nccl start; one rank has nothing to exchange"
+    assert found.evidence == "gloo and NCCL start; one rank has nothing to exchange"

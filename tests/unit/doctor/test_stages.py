@@ -121,6 +121,7 @@ def test_pairs_are_in_doctor_json_and_in_a_table(tmp_path):
     assert "one TCP stream, from row to column" in text
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("node-")]
     assert ["node-a", "941", "MB/s,", "0.12", "ms"] in rows and ["node-b", "2000", "MB/s"] in rows
+    assert ["node-a", "node-b"] in [line.split() for line in text.splitlines()]
 
 
 def test_complaints_name_check_and_node_and_what_to_type():
