@@ -24,11 +24,6 @@ class SourceLayout(NamedTuple):
         """Length along `dim` of the first shard, which is never shorter than another."""
         return -(-self.shape[self.dim] // self.num_shards)
 
-    @property
-    def rows_per_shard(self) -> int:
-        """Rows of the first shard: all there are where dim 1 is cut."""
-        return self.region(0).shape[0]
-
     def region(self, shard: int) -> Region:
         """What shard number `shard` holds."""
         size = self.shape[self.dim]

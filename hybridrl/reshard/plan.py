@@ -70,20 +70,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def build_plan(
-    sources: Sequence[SourceLayout],
-    traces: Sequence[Trace],
-    rank: int,
-    bucket_elements: int,
-) -> Plan:
-    """The plan of rank number `rank` of a shard group for all weights together.
-
-    Arguments and errors as for `build_plans`, with nothing frozen.
-    """
-    (plan,) = build_plans(sources, [], traces, rank, bucket_elements)
-    return plan
-
-
 @_no_collection()
 def build_plans(
     sources: Sequence[SourceLayout],

@@ -13,9 +13,10 @@ import torch
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.reshard.layout import SourceLayout, intersect, layouts_of
-from hybridrl.reshard.plan import build_plan, build_plans, digest
+from hybridrl.reshard.plan import build_plans, digest
 from hybridrl.rollout.trace import trace_loader
 from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates
+from tests.unit.whole_plan import build_plan
 
 SIZES = (1, 2, 4, 8)
 MESHES = [

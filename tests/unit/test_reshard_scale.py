@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.reshard.layout import SourceLayout
-from hybridrl.reshard.plan import build_plan
+from tests.unit.whole_plan import build_plan
 
 # Llama 3.1 405B (Dubey et al. 2024, table 3), engines of 8.
 HIDDEN, MLP, LAYERS, VOCAB = 16384, 53248, 126, 128256

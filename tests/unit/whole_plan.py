@@ -1,0 +1,15 @@
+"""The plan of a rank for all weights together, of which none are frozen."""
+
+from collections.abc import Sequence
+
+from hybridrl.distributed.regions import Trace
+from hybridrl.reshard.layout import SourceLayout
+from hybridrl.reshard.plan import Plan, build_plans
+
+
+def build_plan(
+    sources: Sequence[SourceLayout], traces: Sequence[Trace], rank: int, bucket_elements: int
+) -> Plan:
+    """As `build_plans`, which makes one plan then."""
+    (plan,) = build_plans(sources, [], traces, rank, bucket_elements)
+    return plan
