@@ -103,7 +103,7 @@ class EngineStats:
     Attributes:
         tokens: sampled, over all its responses.
         seconds: from the call to the last token.
-        first_token_s: from the call to the first token; `seconds` where it sampled none.
+        first_token_s: from the call to the first token; 0 where it sampled none.
     """
 
     tokens: int
