@@ -5,6 +5,7 @@ processes or on other machines are in the table, too.
 """
 
 import json
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -17,10 +18,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hybridrl.trainer.spare_files import replace_file
+
+log = logging.getLogger(__name__)
+
 RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.json"
 # Written by Hydra when a sweep begins.
 SWEEP_CONFIG = "multirun.yaml"
+# Number of a job that cannot be told from its directory.
+UNKNOWN_JOB = -1
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class JobResult:
 
     Attributes:
         job: its number in the sweep.
-        overrides: as composed.
+        overrides: as composed; none where the result cannot be read.
         status: ok | dry | failed.
         metric: what the sweep ranks by: the final eval/accuracy; None if there is none.
         seconds: wall time.
@@ -46,9 +53,12 @@ class JobResult:
     error: str = ""
 
     def write(self) -> None:
-        """Leave result.json in the job's directory."""
-        text = json.dumps(asdict(self), indent=1)
-        (Path(self.directory) / RESULT_FILE).write_text(text + "\n")
+        """Leave result.json in the job's directory; a disk that does not take it costs no more."""
+        path = Path(self.directory) / RESULT_FILE
+        try:
+            _write_json(path, asdict(self))
+        except OSError as error:
+            log.error("%s could not be written: %s; the sweep's table lacks this job", path, error)
 
 
 class SweepTable(Callback):
@@ -66,22 +76,42 @@ class SweepTable(Callback):
         """
         directory = Path(config.hydra.sweep.dir)
         results = ranked(read_results(directory, since=self._started))
-        text = json.dumps([asdict(result) for result in results], indent=1)
-        (directory / SWEEP_FILE).write_text(text + "\n")
         # Not a terminal: wide enough that no cell is folded.
         console = Console()
         console = console if console.is_terminal else Console(width=200)
         console.print(sweep_table(results))
-        console.print(f"Written to {directory / SWEEP_FILE}", markup=False)
+        path = directory / SWEEP_FILE
+        try:
+            _write_json(path, [asdict(result) for result in results])
+            console.print(f"Written to {path}", markup=False)
+        except OSError as error:
+            console.print(f"{path} could not be written: {error}", markup=False)
         if any(result.status == "failed" for result in results):
             raise SystemExit(1)
 
 
 def read_results(directory: Path, since: float) -> list[JobResult]:
-    """The results below a sweep's directory that were written at or after `since` (time.time())."""
+    """The results below a sweep's directory that were written at or after `since` (time.time()).
+
+    One that cannot be read is that of a failed job.
+    """
     # File times are coarser than the clock.
     files = [f for f in directory.rglob(RESULT_FILE) if f.stat().st_mtime >= since - 1]
-    return [JobResult(**json.loads(file.read_text())) for file in files]
+    return [_read(file) for file in files]
+
+
+def _read(file: Path) -> JobResult:
+    try:
+        return JobResult(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        folder, reason = file.parent, f"{RESULT_FILE} cannot be read: {error}"
+        job = int(folder.name) if folder.name.isdigit() else UNKNOWN_JOB
+        return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=1) + "\n"
+    replace_file(path, lambda new: new.write_text(text))
 
 
 def ranked(results: list[JobResult]) -> list[JobResult]:
@@ -93,7 +123,8 @@ def ranked(results: list[JobResult]) -> list[JobResult]:
 
 def sweep_table(results: list[JobResult]) -> Table:
     """The ranked results, each with the overrides in which the jobs differ."""
-    common = set.intersection(*(set(r.overrides) for r in results)) if len(results) > 1 else set()
+    known = [set(r.overrides) for r in results if r.overrides]
+    common = set.intersection(*known) if len(known) > 1 else set()
     table = Table(title="Sweep, best first", title_justify="left")
     for name in ("rank", "job", "overrides", "eval/accuracy", "minutes", "status"):
         table.add_column(name)

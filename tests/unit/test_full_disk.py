@@ -76,6 +76,17 @@ found["sinks"] = tracker.failures()
 print(json.dumps(found))
 """
 
+SWEEP = """
+from hybridrl.trainer.sweep import JobResult, read_results
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+for job in range(2):
+    (disk / str(job)).mkdir()
+    JobResult(job, [], "ok", 0.5, 1.0, str(disk / str(job)), "e" * 5000 * job).write()
+    fill()
+print([result.job for result in read_results(disk, since=0.0)])
+print(sorted(str(path.relative_to(disk)) for path in disk.rglob("*.json*")))
+"""
+
 OUTPUT = """
 from hybridrl.controller.output import redirect_output
 redirect_output(disk / "worker.log")
@@ -172,6 +183,14 @@ def test_no_half_file_is_left_and_older_ones_stay(tracked):
     (events,) = [name for name in found["files"] if name.startswith("tensorboard/")]
     expected = ["metrics.jsonl", "metrics.png", *kept, events, "number"]
     assert sorted(found["files"]) == sorted(expected)
+
+
+def test_a_job_of_a_sweep_whose_result_has_no_room_says_so_and_the_sweep_goes_on(tmp_path):
+    ran = on_small_disk(tmp_path, SWEEP)
+    assert ran.returncode == 0, ran.stderr
+    told, jobs, files = ran.stdout.splitlines()
+    assert told.startswith(f"{tmp_path}/1/result.json could not be written: [Errno 28]")
+    assert (jobs, files) == ("[0]", "['0/result.json']")
 
 
 def test_a_worker_whose_log_has_no_room_goes_on_and_says_what_it_lost(tmp_path):
