@@ -78,7 +78,14 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Whether hardware=gpu finds a GPU; a dry run may plan for another machine."""
     if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
         return
-    if not config.run.dry:
+    if config.run.dry:
+        return
+    if machine.gpu_error:
+        yield (
+            f"hardware = gpu, but {machine.gpu_error}.\n"
+            f"Mend the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
+        )
+    else:
         yield (
             f"hardware = gpu, but this machine has no NVIDIA GPU ({machine.describe()}; "
             f"CUDA_VISIBLE_DEVICES hides GPUs, too).\n"

@@ -1,11 +1,11 @@
 """What a machine or cluster has, as plain data, looked up without importing torch."""
 
 import os
-import shutil
 import socket
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from hybridrl.config import nvidia_smi
 
 GIB = 2**30
 
@@ -13,6 +13,9 @@ GIB = 2**30
 # and they spin between two operations: one per core, in several processes or runs on a host of many
 # cores, they would take the cores from the threads that feed the GPUs.
 MAX_THREADS_BESIDE_GPU = 8
+
+# First in CUDA_VISIBLE_DEVICES these hide every GPU.
+NONE_VISIBLE = ("", "-1")
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class Node:
         cores: CPU cores.
         memory_bytes: RAM, or the container's limit where that is lower.
         gpus: in the order of their indices.
+        gpu_error: why nvidia-smi, which is there, does not tell the GPUs; empty if it does.
     """
 
     name: str
     cores: int
     memory_bytes: int
     gpus: tuple[GPU, ...] = ()
+    gpu_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,20 +66,27 @@ class Machine:
         """GPUs of all nodes, node by node."""
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
 
+    @property
+    def gpu_error(self) -> str:
+        """Why no GPU is known although there may be some; empty if one is, or none is there."""
+        errors = [f"{node.gpu_error} (on {node.name})" for node in self.nodes if node.gpu_error]
+        return errors[0] if errors and not self.gpus else ""
+
     def describe(self) -> str:
         """One line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
-        gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else "no NVIDIA GPU"
+        none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
+        gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
         cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
         return f"{nodes}{gpus}, {cores}, {self.memory_bytes / GIB:.0f} GiB RAM"
 
 
 def local_machine() -> Machine:
     """This machine as one node."""
-    return Machine(
-        (Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(local_gpus())),)
-    )
+    gpus, error = _gpus()
+    node = Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(gpus), error)
+    return Machine((node,))
 
 
 def _usable_cores() -> int:
@@ -121,19 +133,19 @@ def _cgroup_limits(root: Path) -> list[int]:
     return limits
 
 
-def local_gpus() -> list[GPU]:
-    """This machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if answer.returncode != 0:
-        return []
-    return visible_gpus(parse_nvidia_smi(answer.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _gpus() -> tuple[list[GPU], str]:
+    """This machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible; or `Node.gpu_error`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in NONE_VISIBLE:
+        return [], ""
+    text, error = nvidia_smi.ask("uuid,name,memory.total")
+    if error:
+        return [], "" if error == nvidia_smi.NOT_THERE else error
+    found = parse_nvidia_smi(text)
+    if text.strip() and not found:
+        first = text.strip().splitlines()[0]
+        return [], nvidia_smi.failed(f"it answers {first!r}, expected UUID, name, MiB")
+    return visible_gpus(found, visible), ""
 
 
 def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:

@@ -12,6 +12,7 @@ from hybridrl.config.command_line import (
     precompose,
     quoted,
 )
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
 from hybridrl.config.installation import check_ray
 from hybridrl.config.load import Examined, examine
@@ -43,7 +44,11 @@ def look() -> Machine:
 
 
 def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
-    """What can be composed of the line's overrides, `hardware` chosen where they name none."""
+    """What can be composed of the line's overrides, `hardware` chosen where they name none.
+
+    Raises:
+        ConfigError: it cannot be chosen.
+    """
     if not names_hardware(line.overrides):
         line.overrides.extend(hardware_overrides(look()))
     return precompose(line, conf_dir())
@@ -60,7 +65,16 @@ def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
 
 
 def hardware_overrides(machine: Machine) -> list[str]:
-    """hardware=gpu if there is a GPU, else hardware=cpu, and why."""
+    """hardware=gpu if there is a GPU, else hardware=cpu, and why.
+
+    Raises:
+        ConfigError: whether there is a GPU cannot be told.
+    """
+    if machine.gpu_error:
+        raise ConfigError(
+            f"hardware is not given, and cannot be chosen: {machine.gpu_error}.\n"
+            f"On CPUs the run would be many times slower. Mend the driver, or say hardware=cpu."
+        )
     address = ray_address()
     where = f"the Ray cluster at {address}" if address else "this machine"
     reason = f"{where} has {machine.describe()}"

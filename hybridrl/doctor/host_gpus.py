@@ -2,17 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hybridrl.config import nvidia_smi
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import RunConfig
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 
-QUERY_S, LOOK_S = 30.0, 60.0
+LOOK_S = 60.0
 FIELDS = (
     "uuid",
     "name",
@@ -83,9 +83,7 @@ class GPUFacts(NamedTuple):
 
 def gpu_facts() -> GPUFacts:
     """The GPUs of this node."""
-    if shutil.which("nvidia-smi") is None:
-        return GPUFacts(None, "there is no nvidia-smi")
-    text, error = ask(",".join(FIELDS))
+    text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
     slowed = _slowed()
@@ -107,25 +105,6 @@ def gpu_facts() -> GPUFacts:
     return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
 
 
-def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
-    """nvidia-smi's answer as lines of values, and why there is none.
-
-    Args:
-        fields: separated by commas.
-        what: gpu or compute-apps.
-    """
-    query = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=False)
-    except FileNotFoundError:
-        return "", "there is no nvidia-smi"
-    except subprocess.TimeoutExpired:
-        return "", f"nvidia-smi gave no answer within {QUERY_S:g} s"
-    if answer.returncode != 0:
-        return "", f"nvidia-smi: {(answer.stdout + answer.stderr).strip()}"
-    return answer.stdout, ""
-
-
 def parse(text: str, slowed: list[bool]) -> list[Smi]:
     """GPUs from lines of `FIELDS`; those without numbers, as under MIG, are left out."""
     found = []
@@ -142,7 +121,7 @@ def parse(text: str, slowed: list[bool]) -> list[Smi]:
 def _slowed() -> list[bool]:
     """Whether each GPU is slowed down by hardware: heat or a power brake."""
     for name in THROTTLE:
-        text, error = ask(f"{name}.hw_slowdown")
+        text, error = nvidia_smi.ask(f"{name}.hw_slowdown")
         if not error:
             return [line.strip() == "Active" for line in text.splitlines()]
     return []
@@ -163,7 +142,7 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
     if not slots:
         return [skipped(check, node, "no rank of the run comes here")]
     if facts.smi is None:
-        if facts.error == "there is no nvidia-smi":
+        if facts.error == nvidia_smi.NOT_THERE:
             return [skipped(check, node, facts.error)]
         advice = "Look at dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridrl.config import nvidia_smi
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import GPU, visible_gpus
 from hybridrl.config.memory import (
@@ -24,7 +25,7 @@ from hybridrl.controller.agents import call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.host_cgroup import Limit, cgroup_facts
-from hybridrl.doctor.host_gpus import FIELDS, Smi, ask, parse
+from hybridrl.doctor.host_gpus import FIELDS, Smi, parse
 from hybridrl.doctor.stages import Case
 
 # Of what is left: allocators and page tables need some more than is predicted.
@@ -137,13 +138,13 @@ def _peak(phases: list[Phase]) -> Phase:
 
 def gpu_memory() -> GPUMemory:
     """The GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible."""
-    text, error = ask(",".join(FIELDS))
+    text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUMemory([], [], error)
     found = {gpu.uuid: gpu for gpu in parse(text, [])}
     named = [(uuid, GPU(uuid, gpu.total_mib * MIB)) for uuid, gpu in found.items()]
     visible = visible_gpus(named, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    text, _ = ask("gpu_uuid,pid,process_name,used_memory", "compute-apps")
+    text, _ = nvidia_smi.ask("gpu_uuid,pid,process_name,used_memory", "compute-apps")
     return GPUMemory([found[gpu.name] for gpu in visible], parse_processes(text))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
-from hybridrl.config.machine import local_gpus
+from hybridrl.config.machine import local_machine
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, fail
@@ -154,7 +154,7 @@ def open_meeting(address: str) -> int:
 
 def count_gpus() -> int:
     """GPUs that processes of this node may use."""
-    return len(local_gpus())
+    return len(local_machine().gpus)
 
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:

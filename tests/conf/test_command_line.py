@@ -38,8 +38,8 @@ def dry(tmp_path_factory) -> list[str]:
 
 def command(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python -m hybridrl.main` as a user calls it."""
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | environment
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
     call = [sys.executable, "-m", "hybridrl.main", *args]
     return subprocess.run(call, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
@@ -193,6 +193,20 @@ def test_cfg_job_shows_the_config_and_the_hardware_found(tmp_path):
     assert "accelerator: cpu" in done.stdout
     assert re.search(r"reason: .*no NVIDIA GPU", done.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
+    """hardware=cpu, given, does not need it."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'; exit 255\n")
+    script.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    done = command(*dry, cwd=tmp_path, **path)
+    assert done.returncode == 2, done.stdout
+    assert "nvidia-smi failed: Failed to initialize NVML: Unknown Error" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = command(*dry, "hardware=cpu", cwd=tmp_path, **path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dry, tmp_path):
