@@ -10,10 +10,14 @@ PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-  set_name=gpu
-else
-  set_name=cpu
+set_name=cpu
+if command -v nvidia-smi >/dev/null 2>&1; then
+  if gpus=$(nvidia-smi -L 2>&1); then
+    if [[ $gpus == *GPU* ]]; then set_name=gpu; fi
+  elif [[ $gpus != *"No devices were found"* ]]; then
+    echo "nvidia-smi failed: $gpus" >&2
+    echo "So the CPU set is installed. For the GPU set mend the driver and run this again." >&2
+  fi
 fi
 stamp="$VENV/.installed-$set_name-$(cat "requirements/$set_name.txt" setup.cfg pyproject.toml tools/install.sh | sha256sum | cut -c1-16)"
 if [ -f "$stamp" ]; then
