@@ -24,7 +24,7 @@ def script(file: Path, lines: str) -> None:
         ("true", "cpu", ""),
         ("echo 'No devices were found'; exit 6", "cpu", ""),
         ("echo 'NVML: mismatch'; exit 18", "cpu", f"nvidia-smi failed: NVML: mismatch\n{CPU_SAYS}"),
-        ("echo 'no GPU here' >&2; exit 9", "cpu", f"nvidia-smi failed: no GPU driver\n{CPU_SAYS}"),
+        ("echo 'no GPU here' >&2; exit 9", "cpu", f"nvidia-smi failed: no GPU here\n{CPU_SAYS}"),
     ],
 )
 def test_the_set_is_chosen_by_nvidia_smi(tmp_path, lines, name, says):
