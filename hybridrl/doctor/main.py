@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:  # rewards and workers of the user's
         sys.path.insert(0, os.getcwd())
     try:
-        if options.join is not None and not listens_here(options.join):
-            serve(options.join, JOIN_S)
-            sys.exit(0)
         with SignalGuard():
+            if options.join is not None and not listens_here(options.join):
+                serve(options.join, JOIN_S)
+                sys.exit(0)
             sys.exit(_diagnose(options, rest))
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")

@@ -1,6 +1,7 @@
 """Nodes that call in: the doctor's processes on this machine, each a node."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,13 @@ from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
 from hybridrl.doctor.joined_wire import parse_place
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
+# The command, which says when it calls the head.
+CALLER = """
+import sys
+sys.addaudithook(lambda event, _: event == "socket.connect" and print(event, flush=True))
+from hybridrl.doctor.main import main
+main()
+"""
 
 
 @pytest.fixture
@@ -152,6 +160,17 @@ def connected(address):
 def test_a_head_that_is_not_there_is_named(address):
     with pytest.raises(ConfigError, match=r"cannot reach the head .* Connection refused"):
         serve(address, 0.5)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_node_that_waits_for_its_head_with_its_own_code(signum):
+    command = [sys.executable, "-c", CALLER, "--join", "192.0.2.1:29400", "--nodes", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as node:
+        assert node.stdout.readline() == "socket.connect\n"
+        node.send_signal(signum)
+        _, errors = node.communicate(timeout=20)
+    assert (node.returncode, errors) == (128 + signum, "")
 
 
 def test_somebody_else_at_the_heads_port_is_named():
