@@ -154,8 +154,8 @@ class RolloutBatch:
             environment.max_turns the conversation.
         turns: [B] int64, how often the policy's turn came in each conversation.
         environment_rewards: [B] float64, the sum of what each conversation's steps earned.
-        environment_failures: [B] int64, 1 where the environment raised, 2 where it took too long,
-            which ended the conversation; else 0.
+        environment_failures: [B] int64, above 0 where the environment failed, which ended the
+            conversation: the number of the reason, for who gave it; else 0.
         scores: ragged float32, reward before the KL penalty; an outcome stands on the last token.
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.

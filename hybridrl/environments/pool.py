@@ -18,12 +18,14 @@ class Reply:
     Attributes:
         state: the environment as it is now, a pickle that only its processes read.
         result: its answer; of one that failed, nothing, and the conversation is over.
-        failure: why it failed; None if it did not.
+        failure: of which kind; None if it did not fail.
+        reason: why it failed, in one line; empty if it did not.
     """
 
     state: bytes
     result: StepResult
     failure: FailureKind | None = None
+    reason: str = ""
 
 
 class EnvironmentPool:
@@ -69,5 +71,5 @@ class EnvironmentPool:
 
 def _reply(answer: Answer) -> Reply:
     if answer.kind is not None:
-        return Reply(b"", StepResult("", 0.0, True), answer.kind)
+        return Reply(b"", StepResult("", 0.0, True), answer.kind, answer.reason)
     return Reply(answer.value.state, answer.value.result)

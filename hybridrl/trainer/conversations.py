@@ -24,9 +24,7 @@ from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Turn
 from hybridrl.environments.pool import Reply
 from hybridrl.rewards.messages import FailureKind
-
-# By their numbers in RolloutBatch.environment_failures.
-FAILURES = {FailureKind.error: 1, FailureKind.timeout: 2}
+from hybridrl.trainer.conversation_failures import Failures
 
 
 class Environments(Protocol):
@@ -65,7 +63,7 @@ class _Conversation:
         tokens, log_probs, masks: parts in their order, [n] each.
         turns: of the model's, so far.
         reward: sum of what they earned.
-        failure: why the environment failed.
+        failure, reason: how and why the environment failed.
         truncated: whether a limit has ended it.
         is_open: whether it goes on.
     """
@@ -74,6 +72,7 @@ class _Conversation:
     sample: int
     state: bytes
     failure: FailureKind | None
+    reason: str
     tokens: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
@@ -115,6 +114,7 @@ class Conversations:
         decode: token ids of many turns -> their texts.
         examples: prompt id -> the row of the data set.
         limits: what ends a conversation that nobody has ended.
+        failures: numbers the reasons for which environments fail.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Conversations:
         decode: Decode,
         examples: Mapping[int, dict[str, Any]],
         limits: Limits,
+        failures: Failures,
     ) -> None:
         self._generate = generate
         self._environments = environments
@@ -132,6 +133,7 @@ class Conversations:
         self._decode = decode
         self._examples = examples
         self._limits = limits
+        self._failures = failures
         self._seconds = 0.0
 
     def __call__(self, request: PromptBatch) -> Rollout:
@@ -149,7 +151,7 @@ class Conversations:
         versions = torch.cat([rollout.batch.weight_version for rollout in rollouts])
         assert (versions == versions[0]).all(), "the weights changed within a conversation"
         return Rollout(
-            _batch(request, conversations, int(versions[0])),
+            _batch(request, conversations, int(versions[0]), self._failures),
             tuple(_over_turns(each) for each in zip(*(r.engines for r in rollouts), strict=True)),
             rollouts[0].engine_of,
             self._seconds,
@@ -169,13 +171,13 @@ class Conversations:
         first = [0] * len(request) if request.first_sample is None else request.first_sample
         conversations = []
         for prompt, (reply, ids) in enumerate(zip(replies, openings, strict=True)):
-            failure = reply.failure
+            failure, reason = reply.failure, reply.reason
             if len(ids) >= self._limits.max_tokens:  # nothing could be said to it
-                failure, ids = FailureKind.error, []
-                openings[prompt] = ids
+                failure, reason = FailureKind.error, _too_long(len(ids), self._limits.max_tokens)
+                openings[prompt] = ids = []
             for sample in samples:
                 state = b"" if failure else reply.state
-                new = _Conversation(prompt, int(first[prompt]) + sample, state, failure)
+                new = _Conversation(prompt, int(first[prompt]) + sample, state, failure, reason)
                 if ids:
                     new.heard(ids)
                 conversations.append(new)
@@ -213,7 +215,8 @@ class Conversations:
 
     def _goes_on(self, conversation: _Conversation, reply: Reply, cut: bool) -> bool:
         """Take in what a turn earned; whether there may be another."""
-        conversation.state, conversation.failure = reply.state, reply.failure
+        conversation.state = reply.state
+        conversation.failure, conversation.reason = reply.failure, reply.reason
         conversation.reward += reply.result.reward
         if reply.result.done:
             conversation.end(truncated=cut)
@@ -229,6 +232,11 @@ class Conversations:
                 conversation.heard(ids)
             else:
                 conversation.end(truncated=True)
+
+
+def _too_long(opening: int, max_tokens: int) -> str:
+    limit = f"rollout.max_response_tokens={max_tokens}"
+    return f"its opening of {opening} tokens leaves none of {limit}"
 
 
 def _continued(
@@ -255,7 +263,7 @@ def _continued(
 
 
 def _batch(
-    request: PromptBatch, conversations: Sequence[_Conversation], version: int
+    request: PromptBatch, conversations: Sequence[_Conversation], version: int, failures: Failures
 ) -> RolloutBatch:
     which = [conversation.prompt for conversation in conversations]
     lengths = torch.tensor([conversation.length for conversation in conversations])
@@ -263,7 +271,7 @@ def _batch(
     def joined(parts: list[list[Tensor]]) -> Ragged:
         return Ragged(torch.cat([part for of_one in parts for part in of_one]), lengths)
 
-    failures = [FAILURES[c.failure] if c.failure else 0 for c in conversations]
+    numbers = [failures.number(c.failure, c.reason) if c.failure else 0 for c in conversations]
     return RolloutBatch(
         prompts=request.prompts.select(which),
         responses=joined([c.tokens for c in conversations]),
@@ -274,7 +282,7 @@ def _batch(
         truncated=torch.tensor([c.truncated for c in conversations]),
         turns=torch.tensor([c.turns for c in conversations]),
         environment_rewards=torch.tensor([c.reward for c in conversations], dtype=torch.float64),
-        environment_failures=torch.tensor(failures),
+        environment_failures=torch.tensor(numbers),
     )
 
 

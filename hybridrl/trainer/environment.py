@@ -12,10 +12,9 @@ from hybridrl.data.turns import TurnTokens
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.scorer import Failure
 from hybridrl.rollout.sampling import stop_token_ids
-from hybridrl.trainer.conversations import FAILURES, Conversations, Environments, Limits
+from hybridrl.trainer.conversation_failures import Failures
+from hybridrl.trainer.conversations import Conversations, Environments, Limits
 from hybridrl.trainer.rewarding import Rewarded
-
-_REASONS = {number: kind for kind, number in FAILURES.items()}
 
 
 class EnvironmentJudge:
@@ -45,6 +44,7 @@ class EnvironmentJudge:
         self._examples = examples
         self._limits = limits
         self._failed_score = failed_score
+        self._failures = Failures()
 
     def in_turns(self, generate: Generate) -> Generate:
         """Generation in turns with the environment."""
@@ -55,13 +55,14 @@ class EnvironmentJudge:
             self._decode,
             self._examples,
             self._limits,
+            self._failures,
         )
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """The responses' texts, the environment's among them, and the sums of their rewards."""
         assert batch.environment_rewards is not None and batch.environment_failures is not None
         failures = [
-            Failure(index, _REASONS[number], "its environment failed; the log has more", "")
+            Failure(index, *self._failures.told(number), traceback="")
             for index, number in enumerate(batch.environment_failures.tolist())
             if number
         ]

@@ -21,6 +21,7 @@ from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Opening, StepResult, Turn, environment_task
 from hybridrl.environments.pool import Reply
 from hybridrl.rewards.messages import FailureKind
+from hybridrl.trainer.conversation_failures import MAX_REASONS, Failures
 from hybridrl.trainer.conversations import Conversations, Limits
 from hybridrl.trainer.environment import EnvironmentJudge, turn_metrics
 
@@ -61,8 +62,8 @@ class Here:
     def _reply(self, item: Opening | Turn) -> Reply:
         try:
             moved = self.move(item)
-        except ValueError:
-            return Reply(b"", StepResult("", 0.0, True), FailureKind.error)
+        except ValueError as error:
+            return Reply(b"", StepResult("", 0.0, True), FailureKind.error, str(error))
         return Reply(moved.state, moved.result)
 
 
@@ -112,7 +113,9 @@ def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatc
     )
 
 
-def talk(script, asked=None, *, environments=None, max_turns=4, max_tokens=40, greeting=""):
+def talk(
+    script, asked=None, *, environments=None, max_turns=4, max_tokens=40, greeting="", failures=None
+):
     """The rollout of a script with an environment; its engines and environments."""
     environments = environments or Here("environment_cases.Counts", turns=3)
     engines, asked = Engines(script), asked or request()
@@ -123,6 +126,7 @@ def talk(script, asked=None, *, environments=None, max_turns=4, max_tokens=40, g
         decode,
         {prompt: {"greeting": greeting} for prompt in asked.prompt_id.tolist()},
         Limits(max_turns, max_tokens),
+        failures or Failures(),
     )
     return conversations(asked), engines, environments
 
@@ -272,29 +276,44 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
     class Fails(Here):
         def _reply(self, item):
             if isinstance(item, Turn) and item.text == "ab=":
-                return Reply(b"", StepResult("", 0.0, True), FailureKind.timeout)
+                return Reply(b"", StepResult("", 0.0, True), FailureKind.timeout, "took too long")
             return super()._reply(item)
 
     decider = judge(Fails("environment_cases.Misbehaves"))
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
     batch = decider.in_turns(engines)(request((0, 1), each=2)).batch
-    assert batch.environment_failures.tolist() == [0, 2, 1, 1]
+    assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
     prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
     rewarded = decider.score(prompts, batch)
     assert rewarded.scores == [2.0, -7.0, -7.0, -7.0]
-    assert [(f.index, f.kind) for f in rewarded.failures] == [
-        (1, FailureKind.timeout),
-        (2, FailureKind.error),
-        (3, FailureKind.error),
+    assert [(f.index, f.kind, f.reason) for f in rewarded.failures] == [
+        (1, FailureKind.timeout, "took too long"),
+        (2, FailureKind.error, "no such example"),
+        (3, FailureKind.error, "no such example"),
     ]
     assert rewarded.texts[2] == "a="
 
 
 def test_an_opening_that_leaves_nothing_to_say_has_failed():
-    rollout, *_ = talk(always(A, STOP), greeting="b" * 40)
-    assert rollout.batch.environment_failures.tolist() == [1]
+    failures = Failures()
+    rollout, *_ = talk(always(A, STOP), greeting="b" * 40, failures=failures)
+    (number,) = rollout.batch.environment_failures.tolist()
+    reason = "its opening of 40 tokens leaves none of rollout.max_response_tokens=40"
+    assert failures.told(number) == (FailureKind.error, reason)
     assert rollout.batch.responses.values.tolist() == [A, STOP]
+
+
+def test_reasons_are_counted_once_each_and_kept_in_bounds():
+    failures = Failures()
+    first = failures.number(FailureKind.error, "first")
+    assert failures.number(FailureKind.error, "first") == first > 0
+    assert failures.number(FailureKind.timeout, "first") != first
+    numbers = [failures.number(FailureKind.timeout, f"took {k} s") for k in range(3 * MAX_REASONS)]
+    assert len({*numbers}) < MAX_REASONS
+    kind, reason = failures.told(numbers[-1])
+    assert kind is FailureKind.timeout and "the log" in reason
+    assert failures.told(first) == (FailureKind.error, "first")
 
 
 def test_stale_weights_between_turns_are_noticed():

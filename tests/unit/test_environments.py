@@ -57,6 +57,7 @@ def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kin
     (opened,) = bad_manners.open([{}])
     good, bad, also_good = bad_manners.step([Turn(opened.state, t) for t in ("", text, "")])
     assert (bad.failure, bad.result) == (kind, StepResult("", 0.0, True))
+    assert bad.reason and "\n" not in bad.reason
     for reply in (good, also_good):
         assert reply.failure is None and reply.result == StepResult("fine", 1.0, False)
 
