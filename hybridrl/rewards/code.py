@@ -6,6 +6,7 @@ The program runs in the sandbox of hybridrl.rewards.sandbox, or not at all.
 import json
 import logging
 import math
+import platform
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
@@ -15,6 +16,7 @@ from hybridrl.rewards.base import checked_by
 from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
 from hybridrl.rewards.landlock import landlock_version
 from hybridrl.rewards.sandbox import SandboxError, run_tests
+from hybridrl.rewards.syscall_filter import ARCHITECTURE
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +38,13 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
+    # First of all: the sandbox calls the kernel by numbers, which mean other calls elsewhere.
+    if platform.machine() != ARCHITECTURE:
+        yield (
+            f"{key} runs programs in a sandbox, which is written for {ARCHITECTURE}; this machine "
+            f"is {platform.machine()}.\n{_ELSEWHERE}"
+        )
+        return
     if args["isolation"] == Isolation.filter and landlock_version() == 0:
         _logger.warning(
             "this kernel has no Landlock: programs can read all files that you can, and /proc"
@@ -49,11 +58,11 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
         )
 
 
+_ELSEWHERE = "Have another machine compute this reward: reward=http."
 _REMEDIES = {
     Isolation.namespace: "Where user namespaces are not allowed, as in most containers, or without "
     "Landlock, set isolation=filter; docs/rewards.md says what that leaves open.",
-    Isolation.filter: "It needs Linux on x86_64 with seccomp filters. Have another machine compute "
-    "this reward: reward=http.",
+    Isolation.filter: f"It needs Linux with seccomp filters. {_ELSEWHERE}",
 }
 
 

@@ -1,6 +1,8 @@
 """The code reward: which block is run, tests in every form, grades, checks before a run."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from sandbox_settings import BOTH, needs
@@ -14,6 +16,13 @@ from hybridrl.rewards.scorer import RewardScorer
 
 SCORE = "hybridrl.rewards.code.score"
 LIMITS = {"seconds_per_test": 1.0, "seconds": 5.0, "memory_mb": 256, "file_mb": 2}
+# What is wrong with these settings on a machine that calls itself i686, as the kernel lets it.
+ELSEWHERE = """
+import ctypes, json, sys
+assert ctypes.CDLL(None).personality(8) != -1
+from hybridrl.rewards.code import score
+print(json.dumps(list(score.problems("reward", json.loads(sys.argv[1])))))
+"""
 TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0", "assert f(0.5) == 1.5"]
 RIGHT = "I add one.\n```python\ndef f(x):\n    return x + 1\n```\nThat is it."
 HALF = "```python\ndef f(x):\n    return abs(x) + 1 if x != 0.5 else 0\n```"
@@ -135,6 +144,16 @@ def test_failures_are_the_examples_and_programs_never_fail_a_reward():
 @needs(Isolation.filter)
 def test_good_settings_pass():
     check_reward_function("reward", SCORE, settings())
+
+
+@pytest.mark.parametrize("isolation", list(Isolation))
+def test_a_machine_of_another_kind_is_named_and_no_sandbox_tried(isolation):
+    text = json.dumps(settings(isolation=isolation.value))
+    command = [sys.executable, "-c", ELSEWHERE, text]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    (problem,) = json.loads(done.stdout)
+    assert "written for x86_64; this machine is i686" in problem
+    assert "reward=http" in problem and "isolation" not in problem
 
 
 @pytest.mark.parametrize(
