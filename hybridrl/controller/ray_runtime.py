@@ -12,8 +12,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import AuthenticationError, RayError, RaySystemError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
@@ -70,7 +70,8 @@ PASSED_ON = (
 DOWNLOAD_TOKEN = "HF_TOKEN"
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-START_ON_ONE_CORE_S = 60.0
+# Seconds that a cluster's nodes have to say what they have; on one core a process starts slowly.
+NODE_LOOK_S = 60.0
 MIB = 2**20
 
 
@@ -137,18 +138,42 @@ def cluster_machine() -> Machine:
     """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
 
     Raises:
-        ConfigError: the cluster cannot be joined.
+        ConfigError: the cluster cannot be joined, or nodes of it do not answer.
     """
     with joined_cluster(ALL_GPUS_VISIBLE):
-        nodes, alive = Nodes(), [node for node in ray.nodes() if node["Alive"]]
-        found = [nodes.submit(node["NodeID"], local_machine, retries=3) for node in alive]
-        machines = ray.get(found, timeout=START_ON_ONE_CORE_S)
-    return Machine(
-        tuple(
-            _granted(node["Resources"], machine.nodes[0])
-            for node, machine in zip(alive, machines, strict=True)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        machines = _machines([node["NodeID"] for node in alive])
+    silent = [_named(node) for node in alive if node["NodeID"] not in machines]
+    if silent:
+        raise ConfigError(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {len(silent)} of {len(alive)} nodes did not "
+            f"say what they have within {NODE_LOOK_S:g} s: {', '.join(silent)}.\n"
+            "See `ray status` for them; start Ray there anew, or leave them out of the cluster."
         )
+    return Machine(
+        tuple(_granted(node["Resources"], machines[node["NodeID"]].nodes[0]) for node in alive)
     )
+
+
+def _machines(node_ids: Sequence[str]) -> dict[str, Machine]:
+    """By node, what those that answer have."""
+    nodes, refs = Nodes(), {}
+    for node_id in node_ids:
+        with suppress(GetTimeoutError):
+            refs[node_id] = nodes.submit(node_id, local_machine, retries=3)
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_LOOK_S)
+    found = {}
+    for node_id, ref in refs.items():
+        with suppress(RayError):  # gone, or without an answer
+            found[node_id] = ray.get(ref, timeout=0)
+    return found
+
+
+def _named(node: Mapping[str, Any]) -> str:
+    """A node of `ray.nodes()`, for people."""
+    where = f"{node['NodeManagerAddress']}, node {node['NodeID'][:8]}"
+    return f"{node['NodeManagerHostname']} ({where})"
 
 
 def _granted(resources: Mapping[str, float], node: Node) -> Node:

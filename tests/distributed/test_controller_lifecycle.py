@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 import ray
 from controller_roles import AdderConfig, Numbers
 from controller_run import pool_config
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from hybridrl.config.errors import ConfigError
@@ -179,6 +181,29 @@ def test_a_joined_cluster_that_loses_a_node_or_its_head_is_named_within_a_minute
     else:
         told = f"WorkerError: Ray's head at {address} does not answer"
         assert told in errors, errors
+
+
+@contextmanager
+def stopped(nodes):
+    """Nodes that Ray counts among its own for a while yet, and that answer nothing."""
+    raylets = [node.all_processes[PROCESS_TYPE_RAYLET][0].process for node in nodes]
+    for raylet in raylets:
+        raylet.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for raylet in raylets:
+            raylet.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
+    monkeypatch.setattr("hybridrl.controller.ray_runtime.NODE_LOOK_S", 5.0)
+    (silent,) = two_nodes.worker_nodes
+    with stopped([silent]), pytest.raises(ConfigError, match="`ray status`") as caught:
+        cluster_machine()
+    assert re.search(rf"1 of 2 nodes .* node {silent.node_id[:8]}\)", str(caught.value))
+    assert two_nodes.head_node.node_id[:8] not in str(caught.value)
 
 
 def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
