@@ -58,10 +58,6 @@ class Nodes:
             self.take_tasks = False
         raise GetTimeoutError(f"Ray took no task within {SUBMIT_TIMEOUT_S:g} s")
 
-    def run(self, node_id: str, function: Callable[..., T], *arguments: Any) -> T | None:
-        """What a function returns on a node; None if the node does not answer."""
-        return self.run_each(function, {node_id: arguments}).get(node_id)
-
     def run_each(
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:

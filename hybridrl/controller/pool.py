@@ -145,7 +145,8 @@ class Pool:
     def close(self) -> None:
         """End roles and processes, unlink their shared memory, give the reservation back.
 
-        Bounded to about ten seconds, also while a call is in flight or Ray is already gone.
+        Bounded to about ten seconds, also while a call is in flight or Ray is already gone, and to
+        half a minute where nodes do not answer, however many.
         """
         with shielded():
             self._ray_watch.close()
@@ -153,11 +154,10 @@ class Pool:
             if self._nodes.take_tasks and not out_of_order():
                 with suppress(RayError):
                     self._close_idle()
-            left = {node_id: self._footprint(node_id) for node_id in by_node(self.hosts)}
-            released = self._release_in_time()
-            for node_id, footprint in left.items():
-                grace_s = END_GRACE_S if released else 0.0
-                remaining = self._nodes.run(node_id, processes.end, footprint, grace_s)
+            left = self._footprints()
+            grace_s = END_GRACE_S if self._release_in_time() else 0.0
+            arguments = {node_id: (footprint, grace_s) for node_id, footprint in left.items()}
+            for remaining in self._nodes.run_each(processes.end, arguments).values():
                 if remaining:
                     logger.error("processes still there after SIGKILL: %s", remaining)
             for reader in self._readers.values():
@@ -296,10 +296,15 @@ class Pool:
         if late:
             logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
 
-    def _footprint(self, node_id: str) -> processes.Footprint:
-        """Processes of a node with their children, and the shared memory they made."""
-        pids = [host.pid for host in self.hosts if host.slot.node_id == node_id]
-        now = self._nodes.run(node_id, processes.footprint, pids) or processes.Footprint([], [])
-        # Known since the start, for ranks that have died since.
-        early = self._shared_memory.get(node_id, [])
-        return now._replace(shared_memory=sorted({*now.shared_memory, *early}))
+    def _footprints(self) -> dict[str, processes.Footprint]:
+        """By node, its processes with their children, and the shared memory they made."""
+        members = by_node(self.hosts)
+        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in members.items()}
+        found = self._nodes.run_each(processes.footprint, pids)
+        left = {}
+        for node_id in members:
+            now = found.get(node_id, processes.Footprint([], []))
+            # Known since the start, for ranks that have died since.
+            early = self._shared_memory.get(node_id, [])
+            left[node_id] = now._replace(shared_memory=sorted({*now.shared_memory, *early}))
+        return left

@@ -197,6 +197,23 @@ def stopped(nodes):
 
 
 @pytest.mark.slow
+def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tmp_path):
+    two_nodes.add_node(num_cpus=2, include_dashboard=False, temp_dir=os.environ["RAY_TMPDIR"])
+    config = pool_config(tmp_path, nodes=3)
+    with ray_runtime(config.cluster, config.accelerator):
+        pool = Pool(config)
+        head = two_nodes.head_node.node_id
+        near = [host.pid for host in pool.hosts if host.slot.node_id == head]
+        with stopped(two_nodes.worker_nodes):
+            start = time.monotonic()
+            pool.close()
+            took_s = time.monotonic() - start
+    # 9 s to say what there is and 9 s to end it, whatever the number of nodes.
+    assert took_s < 30.0
+    assert len(near) == 2 and not any(psutil.pid_exists(pid) for pid in near)
+
+
+@pytest.mark.slow
 def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
     monkeypatch.setattr("hybridrl.controller.ray_runtime.NODE_LOOK_S", 5.0)
     (silent,) = two_nodes.worker_nodes
