@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridrl.config.check_sizes import data_shards
 from hybridrl.config.choices import Init, KLPlacement
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompt_sets import DataSetFacts
@@ -51,7 +52,7 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
         *_placement(facts.placement),
-        ("batch", _batch(config, facts.num_ranks)),
+        ("batch", _batch(config)),
         ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
         *_environment(config),
@@ -144,14 +145,15 @@ def _placement(placement: list[str]) -> list[tuple[str, str]]:
     return [("placement" if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
-def _batch(config: RunConfig, num_ranks: int) -> str:
+def _batch(config: RunConfig) -> str:
     prompts, repeats = config.data.prompts_per_step, config.rollout.responses_per_prompt
     responses, mini = prompts * repeats, config.actor.mini_batch_size
     updates = responses // mini * config.actor.epochs
-    epochs = f" x {config.actor.epochs} epochs" if config.actor.epochs > 1 else ""
+    sharing = config.fsdp.ulysses_size
+    each = "a rank" if sharing == 1 else f"a group of {sharing} ranks"
     return (
         f"{prompts} prompts x {repeats} responses = {responses:,} a step; {updates} update"
-        f"{'s' if updates != 1 else ''} of {mini} ({mini // num_ranks} a rank{epochs})"
+        f"{'s' if updates != 1 else ''} of {mini} ({mini // data_shards(config)} {each})"
     )
 
 

@@ -67,9 +67,25 @@ def test_header_says_what_runs_where_on_what_and_how_much():
     assert lines["data"] == "embedded: 8,192 training, 320 held out"
     assert lines["workers"] == "2 ranks = dp_replicate 1 x dp_shard 2; 1 vLLM engine of tp 2"
     # 64 prompts x 8 responses in mini-batches of 256, on two ranks; 30 * 64 / 8192 passes.
-    assert lines["batch"].startswith("64 prompts x 8 responses = 512 a step; 2 updates of 256 (128")
+    batch = "64 prompts x 8 responses = 512 a step; 2 updates of 256 (128 a rank)"
+    assert lines["batch"] == batch
     assert lines["steps"] == "30 (0.23 passes over the data); evaluated at 0, 10, 20, 30"
     assert lines["note"] == "be warned"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "updates"),
+    [
+        # 2 mini-batches x 2 epochs
+        (["actor.epochs=2"], "4 updates of 256 (64 a rank)"),
+        # 4 ranks are 2 groups
+        (["fsdp.ulysses_size=2"], "2 updates of 256 (128 a group of 2 ranks)"),
+    ],
+)
+def test_header_counts_updates_over_all_epochs_and_responses_where_they_are(overrides, updates):
+    config = run_config("cluster.gpus_per_node=4", *overrides)
+    lines = dict(header_lines(config, facts(num_ranks=4)))
+    assert lines["batch"] == f"64 prompts x 8 responses = 512 a step; {updates}"
 
 
 def test_header_has_a_line_for_each_data_set_of_a_mixture():
