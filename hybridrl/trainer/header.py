@@ -8,8 +8,6 @@ from hybridrl.config.choices import Init, KLPlacement
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompt_sets import DataSetFacts
 
-# Placement of more ranks than this is summed up.
-MAX_RANKS_SHOWN = 8
 # More evaluation steps than this are summed up.
 MAX_STEPS_SHOWN = 6
 
@@ -22,7 +20,6 @@ class RunFacts:
         run_dir: where everything is written.
         machine: cores, GPUs, memory and nodes in one line.
         num_ranks: worker processes.
-        placement: one line per rank: node, device.
         num_parameters: of the model; None if unknown.
         data_sets: where the problems come from, and how many there are.
         notes: more that the user should know.
@@ -32,7 +29,6 @@ class RunFacts:
     run_dir: Path
     machine: str
     num_ranks: int
-    placement: list[str]
     num_parameters: int | None
     data_sets: list[DataSetFacts]
     notes: list[str] = field(default_factory=list)
@@ -40,7 +36,7 @@ class RunFacts:
 
 
 def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
-    """(label, text) pairs: what, where, which model and data, placement, batches, steps."""
+    """(label, text) pairs: what, where, which model and data, batches, steps."""
     lines = [
         ("run", f"{config.run.name}, seed {config.seed}"),
         ("directory", str(facts.run_dir)),
@@ -51,7 +47,6 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         *_data(facts.data_sets),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
-        *_placement(facts.placement),
         ("batch", _batch(config)),
         ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
@@ -136,13 +131,6 @@ def _workers(config: RunConfig, num_ranks: int) -> str:
         f"{config.fsdp.dp_replicate} x dp_shard {config.fsdp.dp_shard}; "
         f"{engines} vLLM engine{'s' if engines != 1 else ''} of tp {tp}"
     )
-
-
-def _placement(placement: list[str]) -> list[tuple[str, str]]:
-    shown = placement[:MAX_RANKS_SHOWN]
-    more = len(placement) - len(shown)
-    lines = shown + ([f"... and {more} more ranks"] if more else [])
-    return [("placement" if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def _batch(config: RunConfig) -> str:

@@ -176,7 +176,6 @@ def _show_header(
         run_dir=run_dir,
         machine=machine.describe(),
         num_ranks=num_ranks,
-        placement=[],
         num_parameters=model_shape(read_model_config(config.model.path)).parameters,
         data_sets=prompts.data_sets,
         notes=prompts.notes,
