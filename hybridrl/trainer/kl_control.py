@@ -39,7 +39,7 @@ class KLControl(Protocol):
         """Weight of the penalty in the next step, which is all that is remembered; None: none."""
         ...
 
-    def restore(self, coef: float | None) -> None:
+    def restore(self, coef: float) -> None:
         """Go on with the weight that another run had reached."""
         ...
 
@@ -70,14 +70,8 @@ class NoReference:
         """No penalty, no weight."""
         return None
 
-    def restore(self, coef: float | None) -> None:
-        """Nothing to restore.
-
-        Raises:
-            ValueError: the other run had a penalty.
-        """
-        if coef is not None:
-            raise ValueError(f"algorithm.kl.coef = 0, but the state has a KL penalty of {coef:g}")
+    def restore(self, coef: float) -> None:
+        """Nothing to restore."""
 
 
 class KLPenalty:
@@ -138,13 +132,7 @@ class KLPenalty:
         """Weight of the penalty in the next step."""
         return self._coef
 
-    def restore(self, coef: float | None) -> None:
-        """Go on with the weight that another run had reached; a fixed one stays the config's.
-
-        Raises:
-            ValueError: the other run had no penalty.
-        """
-        if coef is None:
-            raise ValueError("algorithm.kl.coef > 0, but the state has no KL penalty")
+    def restore(self, coef: float) -> None:
+        """Go on with the weight that another run had reached; a fixed one stays the config's."""
         if self._config.target is not None:
             self._coef = coef

@@ -97,7 +97,7 @@ class TrainState:
     def restore(self, state: LoopState) -> None:
         """Be as after the step of an earlier run; the actor has that run's weights already."""
         self._prompts.seek(state.prompts_taken)
-        if state.kl_coef is not None and self._kl.coef is not None:
+        if state.kl_coef is not None:
             self._kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
         self._guard.skipped = SkippedSteps(**state.skipped)

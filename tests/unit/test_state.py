@@ -34,12 +34,14 @@ def test_a_fixed_coefficient_is_the_configs():
     assert kl.coef == 0.1
 
 
-def test_a_penalty_and_none_do_not_mix():
-    with pytest.raises(ValueError, match="the state has no KL penalty"):
-        control("loss", "adaptive").restore(None)
-    NoReference().restore(None)
-    with pytest.raises(ValueError, match="the state has a KL penalty"):
-        NoReference().restore(0.1)
+@pytest.mark.parametrize("had_penalty", [True, False])
+def test_a_run_that_goes_on_with_a_penalty_or_without_one_has_its_configs(had_penalty):
+    """Other than the run before: there is no weight to go on with."""
+    before, now = Run(adaptive=had_penalty), Run(adaptive=not had_penalty)
+    before.steps()
+    before.state.commit(1)
+    now.state.restore(before.state.finished())
+    assert now.kl.coef == (None if had_penalty else 0.1)
 
 
 def taken(number: int, token: int = 7) -> PromptSource:
