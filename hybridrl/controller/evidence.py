@@ -24,6 +24,8 @@ PY_SPY_TIMEOUT_S = 4.0
 # A process that moves less than this between files and sockets is at rest.
 TRAFFIC_STEP_BYTES = 16 * 2**20
 STOPPED = "Tt"
+# States of a process of which nothing runs any more; empty: there is none.
+GONE = ("", "X", "Z")
 # Where faulthandler begins a thread; the main one comes last.
 _THREAD = re.compile(r'hread 0x.*\n  File "(.*)", line (\d+) in (.*)')
 

@@ -18,7 +18,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.evidence import STOPPED, state_of
+from hybridrl.controller.evidence import GONE, STOPPED, state_of
 from hybridrl.controller.janitor import SHARED_MEMORY_LIST
 from hybridrl.controller.ray_head import connect, head_place, ray_address
 
@@ -28,7 +28,6 @@ KINDS = {
     "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
     "raylet": ray_constants.PROCESS_TYPE_RAYLET,
 }
-GONE = ("", "X", "Z")
 EVERY_S = 1.0
 # Looks at the head of a joined cluster, and how many in a row find nothing before it counts.
 HEAD_EVERY_S, HEAD_MISSES = 8.0, 3

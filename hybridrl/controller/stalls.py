@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.evidence import STOPPED, Glimpse, Traces
+from hybridrl.controller.evidence import GONE, STOPPED, Glimpse, Traces
 from hybridrl.controller.recorder import NCCL_PREFIX
 from hybridrl.controller.waiting import Host
 from hybridrl.distributed.position import Position
 
 # Ranks that a report describes one by one.
 MAX_DESCRIBED = 8
-GONE = ("", "X", "Z")
 IN_KERNEL = "D"
 # Here processes have no ranks yet, and some may not have been started.
 FIRST_PHASE = "start: info"

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridrl.trainer.spare_files import replace_file
 from hybridrl.trainer.summary import ACCURACY, accuracy_label
-from hybridrl.trainer.tracking import read_metrics
+from hybridrl.trainer.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def plot_run(run_dir: Path, title: str) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_metrics(run_dir / METRICS_FILE)
     figure = Figure(figsize=(13.2, 6.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold")
