@@ -138,7 +138,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
     except ConfigError as error:
         found.append(fail(check, node, error.problems[0], "Mend reward.* or eval.rules.*"))
     except RewardProcessError as error:
-        evidence = f"reward processes do not start: {error}"
+        evidence = str(error)
         found.append(fail(check, node, evidence, "Look at what the function's module imports"))
     return found
 

@@ -44,7 +44,7 @@ class TaskPool:
     Args:
         setup: what each process computes.
         num_processes: None: one per core that this process may use, at most 8.
-        what: names the function's results in logs ("reward").
+        what: names the function's results and the processes in logs and errors ("reward").
 
     Raises:
         ConfigError: the time limit or num_processes is not positive.
@@ -67,7 +67,7 @@ class TaskPool:
                 what,
                 ", ".join(withheld),
             )
-        self._processes = [RewardProcess(self._setup) for _ in range(count)]
+        self._processes = [RewardProcess(self._setup, what) for _ in range(count)]
 
     def run(self, items: Sequence[Any]) -> list[Answer]:
         """The answer to each item, in order; failures are among them, never raised.
@@ -159,15 +159,15 @@ class TaskPool:
     def _replace(self, process: RewardProcess) -> int:
         """Kill a process and start another in its place; return its exit code."""
         exit_code = process.kill()
-        self._processes[self._processes.index(process)] = RewardProcess(self._setup)
+        self._processes[self._processes.index(process)] = RewardProcess(self._setup, self._what)
         return exit_code
 
     def _count_failed_start(self, exit_code: int) -> None:
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise RewardProcessError(
-                f"{self._failed_starts} reward processes in a row ended before they could run "
-                f"{self._setup.function}, the last {_describe_exit(exit_code)}, or took longer "
+                f"{self._failed_starts} {self._what} processes in a row ended before they could "
+                f"run {self._setup.function}, the last {_describe_exit(exit_code)}, or took longer "
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
             )
 

@@ -30,11 +30,15 @@ _COMMAND = (
 
 
 class RewardProcessError(RuntimeError):
-    """The reward processes do not start up, for a reason that lies with no item."""
+    """The processes of a pool do not start up, for a reason that lies with no item."""
 
 
 class RewardProcess:
-    """One process that computes rewards. Starts in the background.
+    """One process that computes rewards or steps environments. Starts in the background.
+
+    Args:
+        setup: what it computes.
+        what: names it in errors ("reward").
 
     Attributes:
         connection: to wait on; readable when an answer has come or the process has ended.
@@ -43,7 +47,8 @@ class RewardProcess:
         pending: items handed out and not answered, the one being computed first.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, what: str) -> None:
+        self._what = what
         self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
         self.connection, theirs = Pipe()
         self._process = _start(theirs, environment_for(setup.args))
@@ -74,12 +79,12 @@ class RewardProcess:
 
         Raises:
             EOFError, OSError: the process has ended.
-            RewardProcessError: it cannot find the reward, although this process could.
+            RewardProcessError: it cannot find the function, although this process could.
         """
         message: Answer | Ready = self.connection.recv()
         if isinstance(message, Ready):
             if message.problem is not None:
-                raise RewardProcessError(f"a reward process cannot start: {message.problem}")
+                raise RewardProcessError(f"{self._what} processes cannot start: {message.problem}")
             self.is_ready = True
             return None
         index, _ = self.pending.popleft()

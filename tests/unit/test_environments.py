@@ -1,6 +1,7 @@
 """Environments in processes of their own: state between turns, failures, the calculator."""
 
 import pickle
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from hybridrl.environments.base import StepResult, Turn
 from hybridrl.environments.calculator import Calculator
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.process import RewardProcessError
 
 
 def pool(name: str, *, timeout_s: float = 20.0, **args) -> EnvironmentPool:
@@ -79,6 +81,30 @@ def test_an_environment_that_does_not_begin_has_failed(bad_manners):
 def test_what_makes_no_environment_is_named(name, names):
     with pytest.raises(ConfigError, match=names):
         pool(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import no_such_dependency", "^environment processes cannot start"),
+        ("import os; os._exit(5)", "environment processes in a row ended"),
+    ],
+)
+def test_an_environment_that_processes_cannot_import_is_called_one(
+    tmp_path, monkeypatch, source, says
+):
+    """It was there when this process looked, and is `source` afterwards."""
+    module = tmp_path / "fleeting_environment.py"
+    module.write_text("from environment_cases import Counts\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module.stem, raising=False)
+    __import__(module.stem)
+    module.write_text(source)
+    with (
+        EnvironmentPool(f"{module.stem}.Counts", {}, timeout_s=1.0, num_processes=1) as broken,
+        pytest.raises(RewardProcessError, match=says),
+    ):
+        broken.open([{}])
 
 
 def conversation(*turns: str, answer: str = "#### 17", mode: str = "strict") -> list[StepResult]:

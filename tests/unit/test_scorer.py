@@ -291,7 +291,8 @@ def score_with_a_module_that(source: str, folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_reward_that_processes_cannot_import_raises(tmp_path, monkeypatch):
-    with pytest.raises(RewardProcessError, match="No module named 'no_such_dependency'"):
+    says = r"^reward processes cannot start: (.|\n)*No module named 'no_such_dependency'"
+    with pytest.raises(RewardProcessError, match=says):
         score_with_a_module_that("import no_such_dependency", tmp_path, monkeypatch)
 
 
