@@ -1,13 +1,13 @@
 """Held-out accuracy: one response to each held-out problem, judged by every rule."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any, Protocol
 
 import torch
 
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.rewarding import Judge, Rewarded
@@ -15,7 +15,6 @@ from hybridrl.trainer.rewarding import Judge, Rewarded
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
 
-Generate = Callable[[PromptBatch], RolloutBatch]
 Item = tuple[str, str, dict[str, Any]]
 
 
@@ -84,7 +83,7 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: judgements that raised or hung, over all rules.
         """
-        batch = generate(self._request(step, self._temperature, self._top_p))
+        batch = generate(self._request(step, self._temperature, self._top_p)).batch
         self._failed = 0
         scores = self._scores(batch)
         metrics = {f"eval/accuracy{rule}": fmean(values) for rule, values in scores.items()}
@@ -96,7 +95,8 @@ class Evaluator:
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
-            for rule, values in self._scores(generate(self._request(step, 0.0, 1.0))).items():
+            greedy = generate(self._request(step, 0.0, 1.0)).batch
+            for rule, values in self._scores(greedy).items():
                 metrics[f"eval/accuracy_greedy{rule}"] = fmean(values)
                 metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
         metrics["eval/failed"] = float(self._failed)

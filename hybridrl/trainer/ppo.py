@@ -293,8 +293,7 @@ class PPOTrainer:
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
-            generate = lambda prompts: self._generate(prompts).batch  # noqa: E731
-            self.metrics |= self.evaluator.evaluate(step, generate)
+            self.metrics |= self.evaluator.evaluate(step, self._generate)
 
     def checkpoint(self, step: int) -> None:
         """Begin a checkpoint where one is due; it is written while later steps run."""
