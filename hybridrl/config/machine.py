@@ -2,10 +2,12 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config import nvidia_smi
+from hybridrl.config.cgroup import cgroups
 
 GIB = 2**30
 
@@ -109,28 +111,14 @@ def memory_limit(root: Path = Path("/")) -> int:
     return min([total, *_cgroup_limits(root)])
 
 
-def _cgroup_limits(root: Path) -> list[int]:
+def _cgroup_limits(root: Path) -> Iterator[int]:
     """Memory limits of this process's cgroup and of the groups around it."""
-    cgroups = root / "proc/self/cgroup"
-    lines = cgroups.read_text().splitlines() if cgroups.is_file() else []
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # In a container the path may be the host's; then only the mounted root exists.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            text = (folder / name).read_text().strip() if (folder / name).is_file() else ""
+    for group in cgroups("memory", root):
+        for file in (group / "memory.max", group / "memory.limit_in_bytes"):  # v2, v1
+            text = file.read_text().strip() if file.is_file() else ""
             # v2 writes "max", v1 a number near 2^63 where there is no limit.
-            limits += [int(text)] if text.isdigit() else []
-    return limits
+            if text.isdigit():
+                yield int(text)
 
 
 def _gpus() -> tuple[list[GPU], str]:

@@ -1,8 +1,9 @@
 """What the cgroups (v1 and v2) of this process still allow: memory, cores, threads."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from hybridrl.config.cgroup import cgroups
 
 ROOT = Path("/")
 # A v1 group without a limit names a number near 2^63.
@@ -55,34 +56,14 @@ def cgroup_facts(root: Path = ROOT) -> CgroupFacts:
     Args:
         root: of the file system that /proc and /sys belong to.
     """
-    memory = [limit for group in _groups("memory", root) if (limit := _memory(group))]
-    threads = [limit for group in _groups("pids", root) if (limit := _threads(group))]
-    cores = [quota for group in _groups("cpu", root) if (quota := _cores(group))]
+    memory = [limit for group in cgroups("memory", root) if (limit := _memory(group))]
+    threads = [limit for group in cgroups("pids", root) if (limit := _threads(group))]
+    cores = [quota for group in cgroups("cpu", root) if (quota := _cores(group))]
     return CgroupFacts(
         min(memory, key=lambda limit: limit.left, default=None),
         min(threads, key=lambda limit: limit.left, default=None),
         min(cores, default=None),
     )
-
-
-def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's group and the groups around it."""
-    listing = root / "proc/self/cgroup"
-    for line in listing.read_text().splitlines() if listing.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # In a container the path may be the host's; then only the mounted root exists.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            if folder.is_dir():
-                yield folder
 
 
 def _memory(group: Path) -> Limit | None:

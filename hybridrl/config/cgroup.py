@@ -1,0 +1,29 @@
+"""Where the cgroups (v1 and v2) of this process are, whose files hold what it may use."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's group and the groups around it.
+
+    Args:
+        controller: as memory, pids or cpu.
+        root: of the file system that /proc and /sys belong to.
+    """
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's; then only the mounted root exists.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if folder.is_dir():
+                yield folder
