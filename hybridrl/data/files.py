@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridrl.config.check_resources import file_problems
 from hybridrl.data.rows import Columns, Row, SourceProblem, kind_of, problems_of
 
 
@@ -29,16 +30,10 @@ def read_problems(
 
 
 def _read_file(key: str, path: Path, columns: Columns) -> tuple[list[SourceProblem], list[str]]:
-    if path.is_dir():
-        return [], [f"{key} = {path} is a folder. Name the .jsonl or .parquet files in it."]
-    if not path.is_file():
-        return [], [f"{key} = {path}: there is no such file (seen from {Path.cwd()})."]
-    if path.suffix == ".jsonl":
-        rows, faults = _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        rows, faults = _read_parquet(path)
-    else:
-        return [], [f"{key} = {path}: expected a file that ends in .jsonl or .parquet."]
+    wrong = list(file_problems(key, str(path)))
+    if wrong:
+        return [], wrong
+    rows, faults = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     return problems_of(key, path, rows, columns, faults)
 
 
