@@ -4,11 +4,12 @@ Question   How long does a reshard take, beside what the hardware allows and bes
 Workload   Qwen2 shapes, random float32 weights (norms and biases too) as FSDP2 shards, moved into a
            real vLLM's bfloat16 parameters by a rollout worker's own resharder.
 Measures   Milliseconds of the slowest rank, each repetition begun together:
-             move      cast, exchange, write in place
-             verified  the same with fingerprints, and comparing them
-             prepare   before either: look up addresses, take staging memory
-             usual     full_tensor() of each parameter, then vLLM's load_weights: the faster of
-                       gathering float32 and of casting first
+             sync           the resharder's whole call, one timed region, which is compared; its
+                            parts are prepare (look up addresses, take staging memory) and move
+                            (cast, exchange, write in place)
+             sync_verified  the same with fingerprints and comparing them: prepare, move, verify
+             usual          full_tensor() of each parameter, then vLLM's load_weights: the faster
+                            of gathering float32 and of casting first
            floor = max(6 bytes * elements cast / copy bandwidth, bytes received / all-gather
            bandwidth) of the slowest rank, with both bandwidths measured in the same run: a large
            cast copy float32 -> bfloat16, and the best of all-gathers of several sizes among the
@@ -42,7 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
-from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from benchmarks.timing import (
+    hardware,
+    min_median_max,
+    seconds_of_slowest,
+    seconds_per_call,
+    slowest,
+)
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
@@ -199,8 +206,8 @@ def _measure(
     bandwidths: dict[str, float],
 ) -> dict[str, Any]:
     """All times, compared."""
-    plain = _syncs(worker, args.repeats, verify=False)
-    verified = _syncs(worker, args.repeats, verify=True)
+    sync, parts = _syncs(worker, args.repeats, verify=False)
+    verified, verified_parts = _syncs(worker, args.repeats, verify=True)
     extra = _extra_bytes(lambda: worker.resharder.sync(0, verify=True))
     moved = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
     usual = {
@@ -214,38 +221,47 @@ def _measure(
     ]
     wrong: list[Any] = [None] * args.gpus
     dist.all_gather_object(wrong, differing)
-    floor = _floor(actor, plain[0]["received_bytes"], bandwidths)
-    move = _slowest(plain, "move_s")
+    received = parts.pop("received_bytes")[0]
+    floor = _floor(actor, received, bandwidths)
+    sync_s = statistics.median(sync)
     usual_s = min(statistics.median(seconds) for seconds in usual.values())
     return {
-        "prepare_ms": min_median_max(_slowest(plain, "prepare_s"), 1e3),
-        "move_ms": min_median_max(move, 1e3),
-        "verified_ms": min_median_max(_slowest(verified, "move_s", "verify_s"), 1e3),
-        "received_bytes": plain[0]["received_bytes"],
+        "sync_ms": min_median_max(sync, 1e3),
+        "sync_parts_ms": _parts_ms(parts),
+        "sync_verified_ms": min_median_max(verified, 1e3),
+        "sync_verified_parts_ms": _parts_ms(verified_parts),
+        "received_bytes": received,
         "floor_ms": round(1e3 * floor, 3),
-        "times_floor": round(statistics.median(move) / floor, 2),
+        "times_floor": round(sync_s / floor, 2),
         "usual_ms": {how: min_median_max(seconds, 1e3) for how, seconds in usual.items()},
-        "times_faster_than_usual": round(usual_s / statistics.median(move), 1),
+        "times_faster_than_usual": round(usual_s / sync_s, 1),
         "extra_memory_buckets": round(extra / (args.bucket_mb << 20), 2),
         "parameters": len(moved),
         "differing_parameters": wrong,
     }
 
 
-def _syncs(worker: RolloutWorker, repeats: int, *, verify: bool) -> list[dict[str, float]]:
-    """This rank's metrics of each repetition, after three others."""
-    metrics = []
-    for version in range(3 + repeats):
-        wait_for_all()
-        metrics.append(worker.resharder.sync(version, verify=verify))
-    return metrics[3:]
+def _syncs(
+    worker: RolloutWorker, repeats: int, *, verify: bool
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of each repetition, after three others, and of each what the sync itself reports."""
+    reported: list[dict[str, float]] = []
+    seconds = seconds_of_slowest(
+        lambda: reported.append(worker.resharder.sync(len(reported), verify=verify)),
+        warmup=3,
+        repeats=repeats,
+    )
+    timed = reported[-repeats:]
+    return seconds, {name: slowest([one[name] for one in timed]) for name in timed[0]}
 
 
-def _slowest(metrics: list[dict[str, float]], *keys: str) -> list[float]:
-    """Of each repetition the largest sum of these metrics on any rank."""
-    own = torch.tensor([sum(one[key] for key in keys) for one in metrics], dtype=torch.float64)
-    dist.all_reduce(own, dist.ReduceOp.MAX)  # on the host: gloo
-    return own.tolist()
+def _parts_ms(reported: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Each part's smallest, median and largest time; that of a part's slowest rank."""
+    return {
+        name.removesuffix("_s"): min_median_max(seconds, 1e3)
+        for name, seconds in reported.items()
+        if name.endswith("_s")
+    }
 
 
 def _floor(actor: Actor, received: float, bandwidths: dict[str, float]) -> float:
@@ -254,9 +270,7 @@ def _floor(actor: Actor, received: float, bandwidths: dict[str, float]) -> float
     floors = [6 * sum(storages.values()) / bandwidths["copy_bandwidth"]]
     if bandwidths["all_gather_bandwidth"]:
         floors.append(received / bandwidths["all_gather_bandwidth"])
-    slowest = torch.tensor(max(floors), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    return slowest([max(floors)])[0]
 
 
 def _extra_bytes(function: Callable[[], object]) -> int:
@@ -281,7 +295,7 @@ def _usual(worker: RolloutWorker, actor: Actor, *, cast_first: bool) -> list[flo
     for tensor in worker.engine.tensors().values():
         tensor.fill_(float("nan"))  # what a loader left out would show
     with torch.no_grad():
-        return seconds_per_call(lambda: worker.engine.load(weights()), warmup=1, repeats=3)
+        return seconds_of_slowest(lambda: worker.engine.load(weights()), warmup=1, repeats=5)
 
 
 if __name__ == "__main__":

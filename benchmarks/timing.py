@@ -28,6 +28,29 @@ def seconds_per_call(
     return seconds
 
 
+def seconds_of_slowest(function: Callable[[], object], *, warmup: int, repeats: int) -> list[float]:
+    """Wall seconds of each of `repeats` calls on its slowest rank, after `warmup` calls.
+
+    Every rank begins together; a rank's call ends when its device is done, whatever the others do.
+    """
+    seconds = []
+    for _ in range(warmup + repeats):
+        wait_for_all()
+        start = time.perf_counter()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return slowest(seconds[warmup:])
+
+
+def slowest(values: Sequence[float]) -> list[float]:
+    """Of each value the largest on any rank."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)  # on the host: gloo
+    return largest.tolist()
+
+
 def wait_for_all() -> None:
     """Wait for this process's device, and with a process group for every rank."""
     if torch.cuda.is_available():
