@@ -189,10 +189,9 @@ def _on_first_rank(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _local_shard(param: DTensor) -> Tensor:
-    # Without gradients this only looks the tensor up; through `detach` it would take 10 times as
-    # long, for each parameter at every weight sync.
-    with torch.no_grad():
-        return param.to_local()
+    # What `to_local` finds without gradients, in a tenth of its time: it is asked for each
+    # parameter at every weight sync.
+    return param._local_tensor
 
 
 def _dim_cut(param: DTensor) -> int:

@@ -26,7 +26,7 @@ class Buffers:
         device: of the tensors.
 
     Attributes:
-        tensors: flat views; none between `release` and `place`.
+        tensors: contiguous; none between `release` and `place`.
         addresses: [buffers] int64 on the device: what kernels read.
     """
 
@@ -34,7 +34,7 @@ class Buffers:
         self.device = device
         self.tensors: list[Tensor] = []
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
-        self._known: list[int] = []
+        self._known: tuple[list[int], list[torch.dtype]] = [], []
         self._kinds: list[tuple[torch.dtype, int]] = []
 
     def place(self, tensors: Sequence[Tensor]) -> bool:
@@ -42,15 +42,18 @@ class Buffers:
 
         They must if dtypes, or addresses modulo the width of a vector access, have changed.
         """
-        self.tensors = [tensor.view(-1) for tensor in tensors]
-        known = [tensor.data_ptr() for tensor in tensors]
-        assert all(at or not tensor.numel() for tensor, at in zip(tensors, known, strict=True)), (
+        self.tensors = list(tensors)
+        # Called before every reshard, mostly with nothing new: no work for each tensor but this.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if (addresses, dtypes) == self._known:
+            return False
+        assert all(at or not t.numel() for t, at in zip(tensors, addresses, strict=True)), (
             "a tensor to copy has no memory now"
         )
-        if known != self._known:
-            self._known = known
-            self.addresses = torch.tensor(known, dtype=torch.int64).to(self.device)
-        kinds = [(tensor.dtype, at % 16) for tensor, at in zip(tensors, known, strict=True)]
+        self._known = addresses, dtypes
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        kinds = [(dtype, at % 16) for dtype, at in zip(dtypes, addresses, strict=True)]
         before, self._kinds = self._kinds, kinds
         return before != kinds
 
@@ -60,8 +63,8 @@ class Buffers:
 
     def view(self, buffer: int, start: int, size: tuple[int, int], stride: int) -> Tensor:
         """[rows, columns] of a buffer, whose rows begin `stride` elements apart."""
-        flat = self.tensors[buffer]
-        return flat.as_strided(size, (stride, 1), flat.storage_offset() + start)
+        tensor = self.tensors[buffer]
+        return tensor.as_strided(size, (stride, 1), tensor.storage_offset() + start)
 
 
 @dataclass(frozen=True)

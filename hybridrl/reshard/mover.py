@@ -79,14 +79,15 @@ class Mover:
         self.plan = plan
         self._shards = shards
         self._sources = sources
+        rank = dist.get_rank(group)
+        self._shapes = [torch.Size(source.region(rank).shape) for source in sources]
         self._destination = destination
         self._group = group
-        self._rank = dist.get_rank(group)
         self._hashes = hashes
         self.staging = Staging(plan.buckets, group, destination.dtype, destination.device)
         self.sums = Sums(dist.get_world_size(group), len(plan.parameters))
         shapes = destination.trace.parameters
-        self.tables = Tables(plan, self._rank, sources, shapes, self.sums)
+        self.tables = Tables(plan, rank, sources, shapes, self.sums)
         self._buffers = Buffers(destination.device)
 
     @torch.no_grad()
@@ -123,13 +124,12 @@ class Mover:
     def _local_shards(self) -> list[Tensor]:
         gather_factors(self._shards)
         tensors = []
-        for shard, source in zip(self._shards, self._sources, strict=True):
+        for shard, expected in zip(self._shards, self._shapes, strict=True):
             tensor = shard.local()
-            expected = source.region(self._rank).shape
-            if tuple(tensor.shape) != expected or not tensor.is_contiguous():
+            if tensor.shape != expected or not tensor.is_contiguous():
                 raise ReshardError(
                     f"{shard.name}: this rank's shard has shape {tuple(tensor.shape)}, "
-                    f"planned was {expected} of {source.shape}, contiguous"
+                    f"planned was {tuple(expected)} of {shard.shape}, contiguous"
                 )
             # All merged shards are kept until they have moved, so they are cast at once.
             is_new = shard.kind is ShardKind.merged

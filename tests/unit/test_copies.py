@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,6 @@ CPU = torch.device("cpu")
 
 def take(tensor, offset, shape):
     return tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-
-
-def users_of(tensor):
-    """Tensors, and other objects, that keep a tensor's memory alive."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +75,23 @@ def test_buffers_say_when_copies_must_be_built_anew():
     assert buffers.place([memory.bfloat16()[:16]]), "another dtype"
 
 
+def test_a_tensor_without_memory_is_refused_each_time():
+    buffers, away = Buffers(CPU), torch.zeros(8)
+    buffers.place([away])
+    away.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="no memory"):
+            buffers.place([away])
+
+
 def test_released_buffers_keep_nothing_alive():
     buffers, memory = Buffers(CPU), torch.zeros(8)
-    before = users_of(memory)
     buffers.place([memory])
-    assert users_of(memory) > before
+    kept = weakref.ref(memory)
+    del memory
+    assert kept() is not None
     buffers.release()
-    assert users_of(memory) == before
+    assert kept() is None
 
 
 def test_the_kernel_does_what_the_loop_does():
