@@ -13,8 +13,6 @@ wrong key is answered at once.
 import importlib
 import logging
 import math
-import os
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,11 +45,16 @@ from hybridrl.config.secrets import (
     without_secrets,
 )
 from hybridrl.controller.command import composed, conf_dir, examined, look
+from hybridrl.controller.command_process import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    exit_codes,
+    set_up_process,
+    show_problems,
+)
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.controller.ray_head import ray_address
-from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
-from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.run_lock import sole_run
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
 # Seconds until a restart that could not begin is followed by the next.
 RESTART_PAUSE_S = 10.0
 # What data.prompts reads; with one of these wrong, looking at the data makes no sense.
@@ -74,29 +76,13 @@ DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
-    signal.signal(signal.SIGTERM, interrupt)
+    set_up_process()
     guard_standard_output()
-    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
-    # would be left behind. Workers inherit the variable.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
-    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
-        sys.path.insert(0, os.getcwd())
     line = parse_argv(sys.argv[1:])
-    try:
+    with exit_codes():
         overrides = _checked_overrides(line) if line.composes else line.overrides
         sys.argv = [sys.argv[0], *overrides, *line.options]
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(job)()
-    except ConfigError as error:
-        _show(error)
-        sys.exit(EXIT_CONFIG)
-    except KeyboardInterrupt as error:
-        checkpoint = written_in_time(error)
-        if checkpoint is not None:
-            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {checkpoint}\n")
-            sys.exit(EXIT_PREEMPTED)
-        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
-        sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
-        sys.exit(128 + signum)
 
 
 def job(cfg: DictConfig) -> float:
@@ -110,7 +96,7 @@ def job(cfg: DictConfig) -> float:
     try:
         metric, error_text, code = run(cfg), "", 0
     except ConfigError as error:
-        _show(error)
+        show_problems(error)
         metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
     except (WorkerError, RunStopped) as error:  # tells the whole story itself
         log.error("%s", error)
@@ -352,10 +338,6 @@ def _result(status: str, metric: float, seconds: float, error: str) -> JobResult
         directory=state.runtime.output_dir,
         error=error.splitlines()[0] if error else "",
     )
-
-
-def _show(error: ConfigError) -> None:
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.commands.running import (
-    EXIT_FAILED,
     UsageError,
     checkpoint_at,
     note_other_files,
@@ -20,6 +19,7 @@ from hybridrl.commands.running import (
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
+from hybridrl.controller.command_process import EXIT_FAILED
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.exported import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder

@@ -1,7 +1,5 @@
 """What the commands beside training have in common: how they end, and what they say then."""
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +10,10 @@ from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, na
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.signals import Interrupted, interrupt
-from hybridrl.models.cache import cache_folder
+from hybridrl.controller.command_process import EXIT_CONFIG, exit_codes, set_up_process
 from hybridrl.models.fingerprint import without_weights
 from hybridrl.trainer.base_models import other_files, trained_model
 from hybridrl.trainer.verifying import Verifying
-
-EXIT_FAILED, EXIT_CONFIG = 1, 2
 
 
 class UsageError(ConfigError):
@@ -34,27 +28,14 @@ def run_command(command: Callable[[], None]) -> None:
     Exit codes: 1 failed, 2 what the user can fix, 130 Ctrl-C, 143 SIGTERM; others are a command's
     own, by sys.exit.
     """
-    signal.signal(signal.SIGTERM, interrupt)
-    # As in hybridrl.main: torch's folder for compiled kernels, and the user's modules.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        command()
-    except ConfigError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        sys.exit(EXIT_CONFIG)
-    except DamagedCheckpoint as error:  # in a way that shows only when its content is used
-        problem = f"{error}.\nName another checkpoint."
-        sys.stderr.write(f"{ConfigError.__name__}: {UsageError(problem)}\n")
-        sys.exit(EXIT_CONFIG)
-    except WorkerError as error:  # tells the whole story itself
-        sys.stderr.write(f"{error}\n")
-        sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt as error:
-        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
-        sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
-        sys.exit(128 + signum)
+    set_up_process()
+    with exit_codes():
+        try:
+            command()
+        except DamagedCheckpoint as error:  # in a way that shows only when its content is used
+            problem = f"{error}.\nName another checkpoint."
+            sys.stderr.write(f"{ConfigError.__name__}: {UsageError(problem)}\n")
+            sys.exit(EXIT_CONFIG)
 
 
 def checkpoint_at(path: Path) -> Found:

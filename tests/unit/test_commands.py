@@ -13,10 +13,19 @@ import pytest
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
-from hybridrl.commands.running import checkpoint_at, note_other_files, run_command, while_it_stays
+from hybridrl.commands.running import (
+    UsageError,
+    checkpoint_at,
+    note_other_files,
+    run_command,
+    while_it_stays,
+)
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
+from hybridrl.controller.command_process import exit_codes
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.resolve import resolve_model
 from hybridrl.trainer import verifying
 from hybridrl.trainer.base_models import trained_model
@@ -44,6 +53,24 @@ def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: 1 problem on the command line")
     assert f"{tmp_path}: state has only parts of actor.weights.x" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("x = 1 found"), 2, "ConfigError: 1 problem in the config\n- x = 1 found\n"),
+        (UsageError("no such flag"), 2, "UsageError: 1 problem on the command line"),
+        (WorkerError([3], "actor.update", "rank 3 died"), 1, "rank 3 died"),
+        (KeyboardInterrupt(), 130, "Stopped by SIGINT\n"),
+        (Interrupted(signal.SIGTERM), 143, "Stopped by SIGTERM\n"),
+        (Preempted(Path("x/step_4")), 75, "Stopped by SIGTERM; the run goes on from x/step_4\n"),
+    ],
+)
+def test_every_end_has_its_exit_code(error, code, told, capsys):
+    with pytest.raises(SystemExit) as end, exit_codes():
+        raise error
+    assert end.value.code == code
+    assert told in capsys.readouterr().err
 
 
 def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):

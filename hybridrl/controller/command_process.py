@@ -1,0 +1,59 @@
+"""The process of a command: what it sets up first, and with which exit code it ends."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
+from hybridrl.models.cache import cache_folder
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
+
+
+def set_up_process() -> None:
+    """Let SIGTERM end the process as Ctrl-C does, kernels be cached and modules be found."""
+    signal.signal(signal.SIGTERM, interrupt)
+    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
+    # would be left behind. Workers inherit the variable.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    import_from_here()
+
+
+def import_from_here() -> None:
+    """Let the user's rewards and workers be imported from the folder of the command."""
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
+        sys.path.insert(0, os.getcwd())
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Leave by SystemExit, and say why, where the block ends by one of the errors below.
+
+    Exit codes: 1 workers failed, 2 what the user can fix, 75 SIGTERM, and a checkpoint was
+    written, 130 Ctrl-C, 143 SIGTERM.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        show_problems(error)
+        sys.exit(EXIT_CONFIG)
+    except WorkerError as error:  # tells the whole story itself
+        sys.stderr.write(f"{error}\n")
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt as error:
+        checkpoint = written_in_time(error)
+        if checkpoint is not None:
+            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {checkpoint}\n")
+            sys.exit(EXIT_PREEMPTED)
+        signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
+        sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
+        sys.exit(128 + signum)
+
+
+def show_problems(error: ConfigError) -> None:
+    """Say what the user can fix."""
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
