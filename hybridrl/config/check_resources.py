@@ -93,7 +93,7 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def gpu_count_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+def gpu_count_problems(config: RunConfig) -> Iterator[str]:
     """A dry run for GPUs that are not here must say how many they are."""
     unknown = config.cluster.gpus_per_node is None
     if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:

@@ -71,6 +71,6 @@ def _slots(config: RunConfig, machine: Machine, report: Report) -> int | None:
         return 1
     if machine.gpus:
         return max(1, gpus_on_each(machine, config.cluster.nodes))
-    for problem in gpu_count_problems(config, machine):
+    for problem in gpu_count_problems(config):
         report.add(problem)
     return None

@@ -36,7 +36,7 @@ def plan(
     return Group(
         _heading(config, shape, machine, reward_shape),
         _placement(config, machine),
-        _roles(config, shape),
+        _roles(config),
         _batches(config),
         _memory(config, shape, machine, reward_shape),
         *_remarks(config, machine),
@@ -140,7 +140,7 @@ def node_names(config: RunConfig, machine: Machine) -> list[str]:
     return known if len(known) == wanted else [f"node {index}" for index in range(wanted)]
 
 
-def _roles(config: RunConfig, shape: ModelShape) -> Table:
+def _roles(config: RunConfig) -> Table:
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
     share = f"1/{fsdp.dp_shard} of the float32 weights"
     table = Table(title="Every rank holds", title_justify="left")
@@ -233,8 +233,9 @@ def _pinned(
     pinned, staged = pinned_bytes(config, shape, reward_shape), staged_bytes(config, shape)
     if not machine.gpus or not pinned + staged:
         return []
-    there = f"; it has {gib(min(n.memory_bytes for n in machine.nodes))}" if machine.gpus else ""
-    on_node = f"{gib(node_ram(config, shape, reward_shape))} of a node with its processes{there}"
+    there = gib(min(n.memory_bytes for n in machine.nodes))
+    needed = gib(node_ram(config, shape, reward_shape))
+    on_node = f"{needed} of a node with its processes; it has {there}"
     return [
         f"Pinned host memory: {gib(pinned)} of each rank for fsdp.offload = {config.fsdp.offload}, "
         f"{gib(staged)} for checkpoints; {on_node}."

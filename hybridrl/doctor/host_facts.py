@@ -67,7 +67,6 @@ class HostFacts(NamedTuple):
     Attributes:
         shared_memory: /dev/shm; None if there is none.
         cores: that this process may run on.
-        all_cores: of the machine.
         environment: the variables `OF_INTEREST`.
         versions: of python, packages and driver; of what is not there, nothing.
         temporary: the folders for temporary files in use.
@@ -81,7 +80,6 @@ class HostFacts(NamedTuple):
     limits: Limits
     cgroup: CgroupFacts
     cores: int
-    all_cores: int
     environment: dict[str, str]
     versions: dict[str, str]
     temporary: tuple[Temporary, ...]
@@ -98,7 +96,6 @@ def host_facts() -> HostFacts:
         limits=limits(),
         cgroup=cgroup_facts(),
         cores=len(os.sched_getaffinity(0)),
-        all_cores=os.cpu_count() or 1,
         environment=environment(),
         versions=versions(),
         temporary=temporary(),

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.check_reward_model import NO_REWARD
 from hybridrl.config.data_schema import DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.memory import gib
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 8
 QUESTION = "What is 2 + 2?"
-NO_REWARD = "hybridrl.rewards.none.score"
 # Reference answers as a model would write them: whole, GSM8K's mark, MATH's.
 FORMS, EMPTY = ("{}", "#### {}", "\\boxed{{{}}}"), ""
 

@@ -43,7 +43,6 @@ def facts(**changes: Any) -> HostFacts:
         limits=Limits(65536, 65536, None, None),
         cgroup=CgroupFacts(None, None, None),
         cores=8,
-        all_cores=8,
         environment={},
         versions={"python": "3.11.7", "torch": "2.11.0", "driver": "570.1"},
         temporary=(Temporary(Room("/tmp", 99 * GIB, 99 * GIB), ""),),
