@@ -90,6 +90,16 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
+def asleep_bytes(tag: str) -> int:
+    """Device memory that what vLLM has tagged so takes when it wakes."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    known = get_mem_allocator_instance().pointer_to_data.values()
+    sizes = [data.handle[1] for data in known if data.tag == tag]
+    assert sizes, f"vLLM has tagged no allocation as {tag}"
+    return sum(sizes)
+
+
 def sleep_by_part(llm: Any) -> None:
     """Have vLLM's level-1 sleep discard the KV cache and leave the weights where they are.
 

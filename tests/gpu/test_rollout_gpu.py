@@ -69,9 +69,23 @@ def nap(folder: Path, mode: SleepMode, enforce_eager: bool) -> dict[str, Any]:
                 "after": engine.generate(prompts(temperature=0.0)),
             }
         )
+    seen["kept_mb"], seen["short_mb"] = kept_beside_a_waking_engine(engine)
     seen["moved"] = [n for n, t in engine.tensors().items() if t.data_ptr() != places[n]]
     seen["awake_mb"] = awake_mb
     return seen
+
+
+def kept_beside_a_waking_engine(engine: VLLMEngine) -> tuple[float, float]:
+    """MiB that torch keeps cached over a wake where there is room for both, and where not."""
+    kept = []
+    for cached_mb in (1024, int(free_mb()) - 512):
+        engine.sleep()
+        before = torch.cuda.memory_reserved()
+        cached = torch.empty(cached_mb * MIB, dtype=torch.uint8, device="cuda")
+        del cached
+        wake(engine, {})
+        kept.append((torch.cuda.memory_reserved() - before) / MIB)
+    return kept[0], kept[1]
 
 
 def wake(engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
@@ -124,6 +138,8 @@ def test_sleep(mode, enforce_eager, gives_mb, folder):
         assert ("asleep" in one["error"]) == (mode is not SleepMode.none)
         assert equal(one["after"], seen["before"])
     assert seen["moved"] == []
+    assert seen["kept_mb"] >= 1024
+    assert mode is SleepMode.none or seen["short_mb"] < 512
     sleeps_when_built = seen["built_mb"] - seen["awake_mb"]
     assert low - 32 <= sleeps_when_built
     assert seen["before"].responses.values.unique().numel() > 1, "a model that says something"
