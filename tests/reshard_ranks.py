@@ -1,5 +1,6 @@
 """What the tests of the resharder run on every rank: random shards, and an engine without vLLM."""
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.toy_engine import SOURCES, ToyEngine
 BFLOAT = torch.bfloat16
 # What has adapters where some weights have them: parts of fused parameters, and columns.
 MERGED = ("q", "v", "o", "up", "experts")
+LATE_S = 0.5
 EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank takes columns
 
 
@@ -146,9 +148,19 @@ def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str,
         whole[name] *= 2
     resharder.sync(3, verify=False)
     seen["wrong"] += side.wrong(whole)
+    seen["late"] = beside_a_late_rank(resharder)
     seen["missed"] = missed_flips(side, resharder)
     seen["replicas"] = replica_error(side, resharder) if replicas > 1 else ""
     return seen
+
+
+def beside_a_late_rank(resharder: Resharder) -> dict[str, float]:
+    """Seconds of a sync to which rank 0 comes late, of a rank that exchanges with it; else none."""
+    if dist.get_rank() == 0:
+        time.sleep(LATE_S)
+    metrics = resharder.sync(3, verify=False)
+    waits = 0 in dist.get_process_group_ranks(resharder._group) and dist.get_rank() > 0
+    return metrics if waits else {}
 
 
 def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[str]:

@@ -85,9 +85,9 @@ class Resharder:
 
         Returns:
             Seconds of looking up where everything lies, taking staging memory and merging
-            (`prepare_s`), of moving (`move_s`) and of comparing (`verify_s`), each until the
-            device was done; the bytes that this rank received from others and those that it wrote
-            into its parameters.
+            (`prepare_s`), until the other ranks of its group had done so, too (`wait_s`), of moving
+            (`move_s`) and of comparing (`verify_s`), each until the device was done; the bytes
+            that this rank received from others and those that it wrote into its parameters.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a
@@ -101,6 +101,8 @@ class Resharder:
             try:
                 with timer.part("prepare_s"):
                     mover.prepare()
+                with timer.part("wait_s"):
+                    self._meet()
                 with timer.part("move_s"):
                     mover.move(fingerprint=verify)
             finally:
@@ -142,6 +144,11 @@ class Resharder:
                 f"after reshard {version} the rollout engine's weights are not the actor's:\n"
                 f"  {listed}"
             )
+
+    def _meet(self) -> None:
+        """Wait for the ranks that exchange with this one: a late one is no slow move of others."""
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(torch.zeros(1, device=self._destination.device), group=self._group)
 
     def _due(self, *, verify: bool, kept: bool) -> list[Mover]:
         """What has to be carried out: all plans, or only that of what changes."""

@@ -110,10 +110,11 @@ class RolloutWorker(Worker):
 
         Returns:
             On this rank: seconds in all (`total_s`) and by parts, in their order: `onload_s` of
-            the actor, `wake_weights_s`, `prepare_s` of finding the shards, `move_s`, `verify_s` of
-            comparing fingerprints, `offload_s` of the other roles, `wake_kv_s` and
-            `reset_prefix_cache_s`; and the bytes received from other ranks and written into the
-            engine's parameters. Frozen weights that the engine still holds are not moved again.
+            the actor, `wake_weights_s`, `prepare_s` of finding the shards, `wait_s` for the ranks
+            that it exchanges with, `move_s`, `verify_s` of comparing fingerprints, `offload_s` of
+            the other roles, `wake_kv_s` and `reset_prefix_cache_s`; and the bytes received from
+            other ranks and written into the engine's parameters. Frozen weights that the engine
+            still holds are not moved again.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent.

@@ -7,7 +7,7 @@ the same against a real vLLM.
 import pytest
 
 from tests.distributed.launch import run_on_ranks
-from tests.reshard_ranks import run_adapted, run_side
+from tests.reshard_ranks import LATE_S, run_adapted, run_side
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ def test_weights_arrive_wherever_they_lie_and_no_flipped_bit_passes(
         assert seen["wrong"] == [], rank
         assert seen["missed"] == [], rank
         assert seen["buckets"] > 1
+        late = seen["late"]
+        assert not late or late["wait_s"] > LATE_S / 2 > late["move_s"]
         if replicas > 1:
             assert "\n  gate_up on ranks [3]: was sent weights that differ" in seen["replicas"]
             assert seen["replicas"].count("\n") == 1
