@@ -73,7 +73,13 @@ gpu_count() {
   elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     awk -F, '{print NF}' <<<"$CUDA_VISIBLE_DEVICES"
   elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+    local listed
+    if listed=$(nvidia-smi -L 2>&1); then
+      grep -c '^GPU ' <<<"$listed" || true
+    else
+      echo "$(node_name): nvidia-smi fails, Ray is told of no GPU: $listed" >&2
+      echo 0
+    fi
   else
     echo 0
   fi

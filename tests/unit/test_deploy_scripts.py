@@ -33,6 +33,20 @@ def look(cluster: Cluster, **environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def test_an_nvidia_smi_that_fails_is_told(cluster, tmp_path):
+    smi = tmp_path / "broken" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{cluster.environment['PATH']}"
+    output, errors = look(cluster, PATH=path)
+    assert output.split()[4] == "0"
+    assert "node2: nvidia-smi fails" in errors and "Driver/library version mismatch" in errors
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\necho 'GPU 1: NVIDIA H200'\n")
+    output, errors = look(cluster, PATH=path)
+    assert output.split()[4] == "2" and "nvidia-smi" not in errors
+
+
 def add_hca(folder: Path, name: str, state: str, layer: str) -> None:
     """One port of an HCA, as /sys has it."""
     port = folder / "class/infiniband" / name / "ports/1"
