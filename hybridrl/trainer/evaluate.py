@@ -14,6 +14,8 @@ from hybridrl.trainer.rewarding import Judge, Rewarded
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
+# The normal distribution has 95 % of its mass within so many standard deviations.
+Z95 = 1.96
 
 Item = tuple[str, str, dict[str, Any]]
 
@@ -183,8 +185,16 @@ def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int
 
 
 def half_width(scores: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of a mean: 1.96 standard errors.
+    """How far the 95 % confidence interval of a mean reaches to its farther side.
 
-    The normal approximation: with accuracies near 0 or 1, and with few problems, too narrow.
+    Of scores that are 0 or 1 the interval is Wilson's (1927), which has a width where all problems
+    failed, too: 0 of 500 are 0 +- 0.0076. Of others it is 1.96 standard errors, too narrow with
+    few problems.
     """
-    return 1.96 * pstdev(scores) / math.sqrt(len(scores))
+    count, mean = len(scores), fmean(scores)
+    if any(score not in (0.0, 1.0) for score in scores):
+        return Z95 * pstdev(scores) / math.sqrt(count)
+    spread = math.sqrt(mean * (1 - mean) * count + Z95**2 / 4)
+    middle, half = mean * count + Z95**2 / 2, Z95 * spread
+    low, high = (middle - half) / (count + Z95**2), (middle + half) / (count + Z95**2)
+    return max(mean - low, high - mean)

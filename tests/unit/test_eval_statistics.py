@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from hybridrl.commands.evaluation.statistics import ALL, group_results, pass_at_k
+from hybridrl.trainer.evaluate import half_width
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -51,9 +52,20 @@ def test_results_are_means_over_problems():
 
 
 def test_intervals_are_of_the_spread_over_problems():
-    # pass@2 is 1, 0, 1, 1: variance 3/16; 1.96 sqrt(3/16 / 4)
+    # pass@1 is 0.5, 0, 1, 0.5: variance 1/8; 1.96 sqrt(1/8 / 4)
+    estimate = group_results(SCORES, {}, [1], 1.0)[ALL].pass_at[1]
+    assert estimate.ci95 == pytest.approx(1.96 * (1 / 32) ** 0.5)
+
+
+def test_the_interval_of_all_or_nothing_is_wilsons():
+    # pass@2 is 1, 0, 1, 1: Wilson's interval of 3 in 4 is 0.3006 to 0.9544.
     estimate = group_results(SCORES, {}, [2], 1.0)[ALL].pass_at[2]
-    assert estimate.ci95 == pytest.approx(1.96 * (3 / 64) ** 0.5)
+    assert estimate.ci95 == pytest.approx(0.75 - 0.3006, abs=1e-4)
+    # None of n: from 0 to z^2 / (n + z^2).
+    assert half_width([0.0] * 500) == pytest.approx(3.8416 / 503.8416)
+    assert half_width([1.0] * 500) == pytest.approx(3.8416 / 503.8416)
+    # Of many in the middle it is the normal approximation's.
+    assert half_width([0.0, 1.0] * 5000) == pytest.approx(1.96 * 0.5 / 100, rel=1e-3)
 
 
 def test_threshold_decides_what_is_correct():

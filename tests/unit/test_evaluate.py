@@ -94,11 +94,11 @@ def test_accuracies_by_rule_group_and_decoding():
         "eval/accuracy_steps_2_flexible": 0.5,
         "eval/accuracy_greedy": 0.75,
         "eval/accuracy_greedy_flexible": 0.75,
-        # 1.96 sqrt(p (1 - p) / n)
-        "eval/ci95": pytest.approx(1.96 * 0.25),
-        "eval/ci95_flexible": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
-        "eval/ci95_greedy": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
-        "eval/ci95_greedy_flexible": pytest.approx(1.96 * (0.75 * 0.25 / 4) ** 0.5),
+        # Wilson's intervals: 2 of 4 are in 0.15 to 0.85, 3 of 4 in 0.3006 to 0.9544.
+        "eval/ci95": pytest.approx(0.35, abs=1e-4),
+        "eval/ci95_flexible": pytest.approx(0.75 - 0.3006, abs=1e-4),
+        "eval/ci95_greedy": pytest.approx(0.75 - 0.3006, abs=1e-4),
+        "eval/ci95_greedy_flexible": pytest.approx(0.75 - 0.3006, abs=1e-4),
         "eval/length_mean": pytest.approx(9 / 4),
         "eval/truncated_fraction": 0.25,
         "eval/failed": 0.0,
