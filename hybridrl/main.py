@@ -10,15 +10,12 @@ Ctrl-C, 143 SIGTERM. Nothing heavy is imported before the config has passed its 
 wrong key is answered at once.
 """
 
-import importlib
 import logging
 import math
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,17 +23,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hybridrl.checkpoint.names import checkpoints_folder
-from hybridrl.checkpoint.remains import steps_in
-from hybridrl.config.check_checkpoint import AUTO, NONE, auto_problem
+from hybridrl.config.check_checkpoint import AUTO, auto_problem
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command_line import CONFIG_NAME, CommandLine, parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given, given_keys, recipe_files
 from hybridrl.config.installation import check_installation
-from hybridrl.config.load import Examined
-from hybridrl.config.machine import Machine
 from hybridrl.config.plan_text import plan
 from hybridrl.config.secrets import (
     argument_without_secret,
@@ -54,24 +47,13 @@ from hybridrl.controller.command_process import (
 )
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
-from hybridrl.controller.ray_head import ray_address
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
-from hybridrl.trainer.run_lock import sole_run
+from hybridrl.trainer.launch import Prepared, check_data, look_at_data, train_with_restarts
 from hybridrl.trainer.setup_times import SetupTimes, program_start
 from hybridrl.trainer.sweep import SWEEP_CONFIG, JobResult, finite
-from hybridrl.trainer.verifying import Verifying
-
-if TYPE_CHECKING:
-    from hybridrl.data.prompt_sets import PromptSets
-    from hybridrl.trainer.inputs import RunInputs
 
 log = logging.getLogger(__name__)
-
-# Seconds until a restart that could not begin is followed by the next.
-RESTART_PAUSE_S = 10.0
-# What data.prompts reads; with one of these wrong, looking at the data makes no sense.
-DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 
 def main() -> None:
@@ -147,7 +129,7 @@ def run(cfg: DictConfig) -> float:
     if problem := auto_problem(result.config, state.overrides.hydra, key):
         result.report.add(problem)
     if result.report.problems or cfg.run.dry:
-        _check_data(result)
+        check_data(result)
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
     if in_sweep:
         for text in effect_problems(config, given):
@@ -164,101 +146,12 @@ def run(cfg: DictConfig) -> float:
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
-    prepared, folder = Prepared(result, machine, setup), Path(state.runtime.output_dir)
+    from hybridrl.doctor.preflight import preflight  # heavy, and needed only now
+
+    overrides = list(state.overrides.task)
+    prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
     prepared.is_on_course = config.resume == AUTO
-    return _train_with_restarts(prepared, list(state.overrides.task), folder)
-
-
-@dataclass
-class Prepared:
-    """What is known of a run before anything is started.
-
-    Attributes:
-        result: the checked config.
-        machine: what the run may use.
-        setup: times what happens before the loop.
-        is_on_course: whether all checkpoints in the run's directory are of its own course.
-    """
-
-    result: Examined
-    machine: Machine
-    setup: SetupTimes
-    is_on_course: bool = False
-
-
-def _train_with_restarts(prepared: Prepared, overrides: list[str], folder: Path) -> float:
-    """Train; a run whose workers fail is started anew, as often as trainer.max_restarts allows.
-
-    Where the machines let no restart begin, the next one is tried a little later.
-
-    Raises:
-        WorkerError: the last failure of workers; no restart is left.
-        ConfigError: the run could not begin.
-    """
-    config, failed = prepared.result.config, None
-    last = config.trainer.max_restarts
-    for restart in range(last + 1):
-        try:
-            with sole_run(folder):
-                return _train(prepared, overrides, folder, restart)
-        except WorkerError as error:
-            failed = error
-            if restart < last:
-                log.error("%s", error)
-        except ConfigError as error:
-            if failed is None:
-                raise
-            log.error("Restart %d (trainer.max_restarts) could not begin: %s", restart, error)
-            if restart < last:
-                time.sleep(RESTART_PAUSE_S)
-        # Else it begins where this attempt began; with AUTO as the same run, for its trackers, too.
-        begins_anew = config.resume == NONE
-        if prepared.is_on_course and (begins_anew or steps_in(checkpoints_folder(folder))):
-            config.resume = AUTO
-        prepared.setup = SetupTimes(time.time())
-    assert failed is not None
-    raise failed
-
-
-def _train(prepared: Prepared, overrides: list[str], folder: Path, restart: int) -> float:
-    """Start Ray and the workers, train, and end them; the final held-out accuracy.
-
-    Args:
-        prepared: what is known.
-        overrides: of the command line.
-        folder: the run's.
-        restart: how often the run has been started anew because of its workers.
-    """
-    # Heavy imports come only now.
-    from hybridrl.controller.ray_runtime import ray_runtime
-    from hybridrl.doctor.preflight import preflight
-
-    result, machine, setup = prepared.result, prepared.machine, prepared.setup
-    config = result.config
-    if not ray_address():
-        preflight(result, machine, overrides)
-    setup.mark("checks")
-    # For seconds Ray's start does nothing but wait.
-    with ThreadPoolExecutor(1) as meanwhile, Verifying(log.info) as watch:
-        preparing = meanwhile.submit(_prepare_session, result, folder, watch)
-        with ray_runtime(config.cluster, config.hardware.accelerator):
-            setup.mark("ray")
-            if ray_address():
-                preflight(result, machine, overrides)
-            inputs = preparing.result()
-            setup.mark("checks")
-            if restart:
-                log.warning(
-                    "The run starts anew from %s: restart %d of %d (trainer.max_restarts)",
-                    f"step {inputs.resume.state.step}" if inputs.resume else "its beginning",
-                    restart,
-                    config.trainer.max_restarts,
-                )
-            # A used directory has been refused, or its later steps are set aside.
-            prepared.is_on_course = True
-            from hybridrl.trainer.session import train
-
-            return train(config, folder, machine, inputs, setup)
+    return train_with_restarts(prepared, Path(state.runtime.output_dir))
 
 
 def _checked_overrides(line: CommandLine) -> list[str]:
@@ -275,56 +168,10 @@ def _checked_overrides(line: CommandLine) -> list[str]:
         if found.cfg is not None and not line.args.multirun:
             guard_logging(config_secrets(found.cfg))
             result = examined(found.cfg, look(), given_keys(found.overrides, []))
-            _look_at_data(result)
+            look_at_data(result)
             problems += result.report.problems
         raise ConfigError(*problems)
     return line.overrides
-
-
-def _check_data(result: Examined) -> "PromptSets":
-    """The prompts of a config.
-
-    Raises:
-        ConfigError: every problem of the config and, where that makes sense, of the data.
-    """
-    prompts = _look_at_data(result)
-    if result.report.problems:
-        raise ConfigError(*result.report.problems)
-    assert prompts is not None
-    return prompts
-
-
-def _prepare_session(result: Examined, folder: Path, watch: Verifying) -> "RunInputs":
-    """What a run begins from; torch and the like are imported on the way.
-
-    Raises:
-        ConfigError: whatever is wrong with the data, a model or the checkpoint.
-    """
-    prompts = _check_data(result)
-    importlib.import_module("hybridrl.trainer.session")
-    from hybridrl.trainer.inputs import read_inputs
-
-    return read_inputs(result.config, folder, prompts, watch)
-
-
-def _look_at_data(result: Examined) -> "PromptSets | None":
-    """The data, if what it is read with is right; its problems join the config's."""
-    if not result.report.usable(DATA_NEEDS):
-        return None
-    from hybridrl.data.prompt_sets import examine_prompts
-
-    config, report = result.config, result.report
-    prompts, problems = examine_prompts(
-        config.data, config.model.path, config.rollout.max_prompt_tokens
-    )
-    for problem in problems:
-        report.add(problem, broken="data")
-    if config.environment is not None and report.usable(["environment"]):
-        from hybridrl.trainer.environment import stop_problems
-
-        for problem in stop_problems(config.model.path, config.environment):
-            report.add(problem, broken="environment.stop")
-    return prompts
 
 
 def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
