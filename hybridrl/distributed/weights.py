@@ -20,6 +20,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.reading_once import known_reads
 from hybridrl.models.resolve import model_folder
 
 # Others may scale logits or cap attention scores, which the forwards here would leave out.
@@ -69,7 +70,7 @@ class CheckpointWeights:
 
     def __init__(self, auto: Auto, folder: Path, device: torch.device) -> None:
         self._device = device
-        self._weights = read_checkpoint(auto, folder) if dist.get_rank() == 0 else {}
+        self._weights = _read_once(auto, folder) if dist.get_rank() == 0 else {}
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """The named tensor, broadcast from rank 0."""
@@ -141,6 +142,17 @@ def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     empty = empty_model(AutoModelForCausalLM, model_folder(model))
     named = empty.named_parameters(remove_duplicate=False)
     return {name: tuple(param.shape) for name, param in named}
+
+
+def _read_once(auto: Auto, folder: Path) -> dict[str, Tensor]:
+    """As `read_checkpoint`; a 7 B model takes tens of seconds, so roles share what was read."""
+    known = known_reads()
+    # A causal LM has its backbone under the names that AutoModel gives it.
+    if auto is AutoModel and (AutoModelForCausalLM, folder) in known:
+        return known[AutoModelForCausalLM, folder]
+    if (auto, folder) not in known:
+        known[auto, folder] = read_checkpoint(auto, folder)
+    return known[auto, folder]
 
 
 def read_checkpoint(auto: Auto, folder: Path) -> dict[str, Tensor]:

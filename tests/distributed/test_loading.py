@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from hybridrl.distributed.fsdp import (
 from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.packing import pack
+from hybridrl.distributed.reading_once import reading_once
+from hybridrl.distributed.weights import read_checkpoint
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config
 from tests.tiny_hf import CONFIGS, tiny_folder
@@ -49,10 +52,14 @@ def load_and_look(folders, target):
             "full": full,
             "log_probs": log_probs,
         }
-    critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
+    with reading_once({}), patch("hybridrl.distributed.weights.read_checkpoint") as read:
+        read.side_effect = read_checkpoint
+        load_sharded_policy(model_config(folders["qwen2"]), spec, mesh, chunk_tokens=7)
+        critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
+        load_sharded_policy(model_config(folders["llama"]), spec, mesh, chunk_tokens=7)
     head = {name: p.detach().full_tensor() for name, p in critic.head.named_parameters()}
     backbone = {name: p.detach().full_tensor() for name, p in critic.backbone.named_parameters()}
-    return seen, head, backbone
+    return seen, head, backbone, [call.args[1] for call in read.call_args_list]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def test_shards_are_the_rows_of_from_pretrained(loaded, name):
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     expected = dict(model.named_parameters(remove_duplicate=False))
     assert ("lm_head.weight" in expected) and ("model.embed_tokens.weight" in expected)
-    for rank, (seen, _, _) in enumerate(ranks):
+    for rank, (seen, *_) in enumerate(ranks):
         shards = seen[name]["shards"]
         assert shards.keys() == expected.keys()
         for parameter, (shape, local) in shards.items():
@@ -82,7 +89,7 @@ def test_shards_are_the_rows_of_from_pretrained(loaded, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_leaves_the_shards_as_they_are(loaded, name):
     _, _, ranks = loaded
-    assert all(seen[name]["same"] for seen, _, _ in ranks)
+    assert all(seen[name]["same"] for seen, *_ in ranks)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -96,7 +103,7 @@ def test_log_probs_are_those_of_from_pretrained(loaded, name):
             logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0]
         log_p = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         expected.append(log_p.gather(-1, response[:, None])[:, 0])
-    for seen, _, _ in ranks:
+    for seen, *_ in ranks:
         torch.testing.assert_close(
             seen[name]["log_probs"], torch.cat(expected), rtol=1e-5, atol=1e-5
         )
@@ -117,13 +124,13 @@ def test_a_saved_folder_loads_to_the_same_bits(loaded, name):
     assert not list(saved.glob(".*")), "no partial folder stays behind"
     config = json.loads((saved / name / "config.json").read_text())
     assert config["architectures"] == [type(original).__name__]
-    assert [bool(seen[name]["full"]) for seen, _, _ in ranks] == [True, False]
+    assert [bool(seen[name]["full"]) for seen, *_ in ranks] == [True, False]
 
 
 def test_the_critic_has_the_backbone_and_one_small_head(loaded):
     folders, _, ranks = loaded
     model = AutoModel.from_pretrained(folders["qwen2"], dtype=torch.float32)
-    for _, head, backbone in ranks:
+    for _, head, backbone, _ in ranks:
         for name, wanted in model.named_parameters():
             assert torch.equal(backbone[name], wanted), name
         assert torch.equal(head["weight"], ranks[0][1]["weight"])
@@ -131,3 +138,8 @@ def test_the_critic_has_the_backbone_and_one_small_head(loaded):
         # 32 normal numbers over 33: the norm is near sqrt(32) / 33 = 0.17
         assert 0.05 < float(head["weight"].norm()) < 0.5
         assert float(head["bias"]) == 0.0 and math.isfinite(float(head["weight"].sum()))
+
+
+def test_roles_of_one_checkpoint_read_it_once_and_on_rank_zero_alone(loaded):
+    folders, _, ranks = loaded
+    assert [read for *_, read in ranks] == [[folders["qwen2"], folders["llama"]], []]
