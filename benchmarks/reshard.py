@@ -2,7 +2,9 @@
 
 Question   How long does a reshard take, beside what the hardware allows and beside the usual path?
 Workload   Qwen2 shapes, random float32 weights (norms and biases too) as FSDP2 shards, moved into a
-           real vLLM's bfloat16 parameters by a rollout worker's own resharder.
+           real vLLM's bfloat16 parameters by a rollout worker's own resharder. The usual path comes
+           first, from the same weights cut by rows; then its policy is freed. Beside vLLM's
+           parameters a rank so holds a copy of them, and one policy's shards at a time.
 Measures   Milliseconds of the slowest rank, each repetition begun together:
              sync           the resharder's whole call, one timed region, which is compared; its
                             parts are prepare (look up addresses, take staging memory) and move
@@ -14,7 +16,8 @@ Measures   Milliseconds of the slowest rank, each repetition begun together:
            bandwidth) of the slowest rank, with both bandwidths measured in the same run: a large
            cast copy float32 -> bfloat16, and the best of all-gathers of several sizes among the
            ranks that hold parts of one tensor-parallel slice. Extra memory is the peak during a
-           sync, in buckets. Every parameter must equal the usual path's, bit for bit.
+           sync, in buckets. Every parameter must equal the usual path's, bit for bit; else the
+           exit code is 1.
 Run        python benchmarks/reshard.py --gpus 4 --tp 4 --model-size 7b               (GPUs)
            python benchmarks/reshard.py --gpus 4 --tp 2 --model-size 7b --layout plain
            python benchmarks/reshard.py --gpus 2 --tp 2 --small                      (CPU, seconds)
@@ -28,7 +31,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,9 +54,10 @@ from benchmarks.timing import (
     seconds_per_call,
     slowest,
 )
+from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import RunConfig
-from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.token_models import TokenLogProbs
@@ -75,11 +80,16 @@ class Actor:
 
 
 def main() -> None:
-    """Start the ranks; rank 0 prints one JSON line."""
+    """Start the ranks; print what rank 0 found, and fail if a parameter differs."""
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_model_config(args.model_size)))
         mp.spawn(_rank, (args, Path(folder)), nprocs=args.gpus)
+        line = (Path(folder) / "result.json").read_text()
+    print(line)
+    differing = json.loads(line)["differing_parameters"]
+    if any(differing):
+        raise SystemExit(f"not what vLLM's loader wrote, by rank: {differing}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -125,10 +135,19 @@ def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     )
     device_type = "cuda" if on_gpu else "cpu"
     bandwidths = _bandwidths(args, device_type)
-    worker, actor = _build(args, folder, device_type)
-    result = hardware() | vars(args) | bandwidths | _measure(args, worker, actor, bandwidths)
+    torch.cuda.empty_cache()  # vLLM looks at what is free
+    config = _config(args, folder)
+    mesh = build_mesh(config.fsdp, device_type)
+    worker = RolloutWorker(config.rollout, mesh)
+    worker.engine.wake(EnginePart.WEIGHTS)
+    usual = usual_path(config, worker.engine, device_type)
+    actor = _connect(config, mesh, worker)
+    found = _measure(args, worker, actor, bandwidths) | _compared(worker, usual)
+    usual_s = min(statistics.median(seconds) for seconds in usual.seconds.values())
+    found["times_faster_than_usual"] = round(1e3 * usual_s / found["sync_ms"][1], 1)
     if rank == 0:
-        print(json.dumps({"bench": "reshard"} | result), flush=True)
+        result = {"bench": "reshard"} | hardware() | vars(args) | bandwidths | found
+        (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # vLLM and the process group end in either order only with warnings
 
@@ -161,22 +180,13 @@ def _copy_bandwidth(target: Tensor) -> float:
     return (source.nbytes + target.nbytes) / statistics.median(seconds)
 
 
-def _build(args: argparse.Namespace, folder: Path, device_type: str) -> tuple[RolloutWorker, Actor]:
-    """The rollout worker, connected to an actor whose every weight is a random number."""
-    if device_type == "cuda":
-        torch.cuda.empty_cache()
-    config = _config(args, folder)
-    spec = config.fsdp
-    mesh = build_mesh(spec, device_type)
-    worker = RolloutWorker(config.rollout, mesh)
-    spec = replace(spec, columns=worker.columns(spec))
-    actor = Actor(load_sharded_policy(config.model, spec, mesh, chunk_tokens=1024))
-    generator = torch.Generator(device_type).manual_seed(dist.get_rank())
-    for shard in actor.named_shards():
-        shard.local().normal_(generator=generator)
+def _connect(config: RunConfig, mesh: DeviceMesh, worker: RolloutWorker) -> Actor:
+    """The actor with the usual path's weights, cut as the layout says, and the worker's plan."""
+    spec = replace(config.fsdp, columns=worker.columns(config.fsdp))
+    actor = Actor(random_policy(config, spec, mesh))
     worker.connect({"actor": actor})
-    worker.engine.wake(EnginePart.WEIGHTS)
-    return worker, actor
+    forget(worker.engine)
+    return actor
 
 
 def _config(args: argparse.Namespace, folder: Path) -> RunConfig:
@@ -209,22 +219,9 @@ def _measure(
     sync, parts = _syncs(worker, args.repeats, verify=False)
     verified, verified_parts = _syncs(worker, args.repeats, verify=True)
     extra = _extra_bytes(lambda: worker.resharder.sync(0, verify=True))
-    moved = {name: tensor.clone() for name, tensor in worker.engine.tensors().items()}
-    usual = {
-        how: _usual(worker, actor, cast_first=how == "cast_first")
-        for how in ("float32", "cast_first")
-    }
-    differing = [
-        name
-        for name, tensor in worker.engine.tensors().items()
-        if not torch.equal(tensor.view(torch.int16), moved[name].view(torch.int16))
-    ]
-    wrong: list[Any] = [None] * args.gpus
-    dist.all_gather_object(wrong, differing)
     received = parts.pop("received_bytes")[0]
     floor = _floor(actor, received, bandwidths)
     sync_s = statistics.median(sync)
-    usual_s = min(statistics.median(seconds) for seconds in usual.values())
     return {
         "sync_ms": min_median_max(sync, 1e3),
         "sync_parts_ms": _parts_ms(parts),
@@ -233,10 +230,22 @@ def _measure(
         "received_bytes": received,
         "floor_ms": round(1e3 * floor, 3),
         "times_floor": round(sync_s / floor, 2),
-        "usual_ms": {how: min_median_max(seconds, 1e3) for how, seconds in usual.items()},
-        "times_faster_than_usual": round(usual_s / sync_s, 1),
         "extra_memory_buckets": round(extra / (args.bucket_mb << 20), 2),
-        "parameters": len(moved),
+    }
+
+
+def _compared(worker: RolloutWorker, usual: UsualPath) -> dict[str, Any]:
+    """The usual path's times, and what of its parameters is not what the last sync wrote."""
+    differing = [
+        name
+        for name, tensor in worker.engine.tensors().items()
+        if not torch.equal(tensor.view(torch.int16), usual.parameters[name].view(torch.int16))
+    ]
+    wrong: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wrong, differing)
+    return {
+        "usual_ms": {how: min_median_max(times, 1e3) for how, times in usual.seconds.items()},
+        "parameters": len(usual.parameters),
         "differing_parameters": wrong,
     }
 
@@ -282,20 +291,6 @@ def _extra_bytes(function: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated()
     function()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _usual(worker: RolloutWorker, actor: Actor, *, cast_first: bool) -> list[float]:
-    """Seconds of gathering each parameter whole and giving it to vLLM's loader."""
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in actor.policy.lm.named_parameters():
-            cast = parameter.detach().to(torch.bfloat16) if cast_first else parameter.detach()
-            yield name, cast.full_tensor()  # type: ignore[attr-defined]
-
-    for tensor in worker.engine.tensors().values():
-        tensor.fill_(float("nan"))  # what a loader left out would show
-    with torch.no_grad():
-        return seconds_of_slowest(lambda: worker.engine.load(weights()), warmup=1, repeats=5)
 
 
 if __name__ == "__main__":
