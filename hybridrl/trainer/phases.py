@@ -29,6 +29,8 @@ class Phases:
         self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
         self._sections: list[Section] = []
+        self._updated: dict[int, float] = {}
+        self._switches: list[float] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -46,7 +48,27 @@ class Phases:
         with Stopwatch(name) as watch:
             yield
         self._sections.append(Section(watch.span, self._take_spans()))
+        self._follow(self._sections[-1])
         self._seconds[name] = self.seconds(name) + watch.span.seconds
+
+    @property
+    def switch_s(self) -> float | None:
+        """From the end of a rank's last update until it began to sample in the last section.
+
+        Of the rank that took longest, by its own clock; None if none sampled for the first time
+        since an update there.
+        """
+        return max(self._switches, default=None)
+
+    def _follow(self, section: Section) -> None:
+        self._switches = []
+        for rank, spans in enumerate(section.ranks):
+            for span in spans:
+                method = span.name.rpartition(".")[2]
+                if method == "update":
+                    self._updated[rank] = span.start + span.seconds
+                elif method == "generate" and rank in self._updated:
+                    self._switches.append(span.start - self._updated.pop(rank))
 
     def split(self, name: str, parts: Mapping[str, float]) -> None:
         """Count parts of a phase, timed elsewhere, as phases of their own; it keeps the rest.

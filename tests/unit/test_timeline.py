@@ -10,6 +10,7 @@ import json
 import pytest
 
 from hybridrl.controller.spans import Span, SpanLog, Stopwatch
+from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.timeline import Section, Timeline, write_trace
 
 T0 = 1_700_000_000.0
@@ -55,6 +56,22 @@ def test_a_section_that_comes_twice_counts_together():
 def test_outside_is_what_the_slowest_ranks_do_not_compute():
     # Rank 0's 3 seconds of the rollout; 2.75 seconds of either rank in the update.
     assert STEP.metrics()["time/outside_s"] == pytest.approx(10 - 3 - 2.75)
+
+
+def test_a_switch_is_from_the_last_update_to_the_next_sampling():
+    """Rank 0's takes longest: its critic ends at 9.25, and it samples again at 12."""
+    taken = [
+        *([[], []], UPDATE.ranks),
+        [[Span("rollout.generate", T0 + 12, 1.0)], [Span("rollout.generate", T0 + 11.75, 1.0)]],
+        [[Span("rollout.generate", T0 + 14, 1.0)], [Span("rollout.generate", T0 + 14, 1.0)]],
+    ]
+    phases, switches = Phases(lambda: taken.pop(0)), []
+    with phases.step():
+        for name in ("update", "rollout", "evaluate"):
+            with phases.section(name):
+                pass
+            switches.append(phases.switch_s)
+    assert switches == [None, pytest.approx(2.75), None]
 
 
 def test_calls_that_compute_nothing_are_outside_but_not_idle():
