@@ -49,10 +49,10 @@ from benchmarks.configs import composed
 from benchmarks.shapes import QWEN2_5, TINY
 from benchmarks.timing import (
     hardware,
+    largest_on_any_rank,
     min_median_max,
     seconds_of_slowest,
     seconds_per_call,
-    slowest,
 )
 from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path
 from hybridrl.config.choices import Layout
@@ -261,7 +261,7 @@ def _syncs(
         repeats=repeats,
     )
     timed = reported[-repeats:]
-    return seconds, {name: slowest([one[name] for one in timed]) for name in timed[0]}
+    return seconds, {name: largest_on_any_rank([one[name] for one in timed]) for name in timed[0]}
 
 
 def _parts_ms(reported: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -279,7 +279,7 @@ def _floor(actor: Actor, received: float, bandwidths: dict[str, float]) -> float
     floors = [6 * sum(storages.values()) / bandwidths["copy_bandwidth"]]
     if bandwidths["all_gather_bandwidth"]:
         floors.append(received / bandwidths["all_gather_bandwidth"])
-    return slowest([max(floors)])[0]
+    return largest_on_any_rank([max(floors)])[0]
 
 
 def _extra_bytes(function: Callable[[], object]) -> int:

@@ -41,10 +41,10 @@ def seconds_of_slowest(function: Callable[[], object], *, warmup: int, repeats: 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return slowest(seconds[warmup:])
+    return largest_on_any_rank(seconds[warmup:])
 
 
-def slowest(values: Sequence[float]) -> list[float]:
+def largest_on_any_rank(values: Sequence[float]) -> list[float]:
     """Of each value the largest on any rank."""
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)  # on the host: gloo

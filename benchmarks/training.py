@@ -8,7 +8,8 @@ Workload   Qwen2.5-1.5B's shape (tied, vocabulary 151,936), random weights, FSDP
            micro-batch. One update is one optimizer step: AdamW, clipping and metrics included.
 Measures   MFU by DESIGN's formula, (6 N + 6 L h S) operations per token over 989 TFLOP/s, a third
            of it forward; recomputation does not count. Tokens per second of all ranks. Peak memory
-           of tensors, beside what the planner predicts. Baseline in the same run: eager layers.
+           of tensors, and of what the allocator held for them, beside what the planner predicts
+           that a run's tensors take at most. Baseline in the same run: eager layers.
 Run        python benchmarks/training.py                    (one H200)
            python benchmarks/training.py --ranks 4          (four)
            python benchmarks/training.py --ranks 4 --variants compiled --keep-gathered
@@ -19,6 +20,7 @@ Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -34,19 +36,25 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
-from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
+from benchmarks.timing import (
+    hardware,
+    largest_on_any_rank,
+    min_median_max,
+    seconds_per_call,
+    wait_for_all,
+)
 from benchmarks.training_workload import (
     SMALL,
     Size,
-    actor_config,
     draw_lengths,
     random_batch,
+    run_config,
 )
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
+from hybridrl.config.memory import rank_phases
 from hybridrl.config.model_shape import ModelShape, model_shape
-from hybridrl.config.schema import ActorConfig, FSDPConfig
-from hybridrl.config.training_memory import TrainingMemory, Workload
+from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule, update_sizes
@@ -54,6 +62,8 @@ from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 
 GIB = 2**30
+# Phases of a step that are measured, as the planner names them.
+MEASURED = ("score", "update actor")
 
 
 def main() -> None:
@@ -122,22 +132,23 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
 
 def _config(
     folder: Path, size: Size, arguments: argparse.Namespace, *, compiled: bool
-) -> ActorConfig:
-    """The actor that the command line asks for."""
+) -> RunConfig:
+    """The run whose actor the command line asks for."""
     fsdp = {
         "reshard_after_forward": not arguments.keep_gathered,
         "activation_checkpointing": arguments.checkpointing,
         "accumulation": arguments.accumulation,
         "compile": compiled,
     }
-    return actor_config(folder, size, arguments.ranks, fsdp, on_gpu=not arguments.small)
+    return run_config(folder, size, arguments.ranks, fsdp, on_gpu=not arguments.small)
 
 
 def _measure_variant(
-    config: ActorConfig, shape: ModelShape, size: Size, device_type: str, repeats: int
+    config: RunConfig, shape: ModelShape, size: Size, device_type: str, repeats: int
 ) -> dict[str, Any]:
-    actor, ranks = ActorWorker(config, build_mesh(config.fsdp, device_type)), dist.get_world_size()
-    sizes = update_sizes(config, ranks, shape)
+    actor = ActorWorker(config.actor, build_mesh(config.fsdp, device_type))
+    ranks = dist.get_world_size()
+    sizes = update_sizes(config.actor, ranks, shape)
     found: dict[str, Any] = {}
     for name in ("equal", "lognormal"):
         batch = random_batch(draw_lengths(name, ranks, size), size.prompt, shape.vocab)
@@ -145,9 +156,9 @@ def _measure_variant(
     found["unequal_over_equal"] = round(
         found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
     )
-    found["peak_gib"] = _peak_memory()
-    found["planned_gib"] = round(_planned_bytes(config.fsdp, shape, size) / GIB, 2)
+    found["memory_gib"] = _memory(config, shape)
     del actor
+    gc.collect()  # FSDP2's states and their modules refer to each other
     if device_type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -195,32 +206,30 @@ def _gathered(dealt: ScheduledBatch, mine: Ragged) -> Ragged:
     return dealt.join(parts)
 
 
-def _peak_memory() -> dict[str, float] | None:
-    """Most that tensors took, and that the allocator held for them, on the fullest rank."""
-    if not torch.cuda.is_available():
-        return None
-    wait_for_all()
-    peaks = torch.tensor(
-        [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], dtype=torch.float64
-    )
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    allocated, reserved = (peaks / GIB).round(decimals=2).tolist()
-    return {"allocated": allocated, "reserved": reserved}
+def _memory(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
+    """What the planner predicts, and what tensors and the allocator took on the fullest rank."""
+    planned = _planned(config, shape)
+    memory: dict[str, Any] = {name: round(size, 3) for name, size in planned.items()}
+    if torch.cuda.is_available():
+        wait_for_all()
+        peaks = [torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]
+        most = max(planned.values())
+        for name, peak in zip(("allocated", "reserved"), largest_on_any_rank(peaks), strict=True):
+            memory |= {name: round(peak, 2), f"{name}_to_planned": round(peak / most, 3)}
+    return memory
 
 
-def _planned_bytes(fsdp: FSDPConfig, shape: ModelShape, size: Size) -> float:
-    """The planner's prediction for the tensors of an update: weights, AdamW, the rest."""
-    assert fsdp.dp_shard is not None
-    share = 1 - size.prompt / size.length
-    work = Workload(
-        tokens=size.max_tokens,
-        response_tokens=int(size.max_tokens * share),
-        micro_batches=-(-size.sequences * size.length // size.max_tokens),
-        chunk_tokens=size.chunk_tokens,
-        fused_logits=True,
-    )
-    always = 12 * shape.parameters / fsdp.dp_shard
-    return always + sum(TrainingMemory(fsdp, shape, work, has_head=True).update().values())
+def _planned(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """GiB of tensors by phase, as the validator counts them; without the process itself.
+
+    vLLM sleeps in these phases, so that no size of a GPU matters.
+    """
+    phases = [phase for phase in rank_phases(config, shape, 0) if phase.name in MEASURED]
+    assert len(phases) == len(MEASURED), phases
+    return {
+        f"planned_{phase.name.replace(' ', '_')}": (phase.total - phase.parts["process"]) / GIB
+        for phase in phases
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What training.py computes: the model's shape, lengths, a batch, the actor's config."""
+"""What training.py computes: the model's shape, lengths, a batch, the run's config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.configs import composed
 from benchmarks.shapes import TINY
-from hybridrl.config.schema import ActorConfig
+from hybridrl.config.schema import ActorConfig, RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 
@@ -78,7 +78,17 @@ def random_batch(lengths: torch.Tensor, prompt: int, vocab: int) -> RolloutBatch
 def actor_config(
     folder: Path, size: Size, ranks: int, fsdp: Mapping[str, object], *, on_gpu: bool
 ) -> ActorConfig:
-    """GRPO's actor without a KL penalty, with random weights, sharded over all ranks.
+    """The actor of `run_config`."""
+    return run_config(folder, size, ranks, fsdp, on_gpu=on_gpu).actor
+
+
+def run_config(
+    folder: Path, size: Size, ranks: int, fsdp: Mapping[str, object], *, on_gpu: bool
+) -> RunConfig:
+    """GRPO without a KL penalty, so that the actor alone trains; random weights on all ranks.
+
+    Its engine sleeps while the actor is at work, and its lengths are at most a micro-batch's, so
+    that the planner predicts what the actor alone takes.
 
     Args:
         folder: of the config.json with the model's shape.
@@ -95,6 +105,8 @@ def actor_config(
         "algorithm": "grpo",
         "algorithm.kl.coef": 0.0,
         "algorithm.rollout_correction.method": "none",
+        "rollout.sleep": "all",
+        "rollout.max_prompt_tokens": size.prompt,
         "rollout.max_response_tokens": size.max_tokens - size.prompt,
         "actor.mini_batch_size": ranks * size.sequences,
         "actor.max_tokens_per_gpu": size.max_tokens,
@@ -103,4 +115,4 @@ def actor_config(
         "fsdp.layout": "plain",
     }
     values |= {f"fsdp.{key}": value for key, value in fsdp.items()}
-    return composed(values).actor
+    return composed(values)
