@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -179,7 +180,7 @@ def _named(node: Mapping[str, Any]) -> str:
 def _granted(resources: Mapping[str, float], node: Node) -> Node:
     """The part of a node that Ray may hand out."""
     gpus = node.gpus[: int(resources.get("GPU", 0))]
-    return Node(node.name, int(resources.get("CPU", 0)), node.memory_bytes, gpus)
+    return replace(node, cores=int(resources.get("CPU", 0)), gpus=gpus)
 
 
 def _join(environment: Mapping[str, str]) -> None:
