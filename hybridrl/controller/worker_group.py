@@ -192,7 +192,7 @@ def _build_run(
     imported.result()
     spec = replace(fsdp, columns=rollout.call("columns", fsdp))
     others = {
-        role: replace(own, fsdp=spec) if hasattr(own, "fsdp") else own
+        role: own if isinstance(own, SaverConfig) else replace(own, fsdp=spec)
         for role, own in configs.items()
         if role != "rollout"
     }
