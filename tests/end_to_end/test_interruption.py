@@ -94,7 +94,7 @@ def test_an_error_that_comes_each_time_uses_up_the_restarts(tmp_path):
 @pytest.mark.slow
 def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
     """Exit code 75 means that; the metrics are then those of a run of one piece."""
-    command = ["trainer.total_steps=6", "resume=auto"]
+    command = ["trainer.total_steps=6", "trainer.samples_every_steps=3", "resume=auto"]
     with faulty(tmp_path / "run", *command) as run:
         run.hit(Fault(Victim.driver, signal.SIGTERM, Phase.score), set())
         run.reader.join(60.0)
