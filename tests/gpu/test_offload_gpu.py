@@ -1,4 +1,4 @@
-"""Offload on a GPU: the same bits, memory that is really free, copies that run beside compute."""
+"""Offload on a GPU: the same bits, memory that is really free, and not before it was copied."""
 
 import os
 import time
