@@ -2,10 +2,11 @@
 
 Question   How much of the dense bfloat16 peak do `ActorWorker.compute_log_probs` and `.update`
            reach, and what do unequal lengths cost?
-Workload   Qwen2.5-1.5B's shape (tied, vocabulary 151,936), random weights, FSDP2 over all ranks,
-           float32 masters, bfloat16 compute. Per rank and optimizer step 32 sequences of 256 prompt
-           tokens and 4,096 in all, or log-normal (--sigma) with the same total; 16,384 tokens a
-           micro-batch. One update is one optimizer step: AdamW, clipping and metrics included.
+Workload   Qwen2.5-1.5B's shape (tied, vocabulary 151,936; --shape), random weights, FSDP2 over all
+           ranks, float32 masters, bfloat16 compute. Per rank and optimizer step 32 sequences of 256
+           prompt tokens and 4,096 in all, or log-normal (--sigma) with the same total; 16,384
+           tokens a micro-batch, or that times --ulysses on as many ranks, scheduled as the trainer
+           does. One update is one optimizer step: AdamW, clipping and metrics included.
 Measures   MFU by DESIGN's formula, (6 N + 6 L h S) operations per token over 989 TFLOP/s, a third
            of it forward; recomputation does not count. Tokens per second of all ranks. Peak memory
            of tensors, and of what the allocator held for them, beside what the planner predicts
@@ -14,7 +15,9 @@ Run        python benchmarks/training.py                    (one H200)
            python benchmarks/training.py --ranks 4          (four)
            python benchmarks/training.py --ranks 4 --variants compiled --keep-gathered
                                                             (ranks wait for totals alone)
-           python benchmarks/training.py --small --ranks 2  (CPU, a minute)
+           python benchmarks/training.py --ranks 2 --ulysses 2 --variants compiled --sequences 4
+               --length 32768 --lengths equal               (long ones, shared by two ranks)
+           python benchmarks/training.py --small --ranks 2  (CPU, a minute; also --ulysses 2)
 
 Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
 """
@@ -26,6 +29,7 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,8 @@ from benchmarks.training_workload import (
     random_batch,
     run_config,
 )
+from hybridrl.config.check_sequences import sequence_head_problems, sequence_problems
+from hybridrl.config.check_sizes import data_shards
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.memory import rank_phases
@@ -70,8 +76,9 @@ def main() -> None:
     """Measure in one process per rank; print what rank 0 found."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        config = SMALL if arguments.small else QWEN2_5["1.5b"]
+        config = SMALL if arguments.small else QWEN2_5[arguments.shape]
         (Path(folder) / "config.json").write_text(json.dumps(config))
+        _check(Path(folder), arguments)
         mp.spawn(_run_rank, (arguments, Path(folder)), nprocs=arguments.ranks)
         print((Path(folder) / "result.json").read_text())
 
@@ -79,11 +86,14 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--shape", choices=QWEN2_5, default="1.5b")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share sequences")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--sequences", type=int, default=32, help="per rank and optimizer step")
     parser.add_argument("--length", type=int, default=4096, help="mean tokens of a sequence")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch, a rank")
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="whose logits exist at once")
+    parser.add_argument("--lengths", default="equal,lognormal", help="equal, lognormal")
     parser.add_argument("--variants", default="compiled,eager", help="layers: compiled, eager")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false")
@@ -108,21 +118,16 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
         world_size=arguments.ranks,
     )
     shape = model_shape(json.loads((folder / "config.json").read_text()))
-    size = Size(
-        arguments.sequences,
-        arguments.length,
-        256,
-        arguments.max_tokens,
-        arguments.chunk_tokens,
-        arguments.sigma,
-    )
-    if arguments.small:
-        size = Size(4, length=64, prompt=8, max_tokens=128, chunk_tokens=32, sigma=arguments.sigma)
+    size = _size(arguments)
     result: dict[str, Any] = {"bench": "training", **hardware(), "ranks": arguments.ranks}
     result |= {"options": {k: v for k, v in vars(arguments).items() if k != "ranks"}}
     for variant in arguments.variants.split(","):
-        config = _config(folder, size, arguments, compiled=variant == "compiled")
-        result[variant] = _measure_variant(config, shape, size, device_type, arguments.repeats)
+        config = _config(folder, arguments, compiled=variant == "compiled")
+        batches = {
+            name: random_batch(draw_lengths(name, arguments.ranks, size), size.prompt, shape.vocab)
+            for name in arguments.lengths.split(",")
+        }
+        result[variant] = _measure_variant(config, shape, batches, device_type, arguments.repeats)
         if rank == 0:
             print(variant, json.dumps(result[variant]), file=sys.stderr, flush=True)
     if rank == 0:
@@ -130,9 +135,37 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _config(
-    folder: Path, size: Size, arguments: argparse.Namespace, *, compiled: bool
-) -> RunConfig:
+def _size(arguments: argparse.Namespace) -> Size:
+    """How much the command line asks for."""
+    size = Size(
+        arguments.sequences,
+        arguments.length,
+        256,
+        arguments.max_tokens,
+        arguments.chunk_tokens,
+        arguments.sigma,
+        arguments.ulysses,
+    )
+    if arguments.small:
+        size = replace(size, sequences=4, length=64, prompt=8, max_tokens=128, chunk_tokens=32)
+    return size
+
+
+def _check(folder: Path, arguments: argparse.Namespace) -> None:
+    """Exit if a run could not share sequences so, or micro-batches could not hold them."""
+    config = _config(folder, arguments, compiled=False)
+    shape = model_shape(json.loads((folder / "config.json").read_text()))
+    problems = [*sequence_problems(config), *sequence_head_problems(config, shape)]
+    try:
+        for name in arguments.lengths.split(","):
+            draw_lengths(name, arguments.ranks, _size(arguments))
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
+def _config(folder: Path, arguments: argparse.Namespace, *, compiled: bool) -> RunConfig:
     """The run whose actor the command line asks for."""
     fsdp = {
         "reshard_after_forward": not arguments.keep_gathered,
@@ -140,22 +173,26 @@ def _config(
         "accumulation": arguments.accumulation,
         "compile": compiled,
     }
+    size = _size(arguments)
     return run_config(folder, size, arguments.ranks, fsdp, on_gpu=not arguments.small)
 
 
 def _measure_variant(
-    config: RunConfig, shape: ModelShape, size: Size, device_type: str, repeats: int
+    config: RunConfig,
+    shape: ModelShape,
+    batches: dict[str, RolloutBatch],
+    device_type: str,
+    repeats: int,
 ) -> dict[str, Any]:
     actor = ActorWorker(config.actor, build_mesh(config.fsdp, device_type))
-    ranks = dist.get_world_size()
-    sizes = update_sizes(config.actor, ranks, shape)
-    found: dict[str, Any] = {}
-    for name in ("equal", "lognormal"):
-        batch = random_batch(draw_lengths(name, ranks, size), size.prompt, shape.vocab)
-        found[name] = _measure(actor, batch, sizes, shape, repeats)
-    found["unequal_over_equal"] = round(
-        found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
-    )
+    sizes = update_sizes(config.actor, data_shards(config), shape)
+    found: dict[str, Any] = {
+        name: _measure(actor, batch, sizes, shape, repeats) for name, batch in batches.items()
+    }
+    if len(found) == 2:
+        found["unequal_over_equal"] = round(
+            found["lognormal"]["update_tokens_per_s"] / found["equal"]["update_tokens_per_s"], 3
+        )
     found["memory_gib"] = _memory(config, shape)
     del actor
     gc.collect()  # FSDP2's states and their modules refer to each other
@@ -179,8 +216,7 @@ def _measure(
     first = actor.update(mine, 1, 0.0)
     score = seconds_per_call(lambda: actor.compute_log_probs(mine), warmup=1, repeats=repeats)
     update = seconds_per_call(lambda: actor.update(mine, 1, 0.0), warmup=1, repeats=repeats)
-    num_tokens, ranks = int(batch.num_tokens.sum()), sizes.num_shards
-    peak = HOPPER_BF16_PEAK * ranks
+    num_tokens, peak = int(batch.num_tokens.sum()), HOPPER_BF16_PEAK * dist.get_world_size()
     score_s, update_s = statistics.median(score), statistics.median(update)
     return {
         "log_probs_mfu": round(forward_flops(shape, num_tokens, len(batch)) / score_s / peak, 4),
@@ -196,14 +232,16 @@ def _measure(
 
 
 def _mine(dealt: ScheduledBatch) -> Any:
-    return dealt.shard(dist.get_world_size())[dist.get_rank()]
+    """What this rank computes: consecutive ranks that share sequences have the same."""
+    shards = len(dealt.ranks)
+    return dealt.shard(shards)[dist.get_rank() * shards // dist.get_world_size()]
 
 
 def _gathered(dealt: ScheduledBatch, mine: Ragged) -> Ragged:
-    """Every rank's results in the order of the batch."""
+    """Every shard's results, each from the first of its ranks, in the order of the batch."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
-    return dealt.join(parts)
+    return dealt.join(parts[:: len(parts) // len(dealt.ranks)])
 
 
 def _memory(config: RunConfig, shape: ModelShape) -> dict[str, Any]:

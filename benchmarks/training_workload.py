@@ -29,9 +29,10 @@ class Size:
         sequences: per rank and optimizer step.
         length: mean tokens of a sequence, prompt included.
         prompt: tokens of each prompt.
-        max_tokens: budget of a micro-batch.
+        max_tokens: budget of a micro-batch, for each rank that shares it.
         chunk_tokens: actor.log_prob_chunk_tokens.
         sigma: standard deviation of log(length) where lengths are log-normal.
+        ulysses: ranks that share a micro-batch.
     """
 
     sequences: int
@@ -40,16 +41,36 @@ class Size:
     max_tokens: int
     chunk_tokens: int
     sigma: float
+    ulysses: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence there may be: a micro-batch of its own."""
+        return self.max_tokens * self.ulysses
 
 
 def draw_lengths(name: str, ranks: int, size: Size) -> torch.Tensor:
-    """Tokens of each sequence; both kinds have the same sum."""
+    """Tokens of each sequence; both kinds have the same sum.
+
+    Raises:
+        ValueError: sequences so long do not fit into micro-batches.
+    """
     num, total = ranks * size.sequences, ranks * size.sequences * size.length
-    if name == "equal":
-        return torch.full((num,), size.length)
+    equal = torch.full((num,), size.length)
+    lengths = equal if name == "equal" else _log_normal(num, total, size)
+    if lengths.max() > size.longest:
+        raise ValueError(
+            f"{name} lengths of {size.length} tokens on average do not fit into micro-batches of "
+            f"{size.longest}: raise --max-tokens or --ulysses, or measure --lengths equal alone"
+        )
+    return lengths
+
+
+def _log_normal(num: int, total: int, size: Size) -> torch.Tensor:
+    """So many lengths with this sum; those that a micro-batch cannot hold are cut to it."""
     draws = torch.randn(num, generator=torch.Generator().manual_seed(0)).mul(size.sigma).exp()
     lengths = (draws / draws.sum() * total).long()
-    lengths = lengths.clamp(size.prompt + 1, size.max_tokens)
+    lengths = lengths.clamp(size.prompt + 1, size.longest)
     lengths[lengths.argmin()] += total - lengths.sum()
     return lengths
 
@@ -94,10 +115,10 @@ def run_config(
         folder: of the config.json with the model's shape.
         size: how much is computed.
         ranks: over which the weights are split.
-        fsdp: keys of conf/fsdp and their values.
+        fsdp: keys of conf/fsdp and their values, but for what `size` says.
         on_gpu: in bfloat16 on GPUs, else in float32 on CPUs.
     """
-    values = {
+    values: dict[str, object] = {
         "hardware": "gpu" if on_gpu else "cpu",
         "cluster.gpus_per_node": ranks,
         "model.path": folder,
@@ -107,12 +128,13 @@ def run_config(
         "algorithm.rollout_correction.method": "none",
         "rollout.sleep": "all",
         "rollout.max_prompt_tokens": size.prompt,
-        "rollout.max_response_tokens": size.max_tokens - size.prompt,
+        "rollout.max_response_tokens": size.longest - size.prompt,
         "actor.mini_batch_size": ranks * size.sequences,
         "actor.max_tokens_per_gpu": size.max_tokens,
         "actor.log_prob_chunk_tokens": size.chunk_tokens,
         "actor.optim.lr": 1.0e-6,
         "fsdp.layout": "plain",
+        "fsdp.ulysses_size": size.ulysses,
     }
     values |= {f"fsdp.{key}": value for key, value in fsdp.items()}
     return composed(values)
