@@ -33,7 +33,7 @@ def every_schedule_exactly(folder, dtype):
     return every_schedule(folder, "cuda", dtype)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", list(DType))
 def test_results_are_those_without_offload_bit_for_bit(dtype, ranks, tmp_path):
     if ranks > GPUS:

@@ -1,4 +1,4 @@
-"""Two GPUs that share sequences compute what one computes alone: NCCL and the packed kernel."""
+"""GPUs that share sequences compute what one computes alone: NCCL and the packed kernel."""
 
 import pytest
 import torch
@@ -8,12 +8,15 @@ from tests.distributed.launch import run_on_ranks
 from tests.distributed.test_sequence_parallel import computed, flat
 from tests.tiny_hf import tiny_folder
 
+GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs"),
 ]
 
 
+# All ranks share each sequence, or half of them: two groups with shards of all.
+@pytest.mark.parametrize(("ranks", "sharing"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize(
     ("dtype", "compile_layers", "numbers", "gradients"),
     [
@@ -23,13 +26,15 @@ pytestmark = [
         (DType.bfloat16, True, 0.05, 0.03),
     ],
 )
-def test_two_gpus_share_sequences(tmp_path, dtype, compile_layers, numbers, gradients):
+def test_gpus_share_sequences(tmp_path, dtype, compile_layers, numbers, gradients, ranks, sharing):
     """Numbers within a distance, gradients within a share of their norm."""
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, found {GPUS}")
     folder = tiny_folder("qwen2", tmp_path / "qwen2")
     spec = {"param_dtype": dtype, "compile": compile_layers}
-    one, two = {"dp_shard": 1}, {"dp_shard": 2, "ulysses_size": 2}
+    one, shared = {"dp_shard": 1}, {"dp_shard": ranks, "ulysses_size": sharing}
     (alone,) = run_on_ranks(computed, 1, folder, spec | one, "cuda", device_type="cuda")
-    for found in run_on_ranks(computed, 2, folder, spec | two, "cuda", device_type="cuda"):
+    for found in run_on_ranks(computed, ranks, folder, spec | shared, "cuda", device_type="cuda"):
         for name, wanted in alone[0].items():
             torch.testing.assert_close(found[0][name], wanted, rtol=0, atol=numbers)
         for budget, wanted in alone[1].items():

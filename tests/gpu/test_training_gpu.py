@@ -171,16 +171,17 @@ def test_compiled_layers_train_like_eager_ones_and_their_first_ratio_is_one(
     assert metrics["actor/log_ratio_max"] > 0.0
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_two_gpus_have_the_gradient_of_one(folder, replicas):
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_several_gpus_have_the_gradient_of_one(folder, ranks, replicas):
     """float32 compute, so what differs is the order of sums alone."""
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, found {GPUS}")
     arguments = (folder, DType.float32)
     ((single, _),) = run_on_ranks(train_step, 1, *arguments, 1, False, device_type="cuda")
-    double = run_on_ranks(train_step, 2, *arguments, replicas, False, device_type="cuda")
+    several = run_on_ranks(train_step, ranks, *arguments, replicas, False, device_type="cuda")
     wanted = flat(single[0])
-    for grads in (single, *(grads for grads, _ in double)):
+    for grads in (single, *(grads for grads, _ in several)):
         for found in grads:
             assert float((flat(found) - wanted).norm() / wanted.norm()) < 1e-5
-    for _, metrics in double:
+    for _, metrics in several:
         assert metrics["actor/first_log_ratio_max"] == 0.0
