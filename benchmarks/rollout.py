@@ -14,6 +14,7 @@ Run        python benchmarks/rollout.py --model smollm2_135m                    
            python benchmarks/rollout.py --shape qwen2.5-1.5b                      (one GPU)
            torchrun --nproc-per-node 2 benchmarks/rollout.py --shape qwen2.5-1.5b --tp 2
            python benchmarks/rollout.py --small                                   (CPU, seconds)
+           torchrun --nproc-per-node 2 benchmarks/rollout.py --small --tp 2       (CPU, seconds)
 
 Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
 """
@@ -74,6 +75,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_RPC_BASE_PATH"] = folder  # its sockets would stay among temporary files
         _join_group(device_type, Path(folder))
+        if args.tp != dist.get_world_size():
+            raise SystemExit(f"--tp {args.tp} needs torchrun --nproc-per-node {args.tp}")
         worker = _worker(args, device_type, _model(args, Path(folder)))
         ways = _ways(args, worker)
         seconds = _alternate(ways, worker, args.repeats)
