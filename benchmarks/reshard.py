@@ -7,9 +7,9 @@ Workload   Qwen2 shapes, random float32 weights (norms and biases too) as FSDP2 
            parameters a rank so holds a copy of them, and one policy's shards at a time.
 Measures   Milliseconds of the slowest rank, each repetition begun together:
              sync           the resharder's whole call, one timed region, which is compared; its
-                            parts are prepare (look up addresses, take staging memory) and move
-                            (cast, exchange, write in place)
-             sync_verified  the same with fingerprints and comparing them: prepare, move, verify
+                            parts are prepare (look up addresses, take staging memory), wait
+                            (until all have) and move (cast, exchange, write in place)
+             sync_verified  the same with fingerprints, and comparing them (verify)
              usual          full_tensor() of each parameter, then vLLM's load_weights: the faster
                             of gathering float32 and of casting first
            floor = max(6 bytes * elements cast / copy bandwidth, bytes received / all-gather
