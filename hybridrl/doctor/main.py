@@ -9,7 +9,6 @@ Ctrl-C, 143 SIGTERM. The report is written whatever ends it.
 """
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from hybridrl.config.installation import ray_problem, ray_version
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.agents import Agents, LocalAgents, call_all
 from hybridrl.controller.command import composed, examined
+from hybridrl.controller.command_process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.controller.signals import Interrupted, SignalGuard
@@ -36,7 +36,6 @@ from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report
 from hybridrl.doctor.stages import Case, StageReport, exit_code, left_out, run_stages
 
-EXIT_CONFIG = 2
 JOIN_S = 300.0
 LOOK_S = 60.0
 
@@ -46,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         guard_standard_output()
     options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path:  # rewards and workers of the user's
-        sys.path.insert(0, os.getcwd())
+    import_from_here()
     try:
         with SignalGuard():
             if options.join is not None and not listens_here(options.join):
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 sys.exit(0)
             sys.exit(_diagnose(options, rest))
     except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
+        show_problems(error)
         sys.exit(EXIT_CONFIG)
     except Interrupted as interrupt:
         sys.exit(128 + interrupt.signum)
