@@ -59,7 +59,7 @@ FIELD = {
     "TRL 1.16": {"step_s": [10.0, 10.6], "sync_ms": [43, 53], "setup_s": 74},
 }
 # At most; for RECIPE on SHAPE, as the field was measured.
-AIMS = {
+AIMS: dict[str, dict[str, float]] = {
     "field": {"step_s": 5, "sync_ms": 15, "setup_s": 60},
     "whole_step": {"outside_fraction": 0.10, "setup_s": 60},
 }
@@ -183,7 +183,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "old_log_probs_s": median("time/old_log_probs_s"),
         "update_s": median("time/update_actor_s"),
         **{name: s for name in others if (s := median(f"time/{name}")) is not None},
-        "sync_ms": _sync_ms(timed)
+        "sync_ms": sync_ms(timed)
         | {
             "whole_switch": median("reshard/total_s", 2, 1e3),
             "until_first_tokens": median("rollout/first_token_s", 2, 1e3),
@@ -207,7 +207,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
+def sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians of the sync's parts and of their sum in each step, of each part's slowest rank.
 
     A rank that is ready before others waits for them, which is their time of `prepare`.
@@ -217,11 +217,13 @@ def _sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(1e3 * statistics.median(times), 2) for name, times in parts.items()}
 
 
-def _aims(preset: str, found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def aims(preset: str, found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of each aim of a preset what was found."""
     measured = found | {"sync_ms": found["sync_ms"]["sum"]}
-    aims = AIMS.get(preset, {})
-    return {name: {"at_most": most, "measured": measured[name]} for name, most in aims.items()}
+    return {
+        name: {"at_most": most, "measured": measured[name]}
+        for name, most in AIMS.get(preset, {}).items()
+    }
 
 
 def _parts(rows: list[dict[str, Any]], prefix: str, scale: float = 1.0) -> dict[str, float]:
@@ -270,7 +272,7 @@ def main() -> None:
         "aims": {},
     }
     if (args.recipe, args.shape) == (RECIPE, SHAPE):
-        result["aims"] = _aims(preset, found)
+        result["aims"] = aims(preset, found)
         if preset == "field":
             result["field_on_2_h200"] = FIELD
     print(json.dumps(result))

@@ -246,18 +246,18 @@ def _gathered(dealt: ScheduledBatch, mine: Ragged) -> Ragged:
 
 def _memory(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     """What the planner predicts, and what tensors and the allocator took on the fullest rank."""
-    planned = _planned(config, shape)
-    memory: dict[str, Any] = {name: round(size, 3) for name, size in planned.items()}
+    plan = planned(config, shape)
+    memory: dict[str, Any] = {name: round(size, 3) for name, size in plan.items()}
     if torch.cuda.is_available():
         wait_for_all()
         peaks = [torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]
-        most = max(planned.values())
+        most = max(plan.values())
         for name, peak in zip(("allocated", "reserved"), largest_on_any_rank(peaks), strict=True):
             memory |= {name: round(peak, 2), f"{name}_to_planned": round(peak / most, 3)}
     return memory
 
 
-def _planned(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+def planned(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """GiB of tensors by phase, as the validator counts them; without the process itself.
 
     vLLM sleeps in these phases, so that no size of a GPU matters.
