@@ -66,7 +66,14 @@ def test_the_header_names_it():
     config = replace(
         run_config(), reward_model=reward_model_config(folder, fsdp_config(dp_shard=1))
     )
-    facts = RunFacts(folder, "", 1, [], 10, [], reward_parameters=1_240_000_000)
+    facts = RunFacts(
+        run_dir=folder,
+        machine="",
+        num_ranks=1,
+        num_parameters=10,
+        data_sets=[],
+        reward_parameters=1_240_000_000,
+    )
     lines = header_lines(config, facts)
     assert ("reward model", "/rm, 1.24 B parameters, weight 1") in lines
     assert "reward model" not in dict(header_lines(run_config(), facts))
