@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.installation import check_installation
@@ -87,7 +88,7 @@ class VLLMEngine:
             options = engine_options(config, device_type)
             self._llm = start_vllm(folder, options, times, device_type)
         self._model = self._llm.apply_model(lambda model: model)[0]
-        self._places = self._current_places()
+        self._places = _places(self._model)
         with times.part("first sampling"):
             self._warm_up()
         log_start(times, self._llm)
@@ -120,7 +121,7 @@ class VLLMEngine:
 
     def check(self) -> None:
         """Raise RuntimeError if vLLM has replaced a parameter's storage."""
-        moved = [n for n, place in self._current_places().items() if place != self._places[n]]
+        moved = [place.name for place in self._places if not place.is_kept()]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
@@ -253,5 +254,26 @@ class VLLMEngine:
         if extremes.tolist() != [own, -own]:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
 
-    def _current_places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return {n: (p.data_ptr(), tuple(p.shape)) for n, p in self._model.named_parameters()}
+
+class _Place(NamedTuple):
+    """Where a module's parameter lay once."""
+
+    name: str
+    module: nn.Module
+    key: str
+    address: int
+    shape: torch.Size
+
+    def is_kept(self) -> bool:
+        """Whether it lies there still."""
+        found = self.module._parameters.get(self.key)
+        return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """All parameters, with their modules: walking through these takes longer than comparing."""
+    return [
+        _Place(f"{prefix}.{key}", module, key, parameter.data_ptr(), parameter.shape)
+        for prefix, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+    ]
