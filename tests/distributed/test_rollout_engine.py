@@ -226,5 +226,5 @@ def test_the_same_weights_sample_the_same_after_sleep(seen, mode):
 
 def test_the_log_says_what_the_start_consisted_of(seen):
     (line,) = [line for line in seen["log"] if line.startswith("vLLM started in")]
-    for part in ("imports", "device", "model", "KV cache", "kernels", "first sampling", "rest"):
+    for part in ("imports", "device", "model", "KV cache", "warm-up", "first sampling", "rest"):
         assert f"{part} " in line
