@@ -40,7 +40,7 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     facts, findings = heard("ray.reachable", call_all(agents, ray_facts, place, timeout_s=FACTS_S))
     findings += judge_versions(facts) + judge_tokens(facts)
     if address is None:
-        return findings + _without_address(agents)
+        return findings + _without_address(agents, wanted)
     unfit = ray_problem(ray_version())
     if place is None and unfit:
         checks = ("ray.reachable", "ray.loopback", "ray.port", "ray.nodes")
@@ -64,13 +64,23 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     return findings + judge_view(view, address, wanted)
 
 
-def _without_address(agents: Agents) -> list[Finding]:
+def _without_address(agents: Agents, wanted: int) -> list[Finding]:
     """Ray is not up yet, or the run starts its own."""
-    if len(agents.nodes) == 1:
+    checks = ("ray.reachable", "ray.loopback", "ray.port")
+    seen = len(agents.nodes)
+    if seen < wanted:
+        what = f"{seen} of cluster.nodes={wanted} looked at: RAY_ADDRESS is not set"
+        advice = (
+            "Start Ray on all nodes and set RAY_ADDRESS=<address of the head>:6379, or start the "
+            f"doctor on each node with --join; or set cluster.nodes={seen}."
+        )
+        why = "RAY_ADDRESS is not set"
+        return [*skip_all(checks, why), fail("ray.nodes", "all", what, advice)]
+    if seen == 1:
         why = "RAY_ADDRESS is not set: the run starts a Ray of its own, for this machine alone"
     else:
         why = "RAY_ADDRESS is not set: there is no Ray yet"
-    return skip_all(("ray.reachable", "ray.loopback", "ray.port", "ray.nodes"), why)
+    return skip_all((*checks, "ray.nodes"), why)
 
 
 def _with_address_that_ray_finds(

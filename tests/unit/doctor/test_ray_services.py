@@ -8,12 +8,14 @@ import time
 import pytest
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.agents import LocalAgents
 from hybridrl.controller.ray_agents import RayAgents
 from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray_facts import RayFacts
 from hybridrl.doctor.ray_judgements import judge_reachable, judge_tokens, judge_versions, judge_view
+from hybridrl.doctor.ray_services import examine
 
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")
@@ -125,3 +127,15 @@ def test_what_is_no_cluster_is_not_waited_for(no_ray, monkeypatch, listens):
         RayAgents().__enter__()
     assert time.monotonic() - start < 3.0
     assert "no Ray cluster answers there" in str(raised.value) and says in str(raised.value)
+
+
+@pytest.mark.parametrize(("wanted", "verdict"), [(1, Verdict.skipped), (2, Verdict.fail)])
+def test_other_nodes_are_not_taken_for_granted(monkeypatch, wanted, verdict):
+    """Without an address of theirs nothing but this machine has been looked at."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    found = examine(LocalAgents("a"), wanted)
+    (nodes,) = [one for one in found if one.check == "ray.nodes"]
+    assert nodes.verdict is verdict
+    if verdict is Verdict.fail:
+        assert nodes.evidence == "1 of cluster.nodes=2 looked at: RAY_ADDRESS is not set"
+        assert "RAY_ADDRESS=" in nodes.advice and "--join" in nodes.advice
