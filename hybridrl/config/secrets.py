@@ -21,8 +21,9 @@ HIDDEN = "***"
 MIN_LENGTH = 8
 
 _NAME = re.compile(
-    r"(^|[._-])(token|password|passwd|pwd|passphrase|secret|credentials?|api_?key"
-    r"|(access|private|secret|auth)_?key|connection_?string)$",
+    r"(^|[._-])(token|password|passwd|pwd|passphrase|secret|credentials?|api[_-]?key"
+    r"|(access|private|secret|auth|account|anthropic|encryption|hmac|license|master|openai|service"
+    r"|shared|signing|storage|subscription|wandb)[_-]?key|connection[_-]?string)$",
     re.I,
 )
 # The short words are secret behind another word only: PWD is a folder, COMPASS no PASS.
