@@ -1,5 +1,6 @@
 """What nvidia-smi answers, and why it does not: asked here alone."""
 
+import shutil
 import subprocess
 
 QUERY_S = 30.0
@@ -15,11 +16,13 @@ def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
         fields: separated by commas.
         what: gpu or compute-apps.
     """
-    query = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    # Not left to the call: with a folder on PATH that may not be entered, it tells of that one.
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return "", NOT_THERE
+    query = [path, f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=False)
-    except FileNotFoundError:
-        return "", NOT_THERE
     except OSError as error:
         return "", failed(error.strerror or str(error))
     except subprocess.TimeoutExpired:

@@ -1,6 +1,8 @@
 """Which hardware a run takes that names none: by nvidia-smi, here a script that answers alike."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from composing import problems
@@ -12,6 +14,14 @@ from hybridrl.controller.command import hardware_overrides
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 H200 = GPU("NVIDIA H200", 143771 * 2**20)
+# Folders and files close themselves to everybody but root.
+ASK_AS_USER = """
+import os
+from hybridrl.config import nvidia_smi
+if os.getuid() == 0:
+    os.setuid(65534)
+print(nvidia_smi.ask("uuid"))
+"""
 
 
 @pytest.fixture
@@ -71,6 +81,20 @@ def test_a_working_nvidia_smi_decides(answers, lines, name):
 def test_a_machine_without_nvidia_smi_has_no_gpu(answers, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert hardware_overrides(local_machine())[0] == "hardware=cpu"
+
+
+def test_a_folder_on_the_path_that_may_not_be_entered_is_no_failing_nvidia_smi(tmp_path):
+    """As in a container with /root/.local/bin on PATH that runs as another user."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_AS_USER],
+        env=os.environ | {"PATH": f"{closed}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.stdout == f"{('', nvidia_smi.NOT_THERE)}\n", done.stderr
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])
