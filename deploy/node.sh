@@ -74,7 +74,8 @@ gpu_count() {
     awk -F, '{print NF}' <<<"$CUDA_VISIBLE_DEVICES"
   elif command -v nvidia-smi >/dev/null; then
     local listed
-    if listed=$(nvidia-smi -L 2>&1); then
+    # A driver without a GPU says so, and as a failure.
+    if listed=$(nvidia-smi -L 2>&1) || [[ $listed = *"No devices"* ]]; then
       grep -c '^GPU ' <<<"$listed" || true
     else
       echo "$(node_name): nvidia-smi fails, Ray is told of no GPU: $listed" >&2

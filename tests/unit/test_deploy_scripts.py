@@ -33,18 +33,29 @@ def look(cluster: Cluster, **environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_an_nvidia_smi_that_fails_is_told(cluster, tmp_path):
-    smi = tmp_path / "broken" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+def look_with(cluster: Cluster, folder: Path, lines: str) -> tuple[str, str]:
+    """GPUs told and errors where nvidia-smi is a shell script of these lines."""
+    smi = folder / "smi" / "nvidia-smi"
+    smi.parent.mkdir(exist_ok=True)
+    smi.write_text(f"#!/bin/sh\n{lines}\n")
     smi.chmod(0o755)
-    path = f"{smi.parent}:{cluster.environment['PATH']}"
-    output, errors = look(cluster, PATH=path)
-    assert output.split()[4] == "0"
+    output, errors = look(cluster, PATH=f"{smi.parent}:{cluster.environment['PATH']}")
+    return output.split()[4], errors
+
+
+def test_an_nvidia_smi_that_fails_is_told(cluster, tmp_path):
+    gpus, errors = look_with(cluster, tmp_path, "echo 'Driver/library version mismatch'; exit 18")
+    assert gpus == "0"
     assert "node2: nvidia-smi fails" in errors and "Driver/library version mismatch" in errors
-    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\necho 'GPU 1: NVIDIA H200'\n")
-    output, errors = look(cluster, PATH=path)
-    assert output.split()[4] == "2" and "nvidia-smi" not in errors
+    lines = "echo 'GPU 0: NVIDIA H200'; echo 'GPU 1: NVIDIA H200'"
+    gpus, errors = look_with(cluster, tmp_path, lines)
+    assert gpus == "2" and "nvidia-smi" not in errors
+
+
+@pytest.mark.parametrize("code", [0, 6])
+def test_a_driver_without_a_gpu_is_no_failure(cluster, tmp_path, code):
+    gpus, errors = look_with(cluster, tmp_path, f"echo 'No devices found.'; exit {code}")
+    assert gpus == "0" and "nvidia-smi" not in errors
 
 
 def add_hca(folder: Path, name: str, state: str, layer: str) -> None:
