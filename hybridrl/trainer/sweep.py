@@ -1,13 +1,14 @@
 """The end of a sweep: one table of its jobs, ranked, with the failed ones in it.
 
 Each job leaves `result.json` in its directory, so that jobs which a launcher ran in other
-processes or on other machines are in the table, too.
+processes or on other machines are in the table, too. A job that leaves none has failed.
 """
 
 import json
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.json"
 # Written by Hydra when a sweep begins.
 SWEEP_CONFIG = "multirun.yaml"
+# Written by Hydra into a job's directory when the job begins.
+JOB_OVERRIDES = ".hydra/overrides.yaml"
 # Number of a job that cannot be told from its directory.
 UNKNOWN_JOB = -1
 
@@ -36,7 +39,7 @@ class JobResult:
 
     Attributes:
         job: its number in the sweep.
-        overrides: as composed; none where the result cannot be read.
+        overrides: as composed; none where there is no result that can be read.
         status: ok | dry | failed.
         metric: what the sweep ranks by: the final eval/accuracy; None if there is none.
         seconds: wall time.
@@ -58,7 +61,7 @@ class JobResult:
         try:
             _write_json(path, asdict(self))
         except OSError as error:
-            log.error("%s could not be written: %s; the sweep's table lacks this job", path, error)
+            log.error("%s could not be written: %s; the sweep counts it as failed", path, error)
 
 
 class SweepTable(Callback):
@@ -91,22 +94,38 @@ class SweepTable(Callback):
 
 
 def read_results(directory: Path, since: float) -> list[JobResult]:
-    """The results below a sweep's directory that were written at or after `since` (time.time()).
+    """The results of the jobs below a sweep's directory that ran at or after `since` (time.time()).
 
-    One that cannot be read is that of a failed job.
+    A job has failed that left no result, or one that cannot be read.
     """
+    files = _written(directory.rglob(RESULT_FILE), since)
+    jobs = {file.parent.parent for file in _written(directory.rglob(JOB_OVERRIDES), since)}
+    # They may be all that a full disk took, and hydra.output_subdir moves the overrides.
+    numbered = (path for path in directory.glob("*") if path.name.isdigit())
+    jobs |= {*_written(numbered, since)}
+    lost = jobs - {file.parent for file in files}
+    return [_read(file) for file in files] + [
+        _failed(folder, f"left no {RESULT_FILE} in {folder.relative_to(directory)}")
+        for folder in sorted(lost)
+    ]
+
+
+def _written(paths: Iterable[Path], since: float) -> list[Path]:
     # File times are coarser than the clock.
-    files = [f for f in directory.rglob(RESULT_FILE) if f.stat().st_mtime >= since - 1]
-    return [_read(file) for file in files]
+    return [path for path in paths if path.stat().st_mtime >= since - 1]
 
 
 def _read(file: Path) -> JobResult:
     try:
         return JobResult(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        folder, reason = file.parent, f"{RESULT_FILE} cannot be read: {error}"
-        job = int(folder.name) if folder.name.isdigit() else UNKNOWN_JOB
-        return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
+        return _failed(file.parent, f"{RESULT_FILE} cannot be read: {error}")
+
+
+def _failed(folder: Path, reason: str) -> JobResult:
+    """The result of a job of which no more is known."""
+    job = int(folder.name) if folder.name.isdigit() else UNKNOWN_JOB
+    return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -83,7 +83,7 @@ for job in range(2):
     (disk / str(job)).mkdir()
     JobResult(job, [], "ok", 0.5, 1.0, str(disk / str(job)), "e" * 5000 * job).write()
     fill()
-print([result.job for result in read_results(disk, since=0.0)])
+print([(result.job, result.status) for result in read_results(disk, since=0.0)])
 print(sorted(str(path.relative_to(disk)) for path in disk.rglob("*.json*")))
 """
 
@@ -190,7 +190,7 @@ def test_a_job_of_a_sweep_whose_result_has_no_room_says_so_and_the_sweep_goes_on
     assert ran.returncode == 0, ran.stderr
     told, jobs, files = ran.stdout.splitlines()
     assert told.startswith(f"{tmp_path}/1/result.json could not be written: [Errno 28]")
-    assert (jobs, files) == ("[0]", "['0/result.json']")
+    assert (jobs, files) == ("[(0, 'ok'), (1, 'failed')]", "['0/result.json']")
 
 
 def test_a_worker_whose_log_has_no_room_goes_on_and_says_what_it_lost(tmp_path):

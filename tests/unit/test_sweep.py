@@ -1,8 +1,11 @@
 """A sweep's table when results are missing or broken: one job's loss is not the others'."""
 
 import json
+import os
+import time
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from hybridrl.trainer.sweep import JobResult, SweepTable, ranked, read_results, sweep_table
@@ -27,6 +30,45 @@ def test_a_result_that_cannot_be_read_is_a_failed_job_among_the_others(tmp_path)
     assert all(r.error.startswith("result.json cannot be read: ") for r in found[2:])
     # What all others have in common is still left out.
     assert list(sweep_table(found).columns[2].cells)[:3] == ["seed=4", "seed=5", ""]
+
+
+def begin(folder: Path) -> None:
+    """Leave what Hydra leaves of a job that begins."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("[]\n")
+
+
+def make_old(folder: Path) -> None:
+    """Have all of a folder be an hour old."""
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+def test_a_job_without_a_result_has_failed_and_the_sweep_with_it(tmp_path, capsys):
+    """Lost by its launcher, or on a full disk; what an earlier sweep left is not its result."""
+    for job in (0, 3):
+        result(tmp_path, job).write()
+        make_old(tmp_path / str(job))
+    begin(tmp_path / "4")
+    make_old(tmp_path / "4")
+    table = SweepTable()
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    table.on_multirun_start(config)
+    begin(tmp_path / "0")
+    result(tmp_path, 1).write()
+    (tmp_path / "2").mkdir()
+    begin(tmp_path / "seed=4" / "lr=1")
+    with pytest.raises(SystemExit) as raised:
+        table.on_multirun_end(config)
+    assert raised.value.code == 1
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    assert [(row["job"], row["status"], row["error"]) for row in rows] == [
+        (1, "ok", ""),
+        (-1, "failed", "left no result.json in seed=4/lr=1"),
+        (0, "failed", "left no result.json in 0"),
+        (2, "failed", "left no result.json in 2"),
+    ]
+    assert "left no result.json" in capsys.readouterr().out
 
 
 def test_a_result_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, caplog):
