@@ -187,7 +187,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         | {
             "whole_switch": median("reshard/total_s", 2, 1e3),
             "until_first_tokens": median("rollout/first_token_s", 2, 1e3),
-            "from_last_update": median("time/switch_s", 2, 1e3),
+            "from_last_update": median("rollout/switch_s", 2, 1e3),
         },
         "switch_parts_ms": _parts(timed, "reshard/", scale=1e3),
         "idle_fraction": median("idle/fraction", 4),

@@ -203,7 +203,7 @@ class PPOTrainer:
         if (switch := self.phases.switch_s) is not None:
             engines = sampled.rollout.engines
             first_token = max(engine.first_token_s for engine in engines)
-            self.metrics["time/switch_s"] = switch + first_token
+            self.metrics["rollout/switch_s"] = switch + first_token
         for warning in self.stragglers.warnings(sampled.rollout.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.trainer.state import read_state
+from hybridrl.trainer.summary import phase_shares
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import ROOT, SMALL, Run, launched, started
 from tests.end_to_end.sockets import is_loopback, listening
@@ -82,6 +83,13 @@ def test_setup_is_told_by_parts(finished):
     assert sum(first[part] for part in parts) == pytest.approx(first["setup/total_s"])
     assert not any(name.startswith("setup/") for row in others for name in row)
     assert re.search(r"\nsetup +\d+\.\d s: checks \d", finished[1])
+
+
+def test_phases_do_not_overlap(finished):
+    """What the summary takes for phases adds up to the step, with `other` not below zero."""
+    for row in finished[0].metrics():
+        seconds = sum(share.seconds for share in phase_shares([row]))
+        assert seconds == pytest.approx(row["time/step_s"])
 
 
 def test_first_mini_batch_is_exactly_on_policy(finished):
