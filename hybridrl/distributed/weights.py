@@ -145,8 +145,10 @@ def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_once(auto: Auto, folder: Path) -> dict[str, Tensor]:
-    """As `read_checkpoint`; a 7 B model takes tens of seconds, so roles share what was read."""
+    """As `read_checkpoint`, which takes tens of seconds for 7 B: roles share the last folder's."""
     known = known_reads()
+    if not any(known_folder == folder for _, known_folder in known):
+        known.clear()
     # A causal LM has its backbone under the names that AutoModel gives it.
     if auto is AutoModel and (AutoModelForCausalLM, folder) in known:
         return known[AutoModelForCausalLM, folder]

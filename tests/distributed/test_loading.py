@@ -52,14 +52,16 @@ def load_and_look(folders, target):
             "full": full,
             "log_probs": log_probs,
         }
-    with reading_once({}), patch("hybridrl.distributed.weights.read_checkpoint") as read:
+    kept = {}
+    with reading_once(kept), patch("hybridrl.distributed.weights.read_checkpoint") as read:
         read.side_effect = read_checkpoint
         load_sharded_policy(model_config(folders["qwen2"]), spec, mesh, chunk_tokens=7)
         critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
         load_sharded_policy(model_config(folders["llama"]), spec, mesh, chunk_tokens=7)
     head = {name: p.detach().full_tensor() for name, p in critic.head.named_parameters()}
     backbone = {name: p.detach().full_tensor() for name, p in critic.backbone.named_parameters()}
-    return seen, head, backbone, [call.args[1] for call in read.call_args_list]
+    folders_read = [call.args[1] for call in read.call_args_list]
+    return seen, head, backbone, (folders_read, {folder for _, folder in kept})
 
 
 @pytest.fixture(scope="module")
@@ -142,4 +144,10 @@ def test_the_critic_has_the_backbone_and_one_small_head(loaded):
 
 def test_roles_of_one_checkpoint_read_it_once_and_on_rank_zero_alone(loaded):
     folders, _, ranks = loaded
-    assert [read for *_, read in ranks] == [[folders["qwen2"], folders["llama"]], []]
+    read = [files for *_, (files, _) in ranks]
+    assert read == [[folders["qwen2"], folders["llama"]], []]
+
+
+def test_of_what_was_read_the_last_folder_alone_is_kept(loaded):
+    folders, _, ranks = loaded
+    assert [kept for *_, (_, kept) in ranks] == [{folders["llama"]}, set()]
