@@ -85,9 +85,10 @@ class Resharder:
 
         Returns:
             Seconds of looking up where everything lies, taking staging memory and merging
-            (`prepare_s`), until the other ranks of its group had done so, too (`wait_s`), of moving
-            (`move_s`) and of comparing (`verify_s`), each until the device was done; the bytes
-            that this rank received from others and those that it wrote into its parameters.
+            (`prepare_s`; with adapters it waits for their other shards), until the other ranks of
+            its group had done so, too (`wait_s`), of moving (`move_s`) and of comparing
+            (`verify_s`), each until the device was done; the bytes that this rank received from
+            others and those that it wrote into its parameters.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a

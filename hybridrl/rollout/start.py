@@ -18,7 +18,8 @@ WORKER_PARTS = {
     "initialize_from_config": "KV cache",
     "compile_or_warm_up_model": "warm-up",
 }
-# Functions that this calls by the names of its module, once each; on GPUs only.
+# Functions that this calls by the names of its module, once each; on GPUs only. Where one is not
+# there, its time is the warm-up's.
 WARM_UP_PARTS = {"kernel_warmup": "kernels", "warmup_kernels": "kernels of sampling"}
 GRAPHS = "CUDA graphs"
 # What a start imports, by device type.
@@ -81,7 +82,7 @@ def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_
     functions = {
         name: times.counted(getattr(module, name), part)
         for name, part in WARM_UP_PARTS.items()
-        if hasattr(module, name)
+        if name in vars(module)
     }
     with times.part("rest"), replaced(worker, counted), replaced(module, functions):
         return LLM(model=str(folder), **options)

@@ -120,7 +120,7 @@ class VLLMEngine:
         self._model.load_weights(weights)
 
     def check(self) -> None:
-        """Raise RuntimeError if vLLM has replaced a parameter's storage."""
+        """Raise RuntimeError if a module vLLM started with holds a parameter elsewhere by now."""
         moved = [place.name for place in self._places if not place.is_kept()]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
@@ -273,7 +273,7 @@ class _Place(NamedTuple):
 def _places(model: nn.Module) -> list[_Place]:
     """All parameters, with their modules: walking through these takes longer than comparing."""
     return [
-        _Place(f"{prefix}.{key}", module, key, parameter.data_ptr(), parameter.shape)
+        _Place(name, module, name.rpartition(".")[2], parameter.data_ptr(), parameter.shape)
         for prefix, module in model.named_modules()
-        for key, parameter in module.named_parameters(recurse=False)
+        for name, parameter in module.named_parameters(prefix, recurse=False)
     ]
