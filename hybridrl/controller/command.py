@@ -37,7 +37,7 @@ def look() -> Machine:
     """
     if ray_address():
         check_ray()
-        from hybridrl.controller.ray_runtime import cluster_machine
+        from hybridrl.controller.ray_nodes import cluster_machine
 
         return cluster_machine()
     return local_machine()

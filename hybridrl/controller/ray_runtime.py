@@ -12,9 +12,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,16 +25,14 @@ from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RaySystemError
+from ray.exceptions import AuthenticationError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.machine import Machine, Node, local_machine
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.config.secrets import is_secret_variable
 from hybridrl.controller import processes
 from hybridrl.controller.janitor import Janitor
-from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.ray_head import connect, head_place, ray_address
 from hybridrl.controller.ray_watch import out_of_order
 from hybridrl.controller.signals import SignalGuard, shielded
@@ -71,8 +68,6 @@ PASSED_ON = (
 DOWNLOAD_TOKEN = "HF_TOKEN"
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-# Seconds that a cluster's nodes have to say what they have; on one core a process starts slowly.
-NODE_LOOK_S = 60.0
 MIB = 2**20
 
 
@@ -133,54 +128,6 @@ def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
         stack.callback(ray.shutdown)
         _join(environment)
         yield
-
-
-def cluster_machine() -> Machine:
-    """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
-
-    Raises:
-        ConfigError: the cluster cannot be joined, or nodes of it do not answer.
-    """
-    with joined_cluster(ALL_GPUS_VISIBLE):
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        machines = _machines([node["NodeID"] for node in alive])
-    silent = [_named(node) for node in alive if node["NodeID"] not in machines]
-    if silent:
-        raise ConfigError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {len(silent)} of {len(alive)} nodes did not "
-            f"say what they have within {NODE_LOOK_S:g} s: {', '.join(silent)}.\n"
-            "See `ray status` for them; start Ray there anew, or leave them out of the cluster."
-        )
-    return Machine(
-        tuple(_granted(node["Resources"], machines[node["NodeID"]].nodes[0]) for node in alive)
-    )
-
-
-def _machines(node_ids: Sequence[str]) -> dict[str, Machine]:
-    """By node, what those that answer have."""
-    nodes, refs = Nodes(), {}
-    for node_id in node_ids:
-        with suppress(GetTimeoutError):
-            refs[node_id] = nodes.submit(node_id, local_machine, retries=3)
-    if refs:
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_LOOK_S)
-    found = {}
-    for node_id, ref in refs.items():
-        with suppress(RayError):  # gone, or without an answer
-            found[node_id] = ray.get(ref, timeout=0)
-    return found
-
-
-def _named(node: Mapping[str, Any]) -> str:
-    """A node of `ray.nodes()`, for people."""
-    where = f"{node['NodeManagerAddress']}, node {node['NodeID'][:8]}"
-    return f"{node['NodeManagerHostname']} ({where})"
-
-
-def _granted(resources: Mapping[str, float], node: Node) -> Node:
-    """The part of a node that Ray may hand out."""
-    gpus = node.gpus[: int(resources.get("GPU", 0))]
-    return replace(node, cores=int(resources.get("CPU", 0)), gpus=gpus)
 
 
 def _join(environment: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import ray
 from controller_roles import AdderConfig, Numbers
 from controller_run import pool_config
-from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from hybridrl.config.errors import ConfigError
@@ -24,11 +24,21 @@ from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import keep_earlier
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.ray_runtime import MARK, cluster_machine, ray_runtime
+from hybridrl.controller.ray_nodes import cluster_machine, machine_of
+from hybridrl.controller.ray_runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
 from hybridrl.controller.worker_group import build_roles
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
+# Makes a Python one in which hybridrl is not installed.
+WITHOUT_HYBRIDRL = """
+import sys
+class Without:
+    def find_spec(name, path=None, target=None):
+        if name == "hybridrl":
+            raise ModuleNotFoundError(f"No module named '{name}'")
+sys.meta_path.insert(0, Without)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -184,16 +194,16 @@ def test_a_joined_cluster_that_loses_a_node_or_its_head_is_named_within_a_minute
 
 
 @contextmanager
-def stopped(nodes):
-    """Nodes that Ray counts among its own for a while yet, and that answer nothing."""
-    raylets = [node.all_processes[PROCESS_TYPE_RAYLET][0].process for node in nodes]
-    for raylet in raylets:
-        raylet.send_signal(signal.SIGSTOP)
+def stopped(nodes, kind=PROCESS_TYPE_RAYLET):
+    """One process of each node stopped; a node without its raylet Ray counts in for a while yet."""
+    there = [node.all_processes[kind][0].process for node in nodes]
+    for process in there:
+        process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for raylet in raylets:
-            raylet.send_signal(signal.SIGCONT)
+        for process in there:
+            process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow
@@ -215,12 +225,43 @@ def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tm
 
 @pytest.mark.slow
 def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
-    monkeypatch.setattr("hybridrl.controller.ray_runtime.NODE_LOOK_S", 5.0)
+    monkeypatch.setattr("hybridrl.controller.ray_nodes.NODE_LOOK_S", 5.0)
     (silent,) = two_nodes.worker_nodes
     with stopped([silent]), pytest.raises(ConfigError, match="`ray status`") as caught:
         cluster_machine()
     assert re.search(rf"1 of 2 nodes .* node {silent.node_id[:8]}\)", str(caught.value))
     assert two_nodes.head_node.node_id[:8] not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_import_hybridrl_is_named_with_the_reason(
+    two_nodes, tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_HYBRIDRL)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(tmp_path))
+        bare = two_nodes.add_node(
+            num_cpus=2, include_dashboard=False, temp_dir=os.environ["RAY_TMPDIR"]
+        )
+    with pytest.raises(ConfigError) as caught:
+        cluster_machine()
+    (told,) = caught.value.problems
+    assert "1 of 3 nodes could not say what they have" in told
+    reason = "ModuleNotFoundError: No module named 'hybridrl'"
+    assert re.search(rf"node {bare.node_id[:8]}\): {reason}\nInstall the same hybridrl", told), told
+    assert two_nodes.head_node.node_id[:8] not in told
+
+
+@pytest.mark.slow
+def test_nodes_that_could_not_be_asked_are_not_called_silent(two_nodes):
+    with joined_cluster({}):
+        nodes = ray.nodes()
+        with (
+            stopped([two_nodes.head_node], PROCESS_TYPE_GCS_SERVER),
+            pytest.raises(ConfigError, match="2 of 2 nodes could not be asked") as caught,
+        ):
+            machine_of(nodes)
+    assert len(caught.value.problems) == 1
 
 
 def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
