@@ -7,6 +7,7 @@ import pytest
 
 from tests.end_to_end.runs import Run
 
+# Of a run's last step, which ends with a checkpoint.
 CALLS = {
     "rollout.reshard",
     "rollout.generate",
@@ -16,11 +17,13 @@ CALLS = {
     "ref.compute_log_probs",
     "critic.update",
     "actor.update",
+    "saver.note_generators",
+    "saver.begin_save",
 }
 
 
 def assert_traces(run: Run, step: int, num_ranks: int) -> None:
-    """Traces of one step alone: rows for driver and ranks, calls as long as torch saw them."""
+    """Traces of the last step alone: rows for driver and ranks, calls as long as torch saw them."""
     names = {f"phases_step_{step}.json"}
     names |= {f"step_{step}_rank{rank}.json.gz" for rank in range(num_ranks)}
     folder = run.run_dir / "profile"
