@@ -46,11 +46,17 @@ def look() -> Machine:
 def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
     """What can be composed of the line's overrides, `hardware` chosen where they name none.
 
-    Raises:
-        ConfigError: it cannot be chosen.
+    Where it cannot be chosen, that is one of the problems, and there is no config to check.
     """
-    if not names_hardware(line.overrides):
+    if names_hardware(line.overrides):
+        return precompose(line, conf_dir())
+    try:
         line.overrides.extend(hardware_overrides(look()))
+    except ConfigError as error:
+        # Whatever the hardware, the same groups and keys can be given.
+        line.overrides.append("hardware=cpu")
+        found = precompose(line, conf_dir())
+        return Precomposed([*error.problems, *found.problems], None, found.overrides)
     return precompose(line, conf_dir())
 
 
@@ -73,7 +79,9 @@ def hardware_overrides(machine: Machine) -> list[str]:
     if machine.gpu_error:
         raise ConfigError(
             f"hardware is not given, and cannot be chosen: {machine.gpu_error}.\n"
-            f"On CPUs the run would be many times slower. Mend the driver, or say hardware=cpu."
+            f"Mend the driver, or say hardware=cpu, with which a run is many times slower.\n"
+            f"To plan a run for another machine, say hardware=gpu cluster.gpus_per_node=N "
+            f"run.dry=true."
         )
     address = ray_address()
     where = f"the Ray cluster at {address}" if address else "this machine"

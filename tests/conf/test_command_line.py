@@ -196,17 +196,22 @@ def test_cfg_job_shows_the_config_and_the_hardware_found(tmp_path):
 
 
 def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
-    """hardware=cpu, given, does not need it."""
+    """It is told with what else is wrong; hardware as the advice says does not need it."""
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'; exit 255\n")
     script.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
-    done = command(*dry, cwd=tmp_path, **path)
+    done = command(*dry, "trainer.total_step=3", cwd=tmp_path, **path)
     assert done.returncode == 2, done.stdout
+    assert "2 problems in the config" in done.stderr
     assert "nvidia-smi failed: Failed to initialize NVML: Unknown Error" in done.stderr
+    assert "Did you mean trainer.total_steps?" in done.stderr
     assert "Traceback" not in done.stderr
-    done = command(*dry, "hardware=cpu", cwd=tmp_path, **path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert "say hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
+    small = ["data=embedded", "rollout.max_prompt_tokens=96", "rollout.max_response_tokens=48"]
+    for given in (["hardware=cpu"], ["hardware=gpu", "cluster.gpus_per_node=1"]):
+        done = command(*dry, *small, *given, cwd=tmp_path, **path)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dry, tmp_path):
