@@ -167,7 +167,10 @@ def _checked_overrides(line: CommandLine) -> list[str]:
     if problems:
         if found.cfg is not None and not line.args.multirun:
             guard_logging(config_secrets(found.cfg))
-            result = examined(found.cfg, look(), given_keys(found.overrides, []))
+            try:
+                result = examined(found.cfg, look(), given_keys(found.overrides, []))
+            except ConfigError as error:
+                raise ConfigError(*problems, *error.problems) from error
             look_at_data(result)
             problems += result.report.problems
         raise ConfigError(*problems)

@@ -214,6 +214,16 @@ def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_cluster_that_is_not_there_is_told_with_what_else_is_wrong(dry, tmp_path):
+    done = command(
+        *dry, "hardware=cpu", "trainer.total_step=3", cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1"
+    )
+    assert done.returncode == 2, done.stdout
+    assert "2 problems in the config" in done.stderr
+    assert "Did you mean trainer.total_steps?" in done.stderr
+    assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in done.stderr
+
+
 def test_main_works_when_imported_and_with_a_recipe_and_a_reward_of_the_users(dry, tmp_path):
     """As a console script does it: its own folder on sys.path, not the current one."""
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
