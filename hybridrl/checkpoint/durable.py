@@ -53,13 +53,19 @@ def exists(path: Path) -> bool:
 def remove(path: Path) -> None:
     """Remove a folder with all in it, a file or a link itself; nothing if there is none.
 
+    Others may be removing the same.
+
     Raises:
         OSError: something in it cannot be removed.
     """
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif exists(path):
-        shutil.rmtree(path)
+    while exists(path):
+        try:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:  # another one was faster
+            continue
 
 
 def put_in_place(new: Path, final: Path, aside: Path) -> None:

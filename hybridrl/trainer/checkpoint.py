@@ -3,8 +3,10 @@
     step k       copy the state to host memory; the step goes on            begin
     meanwhile    every rank writes its shards, in the background
     step k + n   all ranks are done: manifest, rename, `latest`, retention  commit
+    meanwhile    the files of checkpoints that do not stay are removed, in the background
 
-One checkpoint at a time is being written: the next waits for it. What goes wrong on a disk costs
+One checkpoint at a time is being written: the next waits for it, and for the room of those that
+go. What goes wrong on a disk costs
 that checkpoint alone: the run goes on, says so, and keeps the ones before.
 """
 
@@ -90,6 +92,7 @@ class Checkpointer:
         self._saver = saver
         self._sync = sync
         self._warn = warn
+        self._removal = retention.Removal(run_dir)
         self._writing: Writing | None = None
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
@@ -156,11 +159,16 @@ class Checkpointer:
             done = [result for result in results if result is not None]
             if len(done) == len(results):
                 self._end(self._writing, done)
+        self._look_at_removal(wait=False)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and commit it."""
+        """Wait for the checkpoint that is being written, if there is one, and commit it.
+
+        When this returns, old ones are gone from the disk.
+        """
         if self._writing is not None:
             self._end(self._writing, self._saver.call("finish_save"))
+        self._look_at_removal(wait=True)
 
     def write_state(self, folder: Path) -> None:
         """Write the workers' state alone, into a folder that is made; waits for it.
@@ -188,7 +196,16 @@ class Checkpointer:
             keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
             retention.prune(self._run_dir, keep_last, best)
         except OSError as failure:
-            self._warn(f"old checkpoints could not be removed: {failure}")
+            self._not_removed(failure)
+        self._removal.begin()
+
+    def _look_at_removal(self, *, wait: bool) -> None:
+        failure = self._removal.failure(wait=wait)
+        if failure is not None:
+            self._not_removed(failure)
+
+    def _not_removed(self, failure: OSError) -> None:
+        self._warn(f"old checkpoints could not be removed: {failure}")
 
     def _look_for_best(self, writing: Writing) -> None:
         """Say, once, that a checkpoint that was due has no such metric as the best is kept by."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from hybridrl.checkpoint import commit, names
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.remains import finish_deletions
+from hybridrl.checkpoint.retention import prune
 from hybridrl.checkpoint.verification import digest
 
 SHARDS = tuple(f"state/shard-{k:05d}-model-00001-of-00001.safetensors" for k in (1, 2))
@@ -32,6 +34,15 @@ def save(run_dir: Path, step: int, phases: list[str] | None = None, **metrics: f
     (partial / names.DRIVER).write_bytes(content(step, names.DRIVER))
     began.append("commit")
     return commit.commit(partial, manifest_of(partial, step, **metrics))
+
+
+def pruned(
+    run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1
+) -> list[Path]:
+    """Prune a run's checkpoints, and remove what has gone at once."""
+    gone = prune(run_dir, keep_last, best, keep_best)
+    finish_deletions(names.checkpoints_folder(run_dir))
+    return gone
 
 
 def content(step: int, name: str) -> bytes:

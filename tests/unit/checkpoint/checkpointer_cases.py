@@ -5,7 +5,9 @@ Run in a mount namespace of its own.
 
 import os
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +141,7 @@ def everything(disk: Path) -> dict[str, Any]:
     """What each of the cases finds, on an empty disk, by its name."""
     found = {}
     with one_rank():
-        for case in (full_disks, not_removed, without_the_metric):
+        for case in (full_disks, not_removed, slowly_removed, without_the_metric):
             (disk / case.__name__).mkdir()
             found[case.__name__] = case(disk / case.__name__)
     return found
@@ -167,14 +169,37 @@ def full_disks(run_dir: Path) -> dict[str, After]:
     return found
 
 
-def not_removed(run_dir: Path) -> After:
-    """The third save, where the first is to go and cannot: something is mounted there."""
-    run = OneProcess(run_dir, "checkpoint.keep_last=2")
+def not_removed(run_dir: Path) -> dict[str, After]:
+    """The third save, where the first is to go and cannot: something is mounted there, or in it."""
+    found = {}
+    for place in ("", "driver.json"):
+        (run_dir / f"run_{place}").mkdir()
+        run = OneProcess(run_dir / f"run_{place}", "checkpoint.keep_last=2")
+        run.save(1)
+        run.save(2)
+        path = str(checkpoints_folder(run.run_dir) / "step_00000001" / place)
+        subprocess.run(["mount", "--bind", path, path], check=True)
+        found[place] = run.save(3)
+    return found
+
+
+def slowly_removed(run_dir: Path) -> list[After]:
+    """The second save as the loop commits it, of which the first cannot go yet; and at the end."""
+    run, may_go = OneProcess(run_dir, "checkpoint.keep_last=1"), threading.Event()
     run.save(1)
-    run.save(2)
-    folder = str(checkpoints_folder(run_dir) / "step_00000001")
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    return run.save(3)
+
+    def hook(event: str, _: object) -> None:
+        if event == "os.remove":
+            may_go.wait(10.0)
+
+    sys.addaudithook(hook)
+    run.begin(2)
+    run.writer.wait(60.0)
+    run.checkpoints.poll()
+    meanwhile = run.after()
+    may_go.set()
+    run.checkpoints.finish()
+    return [meanwhile, run.after()]
 
 
 def without_the_metric(run_dir: Path) -> list[list[str]]:

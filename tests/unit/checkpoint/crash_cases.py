@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.retention import prune
-from tests.unit.checkpoint.checkpoint_cases import save
+from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
 # Python tells its audit hooks of these before it calls the system.
 _CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
@@ -31,7 +30,7 @@ def each_call(work: Path, step: int) -> None:
         if pid == 0:
             _die_at(n)
             save(run_dir, step, generation=2)
-            prune(run_dir, keep_last=1)
+            pruned(run_dir, keep_last=1)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if status == 0:
@@ -49,7 +48,7 @@ def forever(run_dir: Path) -> None:
         generation += 1
         save(run_dir, step, generation=generation)
         os.write(1, f"{generation}\n".encode())
-        prune(run_dir, keep_last=2)
+        pruned(run_dir, keep_last=2)
 
 
 def _generation(found) -> int:

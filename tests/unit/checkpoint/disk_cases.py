@@ -13,8 +13,7 @@ from hybridrl.checkpoint import commit, latest
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import PARTIAL, hidden_name
-from hybridrl.checkpoint.retention import prune
-from tests.unit.checkpoint.checkpoint_cases import save
+from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
 PAGE = 4096
 
@@ -67,7 +66,7 @@ def on_read_only(disk: Path) -> dict[str, int]:
     calls = {
         "begin": lambda: commit.begin(disk, 40),
         "commit": lambda: commit.commit(partial, found.manifest),
-        "prune": lambda: prune(disk, keep_last=1),
+        "prune": lambda: pruned(disk, keep_last=1),
     }
     errors = {}
     for name, call in calls.items():

@@ -15,9 +15,8 @@ from hybridrl.checkpoint import reading
 from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.retention import prune
 from hybridrl.checkpoint.verification import digest, verify
-from tests.unit.checkpoint.checkpoint_cases import save
+from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
 EMPTY = "notes.txt"  # a file that each checkpoint of these has and lists
 NOBODY = 65534
@@ -82,13 +81,13 @@ def mended_meanwhile(disk: Path) -> tuple[str, list[Path]]:
     return found.folder.name, set_aside(disk, found)
 
 
-def pruned(disk: Path) -> list[str]:
+def left_by_pruning(disk: Path) -> list[str]:
     """What stays of three checkpoints, of which one is to stay, while the newest is unreadable."""
     reading.PAUSES_S = (0.01, 0.01)
     save(disk, 5)
     newest = _two_checkpoints(disk)
     _break(newest / "manifest.json")
-    prune(disk, keep_last=1)
+    pruned(disk, keep_last=1)
     return sorted(path.name for path in newest.parent.iterdir())
 
 

@@ -10,10 +10,9 @@ import pytest
 from hybridrl.checkpoint import commit, latest
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.remains import steps_in
-from hybridrl.checkpoint.retention import prune
 from hybridrl.checkpoint.verification import verify
 from tests.namespaces import ROOT
-from tests.unit.checkpoint.checkpoint_cases import hidden, save
+from tests.unit.checkpoint.checkpoint_cases import hidden, pruned, save
 
 CHILD = [sys.executable, "-m", "tests.unit.checkpoint.crash_cases"]
 
@@ -79,6 +78,6 @@ def test_the_next_prune_ends_a_deletion_and_leaves_a_save_alone(tmp_path):
     partial = commit.begin(tmp_path, 30)
     (folder / "step_00000020").rename(folder / ".step_00000020.replaced")
     (folder / ".step_00000005.removed").mkdir()
-    assert prune(tmp_path, keep_last=1) == []
+    assert pruned(tmp_path, keep_last=1) == []
     assert hidden(tmp_path) == [partial.name]
     assert newest_good(tmp_path).folder.name == "step_00000020"

@@ -60,7 +60,7 @@ def test_bytes_of_an_attempt_that_failed_do_not_count(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_not_pruned_nor_pushes_out_another(tmp_path):
-    left = on_a_disk(tmp_path, f"pruned(Path('{tmp_path}'))")
+    left = on_a_disk(tmp_path, f"left_by_pruning(Path('{tmp_path}'))")
     assert left == ["latest", "step_00000010", "step_00000020"]
 
 

@@ -1,5 +1,6 @@
 """Which checkpoints stay: newest, best, and what `latest` names."""
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.retention import prune
-from tests.unit.checkpoint.checkpoint_cases import manifest, save
+from hybridrl.checkpoint.remains import finish_deletions
+from hybridrl.checkpoint.retention import Removal, prune
+from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
 
 METRIC = "eval/accuracy"
 DAMAGED = "damaged"
@@ -67,7 +69,7 @@ def left(run_dir: Path) -> list[int]:
 )
 def test_what_stays(tmp_path, scores, arguments, stay):
     (tmp_path / "checkpoints").mkdir()
-    gone = prune(make(tmp_path, scores), **arguments)
+    gone = pruned(make(tmp_path, scores), **arguments)
     assert left(tmp_path) == stay
     assert steps(gone) == sorted(scores.keys() - set(stay))
 
@@ -89,9 +91,9 @@ def test_newest_best_and_latest_stay_and_no_others(scores, keep_last, keep_best,
     better = -1 if sign else 1
     with tempfile.TemporaryDirectory() as folder:
         run_dir = make(Path(folder), scores, latest)
-        prune(run_dir, keep_last, sign + METRIC, keep_best)
+        pruned(run_dir, keep_last, sign + METRIC, keep_best)
         stay = set(left(run_dir)) if scores else set()
-        again = prune(run_dir, keep_last, sign + METRIC, keep_best)
+        again = pruned(run_dir, keep_last, sign + METRIC, keep_best)
     for step in scores:
         newer = sum(other > step for other in whole)
         beaten_by = sum(
@@ -105,8 +107,23 @@ def test_newest_best_and_latest_stay_and_no_others(scores, keep_last, keep_best,
     assert again == []
 
 
+def test_several_may_remove_the_same(tmp_path):
+    """A start that ends deletions, while the one before, which has failed, is still at them."""
+    run_dir = make(tmp_path, dict.fromkeys(range(1, 5), 0.5))
+    folders = list((run_dir / "checkpoints").iterdir())
+    for n, folder in itertools.product(range(500), folders):
+        (folder / str(n)).touch()
+    prune(run_dir, keep_last=1)
+    removals = [Removal(run_dir) for _ in range(3)]
+    for removal in removals:
+        removal.begin()
+    finish_deletions(run_dir / "checkpoints")
+    assert [removal.failure(wait=True) for removal in removals] == [None] * 3
+    assert left(run_dir) == [4]
+
+
 def test_of_a_run_that_never_saved_nothing_goes(tmp_path):
-    assert prune(tmp_path, keep_last=1, best=METRIC) == []
+    assert pruned(tmp_path, keep_last=1, best=METRIC) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +132,7 @@ def test_a_checkpoint_that_lost_a_file_does_not_push_out_a_whole_one(tmp_path):
         save(tmp_path, step)
     (tmp_path / "checkpoints" / "step_00000030" / "driver.json").unlink()
     (tmp_path / "checkpoints" / "latest").unlink()
-    assert steps(prune(tmp_path, keep_last=1)) == [10]
+    assert steps(pruned(tmp_path, keep_last=1)) == [10]
     assert left(tmp_path) == [20, 30]
 
 
@@ -124,7 +141,7 @@ def test_a_checkpoint_behind_a_link_goes_without_what_it_points_to(tmp_path):
     one = run_dir / "checkpoints" / "step_00000001"
     shutil.move(one, tmp_path / "elsewhere")
     one.symlink_to(tmp_path / "elsewhere")
-    assert prune(run_dir, keep_last=1) == [one]
+    assert pruned(run_dir, keep_last=1) == [one]
     assert left(run_dir) == [2]
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()
 
@@ -133,4 +150,4 @@ def test_a_checkpoint_behind_a_link_goes_without_what_it_points_to(tmp_path):
 def test_a_latest_that_names_nothing_protects_nothing(tmp_path, text):
     make(tmp_path, {1: "", 2: ""})
     (tmp_path / "checkpoints" / "latest").write_bytes(text)
-    assert steps(prune(tmp_path, keep_last=1)) == [1]
+    assert steps(pruned(tmp_path, keep_last=1)) == [1]

@@ -55,12 +55,20 @@ def test_once_there_is_room_saves_are_whole(found):
     assert outcomes["after"] == After(5, [], ["latest", "step_00000002", "step_00000007"], 7)
 
 
-def test_an_old_checkpoint_that_cannot_go_is_told_and_the_new_one_is_whole(found):
-    after = found["not_removed"]
+@pytest.mark.parametrize("place", ["", "driver.json"])
+def test_an_old_checkpoint_that_cannot_go_is_told_and_the_new_one_is_whole(found, place):
+    after = found["not_removed"][place]
     (warning,) = after.warnings
     assert warning.startswith("old checkpoints could not be removed: ")
-    assert "step_00000001" in warning
+    assert (place or "step_00000001") in warning
     assert (after.failures, after.newest) == (0, 3)
+
+
+def test_the_loop_does_not_wait_for_the_removal_of_an_old_checkpoint(found):
+    meanwhile, at_the_end = found["slowly_removed"]
+    removed = ".step_00000001.removed"
+    assert meanwhile == After(0, [], [removed, "latest", "step_00000002"], 2)
+    assert at_the_end == After(0, [], ["latest", "step_00000002"], 2)
 
 
 def test_a_checkpoint_without_the_metric_to_keep_the_best_by_is_told_once(found):
