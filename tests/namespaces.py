@@ -244,6 +244,26 @@ def _connect(router: str, hosts: list[Host], interfaces: list[Any]) -> None:
             ip("-n", host.namespace, *words.split())
 
 
+@contextlib.contextmanager
+def second_interfaces(hosts: list[Host], *addresses: str) -> Iterator[None]:
+    """An eth1 on each host with its address; each subnet is a wire of its own, without a router."""
+    router = hosts[0].router
+    subnets = [str(ipaddress.ip_interface(address).network) for address in addresses]
+    bridges = {subnet: f"s{k}" for k, subnet in enumerate(dict.fromkeys(subnets))}
+    try:
+        for bridge in bridges.values():
+            ip("-n", router, *f"link add name {bridge} up type bridge".split())
+        for k, (host, address, subnet) in enumerate(zip(hosts, addresses, subnets, strict=True)):
+            ip("-n", router, *f"link add w{k} type veth peer eth1 netns {host.namespace}".split())
+            ip("-n", router, *f"link set w{k} master {bridges[subnet]} up".split())
+            ip("-n", host.namespace, *f"addr add {address} dev eth1".split())
+            ip("-n", host.namespace, *["link", "set", "eth1", "up"])
+        yield
+    finally:
+        for link in [*(f"w{k}" for k in range(len(hosts))), *bridges.values()]:
+            subprocess.run(["ip", "-n", router, "link", "del", link], capture_output=True)
+
+
 def write_hosts(host: Host, text: str) -> None:
     """Make /etc/hosts of the processes that start on a host from now on."""
     (ETC / host.namespace).mkdir(parents=True, exist_ok=True)

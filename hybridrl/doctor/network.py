@@ -83,7 +83,7 @@ def examine(
     addresses = {node: agents.addresses[node] for node in views}
     judged = network_address.judge(views, addresses, master)
     findings += judged
-    findings += network_interfaces.judge(views)
+    findings += network_interfaces.check(agents, views)
     findings += network_infiniband.check(agents)
     if _failures(judged):
         master = ""  # its own finding; the ports are tried all the same

@@ -93,7 +93,6 @@ def open_ports(
         band: ports that the rendezvous tries, in this order.
         services: ports that Ray's services will have, all of them.
     """
-    token = secrets.token_hex(TOKEN_BYTES)
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
     workers = worker_ports(address)
     worker, chosen = _first_free(address, workers), listen(address, [0])
@@ -105,11 +104,8 @@ def open_ports(
     except (ConfigError, OSError) as error:
         problem = error.problems[0] if isinstance(error, ConfigError) else str(error)
     listeners = (worker, chosen, meeting_place, *of_services.values())
-    _OPEN[token] = [listener for listener in listeners if listener is not None]
-    for listener in _OPEN[token]:
-        Thread(target=_serve, args=(listener, token), daemon=True).start()
     return Opened(
-        token,
+        answer_on([listener for listener in listeners if listener is not None]),
         port,
         None if worker is None else _port(worker),
         _port(chosen),
@@ -120,6 +116,15 @@ def open_ports(
         [number for number, listener in of_services.items() if listener is not None],
         holders_of([number for number, listener in of_services.items() if listener is None]),
     )
+
+
+def answer_on(listeners: list[socket.socket]) -> str:
+    """Answer who connects to these until `close_ports`; the token of the greetings."""
+    token = secrets.token_hex(TOKEN_BYTES)
+    _OPEN[token] = listeners
+    for listener in listeners:
+        Thread(target=_serve, args=(listener, token), daemon=True).start()
+    return token
 
 
 def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
@@ -135,7 +140,7 @@ def _port(listener: socket.socket) -> int:
 
 
 def close_ports(token: str) -> None:
-    """Close what `open_ports` has opened."""
+    """Close the listening sockets of this token."""
     for listener in _OPEN.pop(token, []):
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

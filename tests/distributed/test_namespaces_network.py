@@ -10,7 +10,7 @@ from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import examine
 from tests.namespace_agents import driver, set_environments, stage_of_two, summed
-from tests.namespaces import bench, need_namespaces, write_hosts
+from tests.namespaces import bench, need_namespaces, second_interfaces, write_hosts
 
 BAND = [29500, 29503]
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 0.7)"
@@ -279,6 +279,72 @@ def test_an_interface_that_leads_nowhere_is_named(head, hosts, name, value):
     found = only(findings, "network.interfaces")
     assert f"{name}={value}" in found.evidence and "eth0 10.77.1.3/24" in found.evidence
     assert f"export {name}=eth0" in found.advice
+
+
+OWN_NETS = ("10.99.1.1/24", "10.99.2.1/24", "10.99.3.1/24")
+ONE_NET = ("10.99.0.1/24", "10.99.0.2/24", "10.99.0.3/24")
+# As the networks of management controllers on their hosts.
+ONE_ADDRESS = ("10.99.0.1/24",) * 3
+
+
+def everywhere(head, hosts, **values):
+    """Variables of all hosts' processes."""
+    return environment(head, **{host.name.replace("-", "_"): values for host in hosts})
+
+
+@pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.parametrize("addresses", [OWN_NETS, ONE_ADDRESS], ids=["own nets", "one address"])
+def test_a_named_interface_in_a_net_of_each_nodes_own_is_named(head, hosts, name, addresses):
+    with second_interfaces(hosts, *addresses), everywhere(head, hosts, **{name: "eth1"}):
+        findings = stage(head)
+    assert failures(findings) == [("network.interfaces", host.name) for host in hosts]
+    found = only(findings, "network.interfaces", hosts[1].name)
+    assert f"{name}=eth1: eth1 of {hosts[1].name} is not reached at" in found.evidence
+    assert f"{addresses[1][:-3]} from {hosts[0].name}, {hosts[2].name}: " in found.evidence
+    assert f"export {name}=eth0" in found.advice
+
+
+def test_a_named_interface_in_a_net_that_all_share_is_sound(head, hosts):
+    names = dict.fromkeys(["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"], "eth1")
+    with second_interfaces(hosts, *ONE_NET), everywhere(head, hosts, **names):
+        findings = stage(head)
+    assert failures(findings) == []
+    found = only(findings, "network.interfaces")
+    assert found.verdict is Verdict.ok and "all nodes are in 10.99.0.0/24" in found.evidence
+    assert f"gloo takes {hosts[0].name} eth1" in found.evidence
+    assert "12 connections to interfaces of their own" in found.evidence
+
+
+def test_loopback_that_is_not_excluded_comes_first_for_nccl(head, hosts):
+    with setting(head, hosts[1], NCCL_SOCKET_IFNAME="^docker"):
+        findings = stage(head)
+    assert failures(findings) == [("network.interfaces", hosts[1].name)]
+    found = only(findings, "network.interfaces")
+    assert f"lo of {hosts[1].name} is not reached at 127.0.0.1" in found.evidence
+    assert "export NCCL_SOCKET_IFNAME=eth0" in found.advice
+
+
+def test_an_interface_that_one_node_alone_names_wrongly_is_its_own_failure(head, hosts):
+    with (
+        second_interfaces(hosts, *OWN_NETS),
+        setting(head, hosts[2], GLOO_SOCKET_IFNAME="eth1"),
+    ):
+        findings = stage(head, quick=False)
+    assert failures(findings) == [("network.interfaces", hosts[2].name)]
+    assert only(findings, "network.collective").verdict is Verdict.skipped
+
+
+def test_a_named_interface_that_one_node_does_not_reach_is_told_of_the_pair(head, hosts):
+    first, second, last = hosts
+    with (
+        second_interfaces(hosts, *ONE_NET[:2], "10.99.1.1/24"),
+        setting(head, first, GLOO_SOCKET_IFNAME="eth1"),
+    ):
+        findings = stage(head)
+    assert failures(findings) == [("network.interfaces", f"{last.name} -> {first.name}")]
+    found = only(findings, "network.interfaces")
+    assert "GLOO_SOCKET_IFNAME=eth1" in found.evidence and second.name not in found.evidence
+    assert f"10.99.0.1 from {last.name}: no route" in found.evidence
 
 
 def test_a_node_that_cannot_reach_the_head_says_why(hosts):

@@ -8,6 +8,7 @@ from network_cases import view
 from hybridrl.doctor import (
     network_address,
     network_bandwidth,
+    network_choices,
     network_interfaces,
     network_ports,
     network_rendezvous,
@@ -94,7 +95,7 @@ def test_one_node_may_have_any_name_of_its_own_as_master_address():
     ],
 )
 def test_interface_patterns_are_nccls(spec, expected):
-    assert network_interfaces.matching(spec, ["eth0", "eth1", "ib0", "lo"]) == expected
+    assert network_choices.matching(spec, ["eth0", "eth1", "ib0", "lo"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_interface_patterns_are_nccls(spec, expected):
     ],
 )
 def test_the_interface_that_nccl_takes(interfaces, expected):
-    assert network_interfaces.nccl_choice(view(**interfaces)) == expected
+    assert network_choices.nccl_choice(view(**interfaces)) == expected
 
 
 def test_a_subnet_with_all_nodes_is_sound():
@@ -132,6 +133,45 @@ def test_an_interface_outside_of_the_common_subnet_is_named():
     (found,) = network_interfaces.judge(views)
     assert found.verdict is Verdict.warn and "NCCL would take a ib0, b ib0" in found.evidence
     assert "NCCL_SOCKET_IFNAME=eth0" in found.advice
+
+
+def test_gloos_named_interface_outside_of_the_common_subnet_is_told():
+    nccl, gloo = {"NCCL_SOCKET_IFNAME": "eth0"}, {"GLOO_SOCKET_IFNAME": "ib0"}
+    other = view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24", variables=nccl | gloo)
+    views = {"a": view(variables=nccl), "b": other}
+    (found,) = network_interfaces.judge(views)
+    assert found.verdict is Verdict.warn and "gloo would take b ib0, outside" in found.evidence
+    assert "NCCL would" not in found.evidence and "GLOO_SOCKET_IFNAME=eth0" in found.advice
+
+
+def judge_attempts(variables, problems):
+    """The findings where a and c try b's ib0, which NCCL takes there."""
+    views = {node: view(node, eth0=f"10.0.1.{k}/24") for k, node in enumerate("abc", 2)}
+    views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
+    (choice,) = network_choices.choices_of("b", views["b"], between_hosts=True)
+    assert (choice.interface, choice.address) == ("ib0", "10.9.0.3")
+    tried = [network_interfaces.Attempt(node, choice, problems[node]) for node in problems]
+    addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
+    return network_interfaces.judge(views, tried, addresses)
+
+
+@pytest.mark.parametrize(
+    ("variables", "verdict", "says"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "ib"}, Verdict.fail, "NCCL_SOCKET_IFNAME=ib: ib0 of b"),
+        ({}, Verdict.warn, "NCCL takes ib0 by itself: ib0 of b"),
+    ],
+)
+def test_an_interface_that_nobody_reaches_fails_where_it_is_named(variables, verdict, says):
+    (found,) = judge_attempts(variables, {"a": "no route", "c": "refused"})
+    assert (found.node, found.verdict) == ("b", verdict)
+    assert f"{says} is not reached at 10.9.0.3 from a: no route; from c: refused" in found.evidence
+    assert "export NCCL_SOCKET_IFNAME=eth0" in found.advice
+
+
+def test_an_interface_that_one_node_does_not_reach_is_told_of_the_pair():
+    (found,) = judge_attempts({"NCCL_SOCKET_IFNAME": "ib"}, {"a": "", "c": "no route"})
+    assert (found.node, found.verdict) == ("c -> b", Verdict.fail)
 
 
 def test_addresses_that_clouds_route_have_no_subnet_to_compare():
