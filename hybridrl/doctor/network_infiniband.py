@@ -1,4 +1,6 @@
-"""InfiniBand and RoCE ports as the kernel shows them: are they up, and is the GID index right?
+"""InfiniBand and RoCE: are the ports up, can they be opened, and is the GID index right?
+
+The kernel shows ports in /sys, in containers that lack the devices in /dev, too.
 
 Source: Linux, Documentation/ABI/stable/sysfs-class-infiniband.
 """
@@ -14,9 +16,15 @@ from hybridrl.doctor.host import heard
 
 CHECK = "network.infiniband"
 ROOT = Path("/sys/class/infiniband")
+# Where libibverbs opens adapters: uverbs0, uverbs1, ...
+DEVICES = Path("/dev/infiniband")
 ETHERNET = "Ethernet"
 ROCE_V2 = "RoCE v2"
 VARIABLES = ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE")
+GIVE_DEVICES = (
+    "give the container the devices "
+    "(docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1)"
+)
 
 
 class HCAPort(NamedTuple):
@@ -40,22 +48,30 @@ class HCAPort(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """The ports of a node, and what its environment tells NCCL about them."""
+    """What a node has of InfiniBand and RoCE.
+
+    Attributes:
+        ports: those that the kernel shows.
+        variables: what the environment tells NCCL about them.
+        closed: why none can be opened; empty if one can, or where there are no ports.
+    """
 
     ports: list[HCAPort]
     variables: dict[str, str]
+    closed: str
 
 
-def check(agents: Agents, root: Path = ROOT) -> list[Finding]:
+def check(agents: Agents, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
     """Look at every node's ports."""
-    fabrics, findings = heard(CHECK, call_all(agents, look, root))
+    fabrics, findings = heard(CHECK, call_all(agents, look, root, devices))
     return findings + (judge(fabrics) if fabrics else [])
 
 
-def look(root: Path) -> Fabric:
-    """The ports below a folder such as /sys/class/infiniband."""
+def look(root: Path, devices: Path) -> Fabric:
+    """The ports below folders such as /sys/class/infiniband and /dev/infiniband."""
     ports = [_port(folder) for folder in sorted(root.glob("*/ports/*"))]
-    return Fabric(ports, {name: os.environ[name] for name in VARIABLES if name in os.environ})
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return Fabric(ports, variables, _why_closed(devices) if ports else "")
 
 
 def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
@@ -68,8 +84,7 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
             CHECK,
             node,
             f"no adapter in {ROOT}, while other nodes have some: NCCL falls back to TCP for it",
-            "Load the driver (`lsmod | grep ib_core`, `ibstat`), or give the container the devices "
-            "(docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1).",
+            f"Load the driver (`lsmod | grep ib_core`, `ibstat`), or {GIVE_DEVICES}.",
         )
         for node in without
     ]
@@ -79,6 +94,8 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
             problems = [f for port in ports for f in _judge_port(node, fabric, port)]
             if not ports and not _is_off(fabric):
                 problems = [_none_named(node, fabric)]
+            elif fabric.closed:
+                problems.insert(0, _closed(node, fabric, alone=len(fabrics) == 1))
             findings += problems or [ok(CHECK, node, "; ".join(map(_text, fabric.ports)))]
     return findings
 
@@ -106,6 +123,20 @@ def used_ports(fabric: Fabric) -> list[HCAPort]:
 
 def _is_off(fabric: Fabric) -> bool:
     return fabric.variables.get("NCCL_IB_DISABLE") == "1"
+
+
+def _closed(node: str, fabric: Fabric, *, alone: bool) -> Finding:
+    """A failure where the run would be slow without a word: not of one node, nor on purpose."""
+    names = ", ".join(port.name for port in fabric.ports)
+    return (warn if alone or _is_off(fabric) else fail)(
+        CHECK,
+        node,
+        f"the kernel shows {names}, but {fabric.closed}: between nodes NCCL goes over TCP without "
+        "a word",
+        f"In a container: {GIVE_DEVICES}, as deploy/docker/run.sh does; in a pod ask for what the "
+        "cluster's device plugin calls them. Elsewhere load ib_uverbs (`ls -l /dev/infiniband`). "
+        "Over TCP on purpose: NCCL_IB_DISABLE=1.",
+    )
 
 
 def _none_named(node: str, fabric: Fabric) -> Finding:
@@ -177,6 +208,19 @@ def _port(folder: Path) -> HCAPort:
         _read(folder / "rate"),
         dict(sorted(gids.items())),
     )
+
+
+def _why_closed(devices: Path) -> str:
+    """Why no adapter can be opened to read and write, as libibverbs does; empty if one can."""
+    problems = []
+    for path in sorted(devices.glob("uverbs*")):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            problems.append(f"{path} cannot be opened ({error.strerror})")
+        else:
+            return ""
+    return "; ".join(problems) or f"there is no {devices}/uverbs*"
 
 
 def _read(file: Path) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network_infiniband import check, look, used_ports
+from hybridrl.doctor.network_infiniband import check, judge, look, used_ports
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GIDS = {
@@ -18,10 +18,22 @@ GIDS = {
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder like /sys/class/infiniband, in an environment without NCCL's variables."""
+    """A folder like /sys/class/infiniband, in an environment without NCCL's variables.
+
+    Beside it is one like /dev/infiniband, with one device that can be opened.
+    """
     for name in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    folder = tmp_path / "sys"
+    folder.mkdir()
+    devices_of(folder).mkdir()
+    (devices_of(folder) / "uverbs0").touch()
+    return folder
+
+
+def devices_of(root):
+    """The folder like /dev/infiniband."""
+    return root.parent / "dev"
 
 
 def add_port(root, device, *, layer="InfiniBand", state="4: ACTIVE", physical="5: LinkUp"):
@@ -43,8 +55,8 @@ def add_port(root, device, *, layer="InfiniBand", state="4: ACTIVE", physical="5
 
 
 def findings(root):
-    """Of this machine with that folder."""
-    return check(LocalAgents("here"), root)
+    """Of this machine with these folders."""
+    return check(LocalAgents("here"), root, devices_of(root))
 
 
 def test_a_machine_without_adapters_is_skipped(root):
@@ -57,6 +69,42 @@ def test_active_ports_are_sound(root):
     (found,) = findings(root)
     assert found.verdict is Verdict.ok
     assert found.evidence == "mlx5_0:1 ACTIVE, LinkUp, InfiniBand, 400 Gb/sec (4X NDR)"
+
+
+@pytest.mark.parametrize("folder", ["there", "empty", "missing"])
+@pytest.mark.parametrize(
+    ("disable", "verdict"), [(None, Verdict.fail), ("0", Verdict.fail), ("1", Verdict.warn)]
+)
+def test_ports_whose_devices_cannot_be_opened_are_told(root, monkeypatch, folder, disable, verdict):
+    """As in a container without them: its ports look active all the same."""
+    if disable is not None:
+        monkeypatch.setenv("NCCL_IB_DISABLE", disable)
+    add_port(root, "mlx5_0")
+    device = devices_of(root) / "uverbs0"
+    device.unlink()
+    if folder == "missing":
+        devices_of(root).rmdir()
+    elif folder == "there":
+        device.mkdir()
+    fabric = look(root, devices_of(root))
+    both = judge({"here": fabric, "there": fabric})
+    (alone,) = findings(root)
+    why = f"{device} cannot" if folder == "there" else f"there is no {device.parent}/uverbs*"
+    for found in (*both, alone):
+        assert f"the kernel shows mlx5_0:1, but {why}" in found.evidence
+        assert "--device=/dev/infiniband" in found.advice and "NCCL_IB_DISABLE=1" in found.advice
+    assert [found.verdict for found in both] == [verdict] * 2
+    assert alone.verdict is Verdict.warn  # NCCL needs none of it within a node
+
+
+def test_one_device_that_can_be_opened_is_enough(root):
+    """A pod may use its own adapter alone, and sees the others' ports."""
+    add_port(root, "mlx5_0")
+    (devices_of(root) / "uverbs1").touch()
+    (devices_of(root) / "uverbs0").unlink()
+    (devices_of(root) / "uverbs0").mkdir()
+    (found,) = findings(root)
+    assert found.verdict is Verdict.ok
 
 
 def test_a_port_that_is_down_beside_others_is_a_warning(root):
@@ -115,7 +163,7 @@ def test_adapter_patterns_are_nccls(root, monkeypatch, spec, expected):
     for device in ("mlx5_0", "mlx5_1", "mlx5_10"):
         add_port(root, device)
     monkeypatch.setenv("NCCL_IB_HCA", spec)
-    assert [port.name for port in used_ports(look(root))] == expected
+    assert [port.name for port in used_ports(look(root, devices_of(root)))] == expected
 
 
 def test_infiniband_that_is_switched_off_is_not_judged(root, monkeypatch):
