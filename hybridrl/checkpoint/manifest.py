@@ -23,7 +23,7 @@ from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
 from hybridrl.checkpoint.reading import patiently
 
-FORMAT = "hybridrl checkpoint 2"
+FORMAT = "hybridrl checkpoint 3"
 
 _LARGEST = 64 * 2**20  # bytes: 400,000 files
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -1,6 +1,7 @@
 """Training prompts in the order in which they are drawn, behind one cursor."""
 
 import hashlib
+import json
 import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,15 +59,19 @@ class PromptSource:
         self._drawn = self._draw()
 
     @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of what may be drawn: the prompts' ids and tokens, by data set, in order."""
-        known = hashlib.sha256()
+    def fingerprint(self) -> dict[str, str]:
+        """SHA-256 of what may be drawn, by data set, in order: `tokens` and ids of the prompts, and
+        the `rows` that they are of, with all that rewards may look at, and their difficulty.
+        """
+        tokens, rows = hashlib.sha256(), hashlib.sha256()
+        encode = json.JSONEncoder(sort_keys=True, default=str).encode
         for name, members in self._members.items():
-            known.update(f"{name} {len(members)}\n".encode())
+            tokens.update(f"{name} {len(members)}\n".encode())
             for prompt in members:
-                known.update(array("q", (prompt.prompt_id, *prompt.token_ids)).tobytes())
-                known.update(b"\n")
-        return known.hexdigest()
+                tokens.update(array("q", (prompt.prompt_id, *prompt.token_ids)).tobytes())
+                tokens.update(b"\n")
+                rows.update(encode((prompt.example, prompt.difficulty)).encode())
+        return {"tokens": tokens.hexdigest(), "rows": rows.hexdigest()}
 
     @property
     def position(self) -> int:

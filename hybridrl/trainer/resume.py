@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def find_resume(
     config: RunConfig,
     run_dir: Path,
     models: Fingerprints,
-    prompts: str,
+    prompts: Mapping[str, str],
     watch: Watch = unwatched,
 ) -> Resume | None:
     """What `resume` means; None: the run begins anew. Nothing is written.
@@ -93,7 +94,7 @@ def find_resume(
         config: the run.
         run_dir: its directory, which may not be there yet.
         models: fingerprints of those that it takes from elsewhere.
-        prompts: fingerprint of those that it is trained on.
+        prompts: fingerprints of those that it is trained on.
         watch: told how far the reading is; what it raises ends it.
 
     Raises:
@@ -106,7 +107,7 @@ def find_resume(
         if found is None:
             return None
         state = _state(found)
-    differences = _differences(config, found, models, state.prompts == prompts)
+    differences = _differences(config, found, models, _other_prompts(state.prompts, prompts))
     if differences.mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in differences.mattering)
         raise ConfigError(
@@ -195,7 +196,7 @@ class _Differences(NamedTuple):
 
 
 def _differences(
-    config: RunConfig, found: Found, models: Fingerprints, are_prompts_same: bool
+    config: RunConfig, found: Found, models: Fingerprints, other_prompts: list[str]
 ) -> _Differences:
     before = found.manifest
     told = _Differences([], [])
@@ -204,9 +205,17 @@ def _differences(
             told.mattering.append(str(change))
         elif change.key not in NOT_TOLD:
             told.free.append(str(change))
-    if not are_prompts_same:
-        told.mattering.append("data: other training prompts (files, tokenizer or chat template)")
+    told.mattering.extend(other_prompts)
     return told
+
+
+def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """In words what is not as it was of the prompts (`PromptSource.fingerprint`), if anything."""
+    if before["tokens"] != now["tokens"]:
+        return ["data: other training prompts (files, tokenizer or chat template)"]
+    if before["rows"] != now["rows"]:
+        return ["data: other answers or other columns of the training prompts, which are the same"]
+    return []
 
 
 def _shortened(texts: list[str]) -> str:

@@ -35,7 +35,7 @@ class LoopState:
 
     step: int
     prompts_taken: int
-    prompts: str
+    prompts: dict[str, str]
     kl_coef: float | None
     weight_version: int
     rollout_is_current: bool

@@ -197,6 +197,17 @@ def test_other_training_prompts_must_be_allowed(copied):
     assert any(note.startswith("changed, as allowed: data: other training") for note in notes)
 
 
+def test_another_answer_to_a_training_prompt_must_be_allowed(copied):
+    """No prompt shows it, but it is what responses are rewarded by."""
+    config = run_config(*CONFIG)
+    prompts = prompts_of(config)
+    first, *rest = prompts.train
+    first = replace(first, example=first.example | {"answer": "-1"})
+    with pytest.raises(ConfigError, match="data: other answers or other columns") as caught:
+        read_inputs(config, copied, replace(prompts, train=[first, *rest]))
+    assert "other training prompts" not in str(caught.value)
+
+
 def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):
     """What a checkpoint is taken from is known while Ray starts, which may refuse the run."""
     first, last = steps_in(copied)

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from datetime import date
 
 import pytest
 from test_kl_control import control, scored
@@ -44,16 +45,25 @@ def test_a_run_that_goes_on_with_a_penalty_or_without_one_has_its_configs(had_pe
     assert now.kl.coef == (None if had_penalty else 0.1)
 
 
-def taken(number: int, token: int = 7) -> PromptSource:
+def taken(number: int, token: int = 7, answer: str = "1", difficulty: float = 0.0) -> PromptSource:
     """A run's prompts, of which some have been taken."""
-    prompts = [Prompt(k, [token, k], "", "", {}, {}) for k in range(16)]
+    row = {"answer": answer, "tests": [{"in": 1}], "day": date(2026, 1, 2)}
+    prompts = [Prompt(k, [token, k], "", "", row, {}, "", difficulty) for k in range(16)]
     source = PromptSource(prompts, 4, seed=1)
     source.take(number)
     return source
 
 
-def test_the_prompts_are_known_by_their_tokens_not_by_how_many_were_taken():
-    assert taken(0).fingerprint == taken(5).fingerprint != taken(0, token=8).fingerprint
+def test_the_prompts_are_known_by_tokens_and_rows_not_by_how_many_were_taken():
+    first = taken(0).fingerprint
+    assert taken(5).fingerprint == first
+    for other, differs in (
+        (taken(0, token=8), {"tokens"}),
+        (taken(0, answer="2"), {"rows"}),
+        (taken(0, difficulty=1.0), {"rows"}),
+    ):
+        known = other.fingerprint
+        assert {name for name in first if known[name] != first[name]} == differs
 
 
 class Engines:

@@ -125,7 +125,7 @@ class OneProcess:
 
 def state(step: int) -> LoopState:
     """That of a loop after a step."""
-    return LoopState(step, 8 * step, "0" * 64, None, step, True, {}, {})
+    return LoopState(step, 8 * step, {}, None, step, True, {}, {})
 
 
 @contextmanager
