@@ -1,6 +1,7 @@
 """What has been sent to the workers already."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import ray
@@ -15,19 +16,23 @@ class ObjectStore:
     Workers on the driver's node map what is stored; other nodes fetch it once.
 
     Args:
-        check: raises if Ray is gone: it would end the process that puts something.
+        guarded: for each call into Ray, which without a raylet would end this process.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._guarded = guarded
         self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._stored)
 
     def reference(self, piece: Piece) -> ObjectRef:
-        """Where workers find the piece's content."""
+        """Where workers find the piece's content.
+
+        Raises:
+            WorkerError: Ray is gone, or has no room for it in memory nor on its disk.
+        """
         if piece not in self._stored:
-            self._check()
-            self._stored[piece] = ray.put(piece.content)
+            with self._guarded():
+                self._stored[piece] = ray.put(piece.content)
         return self._stored[piece]

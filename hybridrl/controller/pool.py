@@ -79,14 +79,14 @@ class Pool:
         self._shared_memory: dict[str, list[str]] = {}
         self._ray_watch = RayWatch(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
-        self.store = ObjectStore(partial(self._ray_watch.check, "sending a batch"))
+        self.store = ObjectStore(partial(self._ray_watch.guarded, "sending a batch"))
         self.start_times = PartTimes()
         with ExitStack() as undo:
             undo.callback(self.close)
             with self.start_times.part("processes"):
-                self._reservation = reserve_slots(
-                    config, partial(self._ray_watch.check, "start: slots")
-                )
+                with self._ray_watch.guarded("start: slots"):
+                    check = partial(self._ray_watch.check, "start: slots")
+                    self._reservation = reserve_slots(config, check)
                 self._identify(spawn(config, self._reservation))
             with self.start_times.part("imports"):
                 self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
@@ -247,11 +247,11 @@ class Pool:
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
     ) -> list[ObjectRef]:
-        self._ray_watch.check(phase)
-        refs = [
-            getattr(host.handle, method).remote(*own)
-            for host, own in zip(hosts, arguments, strict=True)
-        ]
+        with self._ray_watch.guarded(phase):
+            refs = [
+                getattr(host.handle, method).remote(*own)
+                for host, own in zip(hosts, arguments, strict=True)
+            ]
         self._busy = dict(zip(refs, hosts, strict=True))
         return refs
 
@@ -265,7 +265,8 @@ class Pool:
         still_s = deadlines.still_s
         watch = Watch(self._readers, self._nodes, phase, len(hosts), still_s, self._ray_watch)
         try:
-            results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
+            with self._ray_watch.guarded(phase):
+                results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
         except TimeoutError as error:
             (late,) = error.args
             setting, limit_s = deadlines.setting, deadlines.seconds

@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
+from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.evidence import GONE, STOPPED, state_of
@@ -102,6 +104,21 @@ class RayWatch:
             self.check(phase)
             time.sleep(DYING_S)
         self.check(phase)
+
+    @contextmanager
+    def guarded(self, phase: str) -> Iterator[None]:
+        """Calls of this process into Ray, which must be there.
+
+        Raises:
+            WorkerError: it is not, or fails one of them.
+        """
+        self.check(phase)
+        try:
+            yield
+        except RayError as error:
+            self.check_behind(phase)
+            told = f"Ray failed in {phase}: {type(error).__name__}: {error}"
+            raise WorkerError([], phase, told) from error
 
     def close(self) -> None:
         """End the thread."""

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,16 @@ from ray.cluster_utils import Cluster
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.object_store import ObjectStore
 from hybridrl.controller.output import keep_earlier
 from hybridrl.controller.pool import Pool
+from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray_nodes import cluster_machine, machine_of
 from hybridrl.controller.ray_runtime import MARK, joined_cluster, ray_runtime
+from hybridrl.controller.ray_watch import RayWatch
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
 from hybridrl.controller.worker_group import build_roles
+from hybridrl.data.shardable import Piece
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
 # Makes a Python one in which hybridrl is not installed.
@@ -272,6 +277,21 @@ def test_cluster_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
         ray_runtime(config.cluster, config.accelerator),
     ):
         pass
+
+
+def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, monkeypatch):
+    """What it has no memory for goes to its disk, which is taken for full here."""
+    monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.001")
+    config = pool_config(tmp_path)
+    large = Piece(bytearray(STORE_BYTES[config.accelerator] + 1))
+    with (
+        ray_runtime(config.cluster, config.accelerator),
+        closing(RayWatch(config.cluster.stall_timeout_s)) as watch,
+    ):
+        store = ObjectStore(partial(watch.guarded, "sending a batch"))
+        with pytest.raises(WorkerError, match="Ray failed in sending a batch: OutOfDiskError"):
+            store.reference(large)
+        assert ray.get(store.reference(Piece("small"))) == "small"
 
 
 def test_signals_are_raised_once_and_handlers_return():
