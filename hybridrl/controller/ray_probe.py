@@ -23,12 +23,22 @@ class Reply(Enum):
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as the head knows it; `reason` says why it is not alive."""
+    """A node as the head knows it.
+
+    Attributes:
+        host: its name.
+        address: by which the others reach it.
+        alive: whether it reports to the head.
+        reason: why it is not alive.
+        node_manager_port, object_manager_port: of its Ray.
+    """
 
     host: str
     address: str
     alive: bool
     reason: str
+    node_manager_port: int = 0
+    object_manager_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,8 @@ def joined_view() -> ClusterView | None:
             node["NodeManagerAddress"],
             node["Alive"],
             node["DeathReasonMessage"] or "",
+            node["NodeManagerPort"],
+            node["ObjectManagerPort"],
         )
         for node in ray.nodes()
     )
@@ -116,6 +128,8 @@ def _ask(address: str) -> ClusterView:
             node.node_manager_address,
             node.state == 0,  # GcsNodeInfo.GcsNodeState.ALIVE
             node.death_info.reason_message,
+            node.node_manager_port,
+            node.object_manager_port,
         )
         for node in found
     )

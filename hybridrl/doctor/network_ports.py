@@ -7,6 +7,7 @@ from typing import NamedTuple
 from hybridrl.controller.agents import Agents
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host import heard
+from hybridrl.doctor.network_ray import running_services
 from hybridrl.doctor.network_server import Opened, Target, reach
 
 CHECK = "network.ports"
@@ -38,18 +39,13 @@ def check(
         addresses: by which the others know a node.
         meeting: by which they reach its port of the rendezvous.
     """
+    of_node = _targets(opened, addresses, meeting)
     targets = {
         node: [
-            Target(other, address, port, ports.token)
-            for other, ports in opened.items()
+            target
+            for other, those in of_node.items()
             if other != node or len(opened) == 1
-            for address, port in (
-                (meeting[other], ports.rendezvous),
-                (addresses[other], ports.worker),
-                (addresses[other], ports.chosen),
-                *((addresses[other], port) for port in ports.services),
-            )
-            if port is not None
+            for target in those
         ]
         for node in opened
     }
@@ -62,6 +58,32 @@ def check(
         for target, problem in zip(targets[node], problems, strict=True)
     ]
     return findings + judge(attempts, opened, addresses) + judge_taken(opened)
+
+
+def _targets(
+    opened: Mapping[str, Opened], addresses: Mapping[str, str], meeting: Mapping[str, str]
+) -> dict[str, list[Target]]:
+    """What the others connect to on each node."""
+    running = running_services({node: addresses[node] for node in opened})
+    return {
+        node: [
+            *(
+                Target(node, address, port, ports.token)
+                for address, port in (
+                    (meeting[node], ports.rendezvous),
+                    (addresses[node], ports.worker),
+                    (addresses[node], ports.chosen),
+                    *((addresses[node], port) for port in ports.services),
+                )
+                if port is not None
+            ),
+            *(
+                Target(node, addresses[node], service.port, "", service.name)
+                for service in running[node]
+            ),
+        ]
+        for node, ports in opened.items()
+    }
 
 
 def judge_taken(opened: Mapping[str, Opened]) -> list[Finding]:
@@ -96,9 +118,11 @@ def judge(
         findings.append(fail(CHECK, "all", rest, "Mend the pairs above first; doctor.json."))
     if findings:
         return findings
-    ports = sorted({str(attempt.target.port) for attempt in attempts})
+    ports = sorted({str(one.target.port) for one in attempts if not one.target.service})
+    services = sorted({one.target.service for one in attempts if one.target.service})
     what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"
-    return [ok(CHECK, "all", f"{what}: {len(attempts)} connections on ports {', '.join(ports)}")]
+    what += f": {len(attempts)} connections on ports {', '.join(ports)}"
+    return [ok(CHECK, "all", f"{what}; {' and '.join(services)}" if services else what)]
 
 
 def _judge_pair(
@@ -106,20 +130,29 @@ def _judge_pair(
 ) -> Finding:
     source, to = failures[0].source, failures[0].target.node
     what = "; ".join(
-        f"{addresses[source]} -> {attempt.target.address} port {attempt.target.port}: "
+        f"{addresses[source]} -> {attempt.target.address} {_port(attempt.target)}: "
         f"{attempt.problem}"
         for attempt in failures
     )
-    ports = {attempt.target.port for attempt in failures}
     direction = "in both directions" if both_ways else "in this direction alone"
-    return fail(
-        CHECK, f"{source} -> {to}", f"{what}; {direction}", _advice(failures, target, ports)
-    )
+    return fail(CHECK, f"{source} -> {to}", f"{what}; {direction}", _advice(failures, target))
 
 
-def _advice(failures: Sequence[Attempt], target: Opened, ports: set[int]) -> str:
+def _port(target: Target) -> str:
+    return f"port {target.port}{f' ({target.service})' if target.service else ''}"
+
+
+def _advice(failures: Sequence[Attempt], target: Opened) -> str:
     address, to = failures[0].target.address, failures[0].target.node
     low, high = target.ephemeral
+    ports = {failure.target.port for failure in failures}
+    of_ray = {failure.target.port for failure in failures if failure.target.service}
+    if ports == of_ray:
+        return (
+            "Ray's nodes pass tasks and batches to each other there, and a run hangs at the first "
+            f"that cannot pass: open these ports on {to} for the other nodes, or start Ray with "
+            "--node-manager-port and --object-manager-port on open ones."
+        )
     if ports == {target.rendezvous}:
         return (
             f"Other ports of {to} answer: open the ports of cluster.rendezvous_ports for the other "
@@ -139,7 +172,8 @@ def _advice(failures: Sequence[Attempt], target: Opened, ports: set[int]) -> str
             f"deploy/ starts them: open them on {to} for the other nodes, or set HYBRIDRL_RAY_PORT "
             "to the first of eight open ones."
         )
-    if ports == {target.chosen} and target.rendezvous is not None:
+    of_kernel = {port for port in of_ray if low <= port <= high}
+    if ports - of_kernel == {target.chosen} and target.rendezvous is not None:
         return (
             f"NCCL and gloo listen on ports of {low} to {high} (ip_local_port_range), as do the "
             f"services of a Ray that is told nothing: open all TCP ports of {to} for the other "

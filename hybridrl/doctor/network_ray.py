@@ -1,17 +1,26 @@
-"""Which ports Ray takes on a node: those of its services before it is up, those of its workers."""
+"""Which ports Ray takes on a node: its services', before it is up and after, and its workers'."""
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import psutil
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.ray_head import ray_address
+from hybridrl.controller.ray_probe import joined_view
 
 # What `ray start` and deploy/node.sh give to workers, and the first of node.sh's other ports.
 WORKER_PORTS = (10002, 19999)
 FIRST_PORT, NUM_PORTS = 6379, 8
 LAST_PORT = 65535
+
+
+class RayService(NamedTuple):
+    """A service of the Ray that runs on a node, and its port."""
+
+    name: str
+    port: int
 
 
 def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
@@ -29,6 +38,28 @@ def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
         node: range(first, first + NUM_PORTS)
         if several and list(addresses.values()).count(address) == 1
         else range(0)
+        for node, address in addresses.items()
+    }
+
+
+def running_services(addresses: Mapping[str, str]) -> dict[str, list[RayService]]:
+    """The services of the Ray that this process has joined to which other nodes connect, by node.
+
+    Args:
+        addresses: of the nodes; one alone needs none.
+    """
+    view = joined_view() if len(addresses) > 1 else None
+    states = [state for state in view.nodes if state.alive] if view is not None else []
+    return {
+        node: [
+            service
+            for state in states
+            if state.address == address
+            for service in (
+                RayService("Ray's node manager", state.node_manager_port),
+                RayService("Ray's object manager", state.object_manager_port),
+            )
+        ]
         for node, address in addresses.items()
     }
 

@@ -67,12 +67,19 @@ class Opened(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A port of another node."""
+    """A port of another node.
+
+    Attributes:
+        node, address, port: where it is.
+        token: what the greeting from there must hold.
+        service: which service of Ray's listens there; it greets nobody. Empty: a node's agent.
+    """
 
     node: str
     address: str
     port: int
     token: str
+    service: str = ""
 
 
 class Speed(NamedTuple):
@@ -151,7 +158,8 @@ def reach(targets: list[Target], within_s: float) -> list[str]:
     """Connect to all of these, many at a time.
 
     Returns:
-        What went wrong with each; empty where its greeting came.
+        What went wrong with each; empty where its greeting came, or where a service of Ray's
+        took the connection.
     """
     deadline = time.monotonic() + within_s
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -233,7 +241,10 @@ def _try(target: Target, deadline: float) -> str:
     if timeout_s <= 0:
         return "not tried: no time was left"
     try:
-        _connected(target, timeout_s).close()
+        if target.service:
+            socket.create_connection((target.address, target.port), timeout_s).close()
+        else:
+            _connected(target, timeout_s).close()
     except ConnectionRefusedError:
         return "refused (a firewall rejects it, or the address is another machine's)"
     except TimeoutError:

@@ -15,12 +15,13 @@ from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor import network_ports
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network_ports import Attempt
-from hybridrl.doctor.network_ray import ports_in, service_ports, worker_ports
-from hybridrl.doctor.network_server import Target, close_ports, open_ports
+from hybridrl.doctor.network_ray import ports_in, running_services, service_ports, worker_ports
+from hybridrl.doctor.network_server import Opened, Target, close_ports, open_ports, reach
 
 ADDRESS = "127.0.0.7"
 DEFAULT = range(19999, 10001, -1)
 NODES = {"a": "10.0.1.2", "b": "10.0.1.3"}
+OBJECTS = "Ray's object manager"
 
 
 @contextmanager
@@ -128,3 +129,45 @@ def test_blocked_ports_of_services_are_named_with_what_to_open():
         (found,) = network_ports.judge(attempts, {"a": opened}, {"a": ADDRESS, "b": "10.0.1.3"})
     assert found.verdict is Verdict.fail and f"port {ports[1]}: no answer" in found.evidence
     assert f"Ray's services listen on ports {ports[0]} to {ports[-1]}" in found.advice
+
+
+def test_without_a_joined_ray_no_services_run():
+    assert running_services(NODES) == {"a": [], "b": []}
+
+
+def test_a_service_of_rays_greets_nobody_and_only_has_to_take_connections():
+    with socket.create_server((ADDRESS, 0)) as service, socket.create_server((ADDRESS, 0)) as gone:
+        ports = [service.getsockname()[1], gone.getsockname()[1]]
+        gone.close()
+        taken, refused = reach([Target("a", ADDRESS, port, "", OBJECTS) for port in ports], 2.0)
+    assert not taken and refused.startswith("refused")
+
+
+@pytest.mark.parametrize(
+    ("port", "blocked", "says"),
+    [
+        (6381, ["service"], "--object-manager-port on open ones"),
+        (40001, ["service"], "--object-manager-port on open ones"),
+        (40001, ["service", "chosen"], "open all TCP ports of a for the other nodes"),
+        (6381, ["service", "chosen"], "`nc -vz 10.0.1.2 40000` tries it"),
+    ],
+)
+def test_what_to_open_where_a_service_of_a_ray_that_runs_is_blocked(port, blocked, says):
+    opened = Opened("token", 29500, 19999, 40000, "", [], (32768, 60999))
+    targets = {
+        "service": Target("a", NODES["a"], port, "", OBJECTS),
+        "chosen": Target("a", NODES["a"], 40000, "token"),
+    }
+    attempts = [Attempt("b", targets[name], "no answer") for name in blocked]
+    (found,) = network_ports.judge(attempts, {"a": opened, "b": opened}, NODES)
+    assert (found.check, found.node, found.verdict) == ("network.ports", "b -> a", Verdict.fail)
+    assert f"10.0.1.3 -> 10.0.1.2 port {port} (Ray's object manager): no answer" in found.evidence
+    assert says in found.advice
+
+
+def test_services_that_take_connections_are_told():
+    opened = Opened("token", 29500, 19999, 40000, "", [], (32768, 60999))
+    targets = [Target("a", NODES["a"], 6381, "", OBJECTS), Target("a", NODES["a"], 29500, "token")]
+    attempts = [Attempt("b", target, "") for target in targets]
+    (found,) = network_ports.judge(attempts, {"a": opened, "b": opened}, NODES)
+    assert found.evidence == "2 nodes: 2 connections on ports 29500; Ray's object manager"
