@@ -112,6 +112,15 @@ def summed(agents: Any) -> list[Any]:
     return network_collective.check(agents, views, agents.addresses, on_gpu=False)
 
 
+def network_over_ray(ports: list[int]) -> list[Any]:
+    """The quick findings of the stage network for the nodes of the cluster at RAY_ADDRESS."""
+    from hybridrl.controller.ray_agents import RayAgents
+    from hybridrl.doctor.network import examine
+
+    with RayAgents() as agents:
+        return examine(agents, ports, on_gpu=False, quick=True)
+
+
 def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[Any]:
     """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
     from hybridrl.config.model_shape import model_shape

@@ -20,7 +20,7 @@ class RayFacts(NamedTuple):
 
     Attributes:
         version: of the installed Ray; empty without one.
-        auth_mode: RAY_AUTH_MODE.
+        auth_mode: RAY_AUTH_MODE in lower case, as Ray reads it; None: not set.
         token: the first characters of the token's SHA-256; empty without one.
         connection: to the head.
         listeners: addresses on which this node listens on the head's port.
@@ -28,7 +28,7 @@ class RayFacts(NamedTuple):
     """
 
     version: str
-    auth_mode: str
+    auth_mode: str | None
     token: str
     connection: Connection
     listeners: list[str]
@@ -38,9 +38,10 @@ class RayFacts(NamedTuple):
 def ray_facts(head: tuple[str, int] | None) -> RayFacts:
     """Look on this node; `head` is the address of RAY_ADDRESS, None without one."""
     listeners, holders = _listeners(head[1]) if head is not None else ([], [])
+    mode = os.environ.get("RAY_AUTH_MODE")
     return RayFacts(
         ray_version(),
-        os.environ.get("RAY_AUTH_MODE", ""),
+        mode if mode is None else mode.lower(),
         token_hash(),
         Connection() if head is None else connect(*head),
         listeners,

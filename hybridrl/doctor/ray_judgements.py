@@ -25,17 +25,37 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     return findings
 
 
-def judge_tokens(facts: Mapping[str, RayFacts]) -> list[Finding]:
-    """ray.token: the same mode and token on all nodes."""
+def judge_tokens(facts: Mapping[str, RayFacts], *, joined: bool) -> list[Finding]:
+    """ray.token: the same mode and token on all nodes.
+
+    Where the mode is not set, `ray start --head` asks for a token that it finds, and whoever joins
+    by an address sends none, not even the same one.
+
+    Args:
+        facts: by node.
+        joined: whether this process is in the nodes' cluster, which has settled what it asks for.
+    """
     kinds = {node: _auth(fact) for node, fact in facts.items()}
     without = [node for node, (mode, token) in kinds.items() if mode == "token" and not token]
     if without:
         what = f"RAY_AUTH_MODE=token and no token on {', '.join(without)}"
         return [fail("ray.token", "all", what, _token_advice())]
     if len(set(kinds.values())) > 1:
-        each = ", ".join(f"{node}: {_kind(*kind)}" for node, kind in kinds.items())
+        each = ", ".join(f"{node}: {_kind(fact)}" for node, fact in facts.items())
         return [fail("ray.token", "all", f"the nodes differ: {each}", _token_advice())]
-    return [ok("ray.token", "all", _kind(*kind)) for kind in set(kinds.values())]
+    what = ", ".join(sorted({_kind(fact) for fact in facts.values()}))
+    idle = [node for node, fact in facts.items() if fact.auth_mode is None and fact.token]
+    if idle:
+        what += f", and a token on {', '.join(idle)}"
+    if idle and len(facts) > 1 and not joined:
+        what += (
+            ": a head that `ray start --head` starts there asks for it, while nodes and runs that "
+            "join by its address send none and are refused"
+        )
+        return [fail("ray.token", "all", what, _token_advice())]
+    if not idle and not any(token for _, token in kinds.values()):
+        what += ": no token"
+    return [ok("ray.token", "all", what)] if facts else []
 
 
 def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: bool) -> list[Finding]:
@@ -195,16 +215,16 @@ def _token_advice() -> str:
 
 
 def _auth(fact: RayFacts) -> tuple[str, str]:
-    """Mode and token; without the mode, Ray does not look at tokens."""
+    """Mode and token with which a node joins a cluster; without the mode it sends none."""
     if fact.auth_mode == "token":
         return "token", fact.token
     return fact.auth_mode or "disabled", ""
 
 
-def _kind(mode: str, token: str) -> str:
-    if mode != "token":
-        return f"RAY_AUTH_MODE={mode}: no token"
-    return f"token with SHA-256 {token}..."
+def _kind(fact: RayFacts) -> str:
+    if fact.auth_mode == "token":
+        return f"token with SHA-256 {fact.token}..."
+    return "RAY_AUTH_MODE unset" if fact.auth_mode is None else f"RAY_AUTH_MODE={fact.auth_mode}"
 
 
 def _is_address(host: str) -> bool:

@@ -38,7 +38,7 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     joined = None if address is None else joined_view()
     place = None if address is None else head_place(address)
     facts, findings = heard("ray.reachable", call_all(agents, ray_facts, place, timeout_s=FACTS_S))
-    findings += judge_versions(facts) + judge_tokens(facts)
+    findings += judge_versions(facts) + judge_tokens(facts, joined=joined is not None)
     if address is None:
         return findings + _without_address(agents, wanted)
     unfit = ray_problem(ray_version())

@@ -1,8 +1,10 @@
 """Faults on the way to Ray's head between hosts, namespaces here: check id and advice of each.
 
-What answers as the head is a server of the tests, where nothing but Ray's absence is at stake.
+What answers as the head is a server of the tests, where nothing but Ray's absence is at stake;
+Ray itself, on two more hosts, where it is.
 """
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,9 +14,12 @@ import pytest
 from hybridrl.controller.agents import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray_services import examine
-from tests.namespace_agents import driver, set_environments
+from tests.namespace_agents import driver, network_over_ray, set_environments
 from tests.namespaces import bench, need_namespaces
 
+AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+# Where Ray's managers listen.
+SERVICES = ["--node-manager-port=6380", "--object-manager-port=6381"]
 # Answers as Redis does to what is no command of its own.
 REDIS = """
 import socketserver, sys
@@ -45,6 +50,16 @@ def head(hosts):
         address = f"{hosts[0].address}:6379"
         made.call(set_environments, {hosts[0].name: {"RAY_ADDRESS": address}})
         yield made
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory):
+    """Environments with a home that has a token, as a `ray.init()` leaves it, and with an empty."""
+    folder = tmp_path_factory.mktemp("homes")
+    for name in ("one", "none"):
+        (folder / name / ".ray").mkdir(parents=True)
+    (folder / "one" / ".ray" / "auth_token").write_text("c" * 64)
+    return {"HOME": str(folder / "one")}, {"HOME": str(folder / "none")}
 
 
 @contextmanager
@@ -138,6 +153,21 @@ def test_tokens_that_differ_or_are_missing_are_named(head, hosts, settings, says
     assert "aaaa" not in found.evidence and "RAY_AUTH_TOKEN=" in found.advice
 
 
+def test_a_token_that_a_head_finds_by_itself_is_foretold(head, hosts, homes):
+    """The mode is set nowhere: the head would ask for its token, the other would send none."""
+    unset = dict.fromkeys(AUTHENTICATION)
+    by_host = {host.name: home | unset for host, home in zip(hosts, homes, strict=True)}
+    old = {host.name: {name: os.environ.get(name) for name in ("HOME", *unset)} for host in hosts}
+    head.call(set_environments, by_host)
+    try:
+        found = only(head.call(examine, 2), "ray.token")
+    finally:
+        head.call(set_environments, old)
+    assert found.verdict is Verdict.fail
+    assert f"RAY_AUTH_MODE unset, and a token on {hosts[0].name}: a head" in found.evidence
+    assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=" in found.advice
+
+
 def test_a_head_that_registers_a_loopback_address_is_named(hosts, tmp_path):
     first, other = hosts
     options = ["--head", "--port=6390", "--node-ip-address=127.0.1.1"]
@@ -151,3 +181,45 @@ def test_a_head_that_registers_a_loopback_address_is_named(hosts, tmp_path):
     assert "--node-ip-address" in found.advice
     nodes = only(findings, "ray.nodes")
     assert nodes.verdict is Verdict.fail and "1 of cluster.nodes=2 alive" in nodes.evidence
+
+
+@pytest.fixture(scope="module")
+def token_head(homes, tmp_path_factory):
+    """Two hosts, Ray's head on the first, in whose home is a token; RAY_AUTH_MODE is not set."""
+    log = tmp_path_factory.mktemp("ray") / "head.log"
+    with bench("10.76.1.2/24", "10.76.2.2/24") as made, pytest.MonkeyPatch.context() as patch:
+        for name in AUTHENTICATION:
+            patch.delenv(name, raising=False)
+        place = [f"--node-ip-address={made[0].address}", "--port=6379", *SERVICES]
+        made[0].start_ray(log, "--head", *place, "--include-dashboard=false", **homes[0])
+        yield made
+
+
+@pytest.mark.parametrize("with_token", [True, False])
+def test_such_a_head_refuses_who_has_not_set_the_mode(token_head, homes, with_token, tmp_path):
+    """What is foretold is what Ray does, even to a node that has the same token in its home."""
+    first, other = token_head
+    home = homes[0] if with_token else homes[1]
+    place = [f"--address={first.address}:6379", f"--node-ip-address={other.address}"]
+    with pytest.raises(AssertionError, match="Authentication token is missing or incorrect"):
+        # Ray would try twenty times, once a second.
+        other.start_ray(tmp_path / "log", *place, RAY_NUM_REDIS_GET_RETRIES="1", **home)
+
+
+def test_a_blocked_object_manager_of_a_ray_that_runs_is_named(token_head, homes, tmp_path):
+    """The cluster stands, as its nodes are told the mode; a batch could not pass."""
+    first, other = token_head
+    environment = homes[0] | {"RAY_AUTH_MODE": "token"}
+    address = f"{first.address}:6379"
+    place = [f"--address={address}", f"--node-ip-address={other.address}", *SERVICES]
+    other.start_ray(tmp_path / "log", *place, **environment)
+    with first.unreachable_from(other, "6381"):
+        joined = environment | {"RAY_ADDRESS": address}
+        findings = first.call(network_over_ray, [29500, 29599], env=joined)
+    pair = f"{other.name} -> {first.name}"
+    assert failures(findings) == [("network.ports", pair)]
+    found = only(findings, "network.ports", pair)
+    path = f"{other.address} -> {first.address} port 6381 (Ray's object manager)"
+    assert f"{path}: no answer within 3 s" in found.evidence
+    assert "in this direction alone" in found.evidence and "6380" not in found.evidence
+    assert f"open these ports on {first.name}" in found.advice

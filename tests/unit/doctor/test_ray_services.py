@@ -13,7 +13,7 @@ from hybridrl.controller.ray_agents import RayAgents
 from hybridrl.controller.ray_head import Connection
 from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray_facts import RayFacts
+from hybridrl.doctor.ray_facts import RayFacts, ray_facts
 from hybridrl.doctor.ray_judgements import judge_reachable, judge_tokens, judge_versions, judge_view
 from hybridrl.doctor.ray_services import examine
 
@@ -21,7 +21,7 @@ ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")
 
 
-def facts(version="2.60.0", mode="", token="", connection=REACHED, listeners=(), holders=()):
+def facts(version="2.60.0", mode=None, token="", connection=REACHED, listeners=(), holders=()):
     """What a node says."""
     return RayFacts(version, mode, token, connection, list(listeners), list(holders))
 
@@ -56,17 +56,45 @@ def test_an_older_ray_than_the_package_asks_for_fails(version, verdict):
 @pytest.mark.parametrize(
     ("a", "b", "verdict"),
     [
+        (facts(), facts(), Verdict.ok),
         (facts(), facts(mode="disabled"), Verdict.ok),
-        (facts(token="aaaa"), facts(token="bbbb"), Verdict.ok),
+        (facts(), facts(mode="", token="aaaa"), Verdict.ok),
+        (facts(mode="disabled", token="aaaa"), facts(mode="disabled"), Verdict.ok),
+        (facts(token="aaaa"), facts(), Verdict.fail),
+        (facts(token="aaaa"), facts(token="aaaa"), Verdict.fail),
+        (facts(token="aaaa"), facts(token="bbbb"), Verdict.fail),
+        (facts(token="aaaa"), facts(mode="disabled"), Verdict.fail),
+        (facts(mode="token", token="aaaa"), facts(token="aaaa"), Verdict.fail),
         (facts(mode="token", token="aaaa"), facts(mode="token", token="aaaa"), Verdict.ok),
         (facts(mode="token", token="aaaa"), facts(mode="token", token="bbbb"), Verdict.fail),
         (facts(mode="token", token="aaaa"), facts(), Verdict.fail),
         (facts(mode="token", token="aaaa"), facts(mode="token"), Verdict.fail),
     ],
 )
-def test_tokens_are_compared_where_ray_looks_at_them(a, b, verdict):
-    (found,) = judge_tokens({"a": a, "b": b})
+def test_a_head_must_not_ask_for_a_token_that_others_do_not_send(a, b, verdict):
+    (found,) = judge_tokens({"a": a, "b": b}, joined=False)
     assert found.verdict is verdict
+
+
+def test_a_token_without_the_mode_is_no_matter_alone_or_where_a_cluster_asks_for_none():
+    nodes = {"a": facts(), "b": facts(token="aaaa")}
+    for some, joined in (({"b": nodes["b"]}, False), (nodes, True)):
+        (found,) = judge_tokens(some, joined=joined)
+        assert found.verdict is Verdict.ok
+        assert found.evidence == "RAY_AUTH_MODE unset, and a token on b"
+    (found,) = judge_tokens(nodes, joined=False)
+    assert found.evidence.startswith("RAY_AUTH_MODE unset, and a token on b: a head that")
+    assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [(None, None), ("", ""), ("Token", "token"), ("disabled", "disabled")]
+)
+def test_the_mode_is_read_as_ray_does(monkeypatch, value, mode):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", value)
+    assert ray_facts(None).auth_mode == mode
 
 
 def test_a_head_on_all_addresses_is_no_loopback():
