@@ -86,9 +86,20 @@ def suspects(speeds: Mapping[Pair, Speed]) -> dict[Pair, Speed]:
     }
 
 
+def typical_of(speeds: Mapping[Pair, Speed]) -> Speed:
+    """The medians of all pairs."""
+    return Speed(_median_trip(speeds), _median(speeds))
+
+
+def is_broken(speed: Speed, typical: Speed) -> bool:
+    """Whether a pair must take another way than the rest, which fails; else it is told."""
+    is_far = speed.round_trip_s > max(typical.round_trip_s / BROKEN, LONG_ROUND_TRIP_S)
+    return is_far or speed.bytes_per_s < BROKEN * typical.bytes_per_s
+
+
 def judge(speeds: Mapping[Pair, Speed]) -> list[Finding]:
     """Findings from the speeds of ordered pairs of nodes."""
-    typical = Speed(_median_trip(speeds), _median(speeds))
+    typical = typical_of(speeds)
     slow = sorted(suspects(speeds).items(), key=lambda item: item[1].bytes_per_s)
     findings = [_judge_slow(pair, speed, typical) for pair, speed in slow[:MAX_SHOWN]]
     lowest = min(speeds, key=lambda pair: speeds[pair].bytes_per_s)
@@ -119,9 +130,7 @@ def _judge_slow(pair: Pair, speed: Speed, typical: Speed) -> Finding:
         f"packets take (`ip route get`) and rate limits (`tc qdisc`); a faster network that both "
         f"have is taken with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. Or leave {pair[1]} out."
     )
-    is_broken = speed.bytes_per_s < BROKEN * typical.bytes_per_s
-    is_far = speed.round_trip_s > max(typical.round_trip_s / BROKEN, LONG_ROUND_TRIP_S)
-    return (fail if is_broken or is_far else warn)(CHECK, node, evidence, advice)
+    return (fail if is_broken(speed, typical) else warn)(CHECK, node, evidence, advice)
 
 
 def _measure(

@@ -1,12 +1,12 @@
 """What the ranks of the doctor's collectives mean: who failed at what, and which pairs are slow."""
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
-from hybridrl.doctor.network_bandwidth import SLOW, Pair
+from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.network_bandwidth import Pair, is_broken, matrix, suspects, typical_of
+from hybridrl.doctor.network_server import Speed
 
 CHECK = "network.collective"
 # What a rank measured over all ranks, by its name there, and what it is called.
@@ -50,77 +50,80 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
         for measured in [_worst([rank.measured[key] for rank in everyone if key in rank.measured])]
         if measured
     ]
-    between, within = _pairs(results)
+    between, within, node_of = _pairs(results)
     for what, pairs in (("nodes", between), ("GPUs of a node", within)):
         if pairs:
-            (a, b), rate = min(pairs.items(), key=lambda item: item[1])
-            texts.append(f"NCCL between {what} at least {rate / 1e9:.3g} GB/s ({a} -> {b})")
+            (a, b), least = min(pairs.items(), key=lambda item: item[1].bytes_per_s)
+            (c, d), most = max(pairs.items(), key=lambda item: item[1].round_trip_s)
+            texts.append(
+                f"NCCL between {what} at least {_rate(least)} ({a} -> {b}), round trip at most "
+                f"{_trip(most)} ({c} -> {d})"
+            )
     summary = f"{len(everyone)} ranks, {len(results)} node(s): {'; '.join(texts)}"
-    slow = [
-        *_judge_pairs(
-            between,
-            "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it "
-            "takes, and says NET/Socket where it fell back to TCP.",
-        ),
-        *_judge_pairs(
-            within,
-            "`nvidia-smi topo -m` shows the way between them, `nvidia-smi nvlink -s` links that "
-            "are down; NCCL_DEBUG=INFO says whether it takes P2P or shared memory.",
-        ),
-    ]
+    slow = _judge_pairs(
+        between,
+        lambda a, b: f"{a} -> {b}",
+        "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it takes, "
+        "and says NET/Socket where it fell back to TCP.",
+    ) + _judge_pairs(
+        within,
+        lambda a, _: node_of[a],
+        "`nvidia-smi topo -m` shows the way between them, `nvidia-smi nvlink -s` links that are "
+        "down; NCCL_DEBUG=INFO says whether it takes P2P or shared memory.",
+    )
     first, *others = slow or [ok(CHECK, "all", summary)]
     titles = {"NCCL": between, "NCCL within nodes": within}
-    tables = {title: _matrix(pairs) for title, pairs in titles.items() if pairs}
+    tables = {title: matrix(pairs) for title, pairs in titles.items() if pairs}
     return [replace(first, tables=tables or None), *others]
-
-
-def _matrix(pairs: Mapping[Pair, float]) -> Matrix:
-    """Rates by sender, then by receiver."""
-    found: dict[str, dict[str, Mapping[str, float]]] = {}
-    for (sender, receiver), rate in pairs.items():
-        found.setdefault(sender, {})[receiver] = {"bytes_per_s": rate}
-    return found
 
 
 def _pairs(
     results: Mapping[str, Sequence[RankResult]],
-) -> tuple[dict[Pair, float], dict[Pair, float]]:
-    """Bytes per second over NCCL from one node to another, and between GPUs of a node."""
+) -> tuple[dict[Pair, Speed], dict[Pair, Speed], dict[str, str]]:
+    """Speeds over NCCL from one node to another, and between GPUs of a node; each GPU's node."""
     place_of = {
         rank.rank: (node, f"{node} GPU {index}")
         for node, ranks in results.items()
         for index, rank in enumerate(ranks)
     }
-    rates = sorted(
-        (int(sender), rank.rank, rate)
+    speeds = sorted(
+        (int(sender), rank.rank, Speed(measured["round_trip_s"], measured["bytes_per_s"]))
         for ranks in results.values()
         for rank in ranks
-        for sender, rate in rank.measured.get("nccl_from", {}).items()
+        for sender, measured in rank.measured.get("nccl_from", {}).items()
     )
     between, within = {}, {}
-    for sender, receiver, rate in rates:
+    for sender, receiver, speed in speeds:
         (node, gpu), (other_node, other_gpu) = place_of[sender], place_of[receiver]
         if node == other_node:
-            within[gpu, other_gpu] = rate
+            within[gpu, other_gpu] = speed
         else:
-            between[node, other_node] = rate
-    return between, within
+            between[node, other_node] = speed
+    return between, within, {gpu: node for node, gpu in place_of.values()}
 
 
-def _judge_pairs(pairs: Mapping[Pair, float], advice: str) -> list[Finding]:
-    """Pairs that are slow over NCCL, which may take another way than TCP."""
+def _judge_pairs(
+    pairs: Mapping[Pair, Speed], about: Callable[[str, str], str], advice: str
+) -> list[Finding]:
+    """Pairs that are slow over NCCL, which may take another way than TCP, by the rule for TCP.
+
+    Args:
+        pairs: what was measured.
+        about: what a finding about two of them is about.
+        advice: what to do about it.
+    """
     if not pairs:
         return []
-    median = statistics.median_high(pairs.values())
+    typical = typical_of(pairs)
     return [
-        warn(
+        (fail if is_broken(speed, typical) else warn)(
             CHECK,
-            f"{a} -> {b}",
-            f"NCCL moves {rate / 1e9:.3g} GB/s; the median of all pairs is {median / 1e9:.3g} GB/s",
+            about(a, b),
+            f"NCCL moves {_rate(speed)}, round trip {_trip(speed)}, {a} -> {b}; the median of all "
+            f"pairs is {_rate(typical)}, round trip {_trip(typical)}",
             advice,
         )
-        for (a, b), rate in pairs.items()
-        if rate < SLOW * median
+        for (a, b), speed in sorted(suspects(pairs).items(), key=lambda item: item[1].bytes_per_s)
     ]
 
 
@@ -149,3 +152,11 @@ def _text(measured: Mapping[str, float]) -> str:
         f"{measured['bytes_per_s'] / 1e9:.3g} GB/s per rank, "
         f"{1e3 * measured['latency_s']:.2f} ms for one number"
     )
+
+
+def _rate(speed: Speed) -> str:
+    return f"{speed.bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _trip(speed: Speed) -> str:
+    return f"{1e3 * speed.round_trip_s:.3f} ms"

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from threading import Timer
@@ -22,8 +22,8 @@ SMALL = 1
 # float32 numbers: 16 MiB over gloo, 256 MiB over NCCL.
 LARGE = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 REPEATS = {"cpu": 3, "cuda": 10}
-# Numbers that two nodes send each other over NCCL: 64 MiB.
-SENT = 16 * 2**20
+# float32 numbers that two ranks send each other: 4 MiB over gloo, 64 MiB over NCCL.
+SENT = {"cpu": 2**20, "cuda": 16 * 2**20}
 
 
 def main() -> None:
@@ -54,7 +54,9 @@ def main() -> None:
         timeout=timeout,
     )
     measured: dict[str, Any] = {"gloo": _all_reduce("gloo", "cpu", dist.group.WORLD)}
-    if order["device"] is not None:
+    if order["device"] is None:
+        measured["gloo_from"] = _pairs(order, "gloo", "cpu", dist.group.WORLD)
+    else:
         measured |= _over_nccl(order, timeout)
     _say("waiting until all are done")  # some have no pairs to measure
     dist.monitored_barrier(timeout=timedelta(seconds=order["limit_s"]))
@@ -87,20 +89,32 @@ def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
         group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=device)
         if order["rank"] in ranks and len(ranks) > 1:
             measured["nccl_in_node"] = _all_reduce("NCCL within the node", "cuda", group)
-    measured["nccl_from"] = received = {}
+    return measured | {"nccl_from": _pairs(order, "NCCL", "cuda", world)}
+
+
+def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[str, Any]:
+    """What each rank that sends to this one reaches, by its number."""
+    rank, received = order["rank"], {}
+    small, large = torch.ones(SMALL, device=device), torch.ones(SENT[device], device=device)
+    send, receive = (partial(way, group=group) for way in (dist.send, dist.recv))
     for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
-        if order["rank"] == sender:
-            _move(receiver, partial(dist.send, group=world), "send to")
-        elif order["rank"] == receiver:
-            received[str(sender)] = _move(sender, partial(dist.recv, group=world), "receive from")
-    return measured
+        if rank == sender:
+            _say(f"{name}: send to rank {receiver}")
+            _seconds(partial(_one_after_other, (receive, send), small, receiver), device)
+            _seconds(partial(send, large, receiver), device)
+        elif rank == receiver:
+            _say(f"{name}: receive from rank {sender}")
+            trip = partial(_one_after_other, (send, receive), small, sender)
+            received[str(sender)] = {
+                "round_trip_s": _seconds(trip, device),
+                "bytes_per_s": large.nbytes / _seconds(partial(receive, large, sender), device),
+            }
+    return received
 
 
-def _move(other: int, way: Callable[[Tensor, int], Any], what: str) -> float:
-    """Bytes per second to or from another rank."""
-    data = torch.ones(SENT, device="cuda")
-    _say(f"NCCL: {what} rank {other}")
-    return data.nbytes / _seconds(lambda: way(data, other), "cuda")
+def _one_after_other(ways: Iterable[Callable[..., Any]], data: Tensor, other: int) -> None:
+    for way in ways:
+        way(data, other)
 
 
 def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:

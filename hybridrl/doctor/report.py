@@ -87,7 +87,7 @@ def _table(title: str, matrix: Matrix) -> Table:
 
 def _cell(measured: Mapping[str, float]) -> str:
     """'941 MB/s, 0.12 ms' of what there is."""
-    texts = {"bytes_per_s": (1e-6, "MB/s", ".0f"), "round_trip_s": (1e3, "ms", ".2f")}
+    texts = {"bytes_per_s": (1e-6, "MB/s", ".0f"), "round_trip_s": (1e3, "ms", ".3g")}
     return ", ".join(
         f"{factor * measured[key]:{digits}} {unit}"
         for key, (factor, unit, digits) in texts.items()

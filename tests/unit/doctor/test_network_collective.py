@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from network_cases import view
 
 from hybridrl.doctor import network_collective
@@ -74,37 +75,83 @@ def test_ranks_are_dealt_node_by_node_from_rank_zeros_node():
     assert {order.interface for order in orders["a"]} == {"eth0"}
 
 
-def test_a_pair_that_nccl_serves_slower_than_others_is_named():
-    def rank(number, **received):
-        speed = {"bytes_per_s": 1e9, "latency_s": 1e-4}
-        both = {"gloo": speed, "nccl": speed}
-        return [RankResult(number, "done", "", both | {"nccl_from": received})]
+def test_two_ranks_measure_each_other_both_ways():
+    """Over gloo, by the same code as over NCCL, which needs GPUs."""
+    port = network_collective.open_meeting("127.0.0.1")
+    views, addresses = {"a": view(eth0="127.0.0.1/8")}, {"a": "127.0.0.1"}
+    planned = network_collective.plan(["a"], {"a": 2}, addresses, port, views, on_gpu=False)
+    orders = [dataclasses.replace(order, rounds=(((0, 1),), ((1, 0),))) for order in planned["a"]]
+    ranks = network_collective.run_ranks(orders)
+    assert [one.error for one in ranks] == ["", ""]
+    found = [one.measured["gloo_from"] for one in ranks]
+    assert [list(senders) for senders in found] == [["1"], ["0"]]
+    for senders in found:
+        (speed,) = senders.values()
+        assert 1e-6 < speed["round_trip_s"] < 1.0 and 1e6 < speed["bytes_per_s"] < 1e12
+    as_nccl = [
+        one._replace(measured=one.measured | {"nccl_from": senders})
+        for one, senders in zip(ranks, found, strict=True)
+    ]
+    table = network_collective.judge({"a": as_nccl})[0].tables["NCCL within nodes"]
+    assert table == {"a GPU 0": {"a GPU 1": found[1]["0"]}, "a GPU 1": {"a GPU 0": found[0]["1"]}}
 
+
+def rank(number, **received):
+    """What a rank measured: gigabytes per second from others, each 0.02 ms there and back."""
+    speed = {"bytes_per_s": 1e9, "latency_s": 1e-4}
+    speeds = {
+        sender: {"bytes_per_s": rate * 1e9, "round_trip_s": 2e-5}
+        for sender, rate in received.items()
+    }
+    return RankResult(number, "done", "", {"gloo": speed, "nccl": speed, "nccl_from": speeds})
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(4.2, Verdict.warn), (3, Verdict.fail)])
+def test_a_pair_that_nccl_serves_slower_than_others_is_named(rate, verdict):
     results = {
-        "a": rank(0, **{"1": 40e9, "2": 41e9}),
-        "b": rank(1, **{"0": 42e9, "2": 3e9}),
-        "c": rank(2, **{"0": 40e9, "1": 41e9}),
+        "a": [rank(0, **{"1": 40, "2": 41})],
+        "b": [rank(1, **{"0": 42, "2": rate})],
+        "c": [rank(2, **{"0": 40, "1": 41})],
     }
     (found,) = network_collective.judge(results)
-    assert (found.node, found.verdict) == ("c -> b", Verdict.warn)
-    assert "NCCL moves 3 GB/s; the median of all pairs is 41 GB/s" in found.evidence
-    assert found.tables["NCCL"]["c"] == {"a": {"bytes_per_s": 41e9}, "b": {"bytes_per_s": 3e9}}
-    results["b"] = rank(1, **{"0": 42e9, "2": 39e9})
+    assert (found.node, found.verdict) == ("c -> b", verdict)
+    assert f"NCCL moves {rate} GB/s, round trip 0.020 ms, c -> b; the median of" in found.evidence
+    assert "pairs is 41 GB/s, round trip 0.020 ms" in found.evidence
+    assert found.tables["NCCL"]["c"] == {
+        "a": {"bytes_per_s": 41e9, "round_trip_s": 2e-5},
+        "b": {"bytes_per_s": rate * 1e9, "round_trip_s": 2e-5},
+    }
+    results["b"] = [rank(1, **{"0": 42, "2": 39})]
     (found,) = network_collective.judge(results)
     assert found.verdict is Verdict.ok
-    assert "NCCL between nodes at least 39 GB/s (c -> b)" in found.evidence
+    least = "NCCL between nodes at least 39 GB/s (c -> b), round trip at most 0.020 ms ("
+    assert least in found.evidence
 
 
-def test_two_gpus_of_a_node_that_nccl_serves_slower_than_others_are_named():
-    speed = {"bytes_per_s": 1e9, "latency_s": 1e-4}
-    received = [{"1": 200e9, "2": 20e9}, {"0": 200e9, "2": 210e9}, {"0": 190e9, "1": 200e9}]
-    ranks = [
-        RankResult(rank, "done", "", {"gloo": speed, "nccl": speed, "nccl_from": rates})
-        for rank, rates in enumerate(received)
-    ]
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [(0.9e-3, Verdict.ok), (3e-3, Verdict.warn), (30e-3, Verdict.fail)],
+)
+def test_a_round_trip_over_nccl_is_judged_as_over_tcp(seconds, verdict):
+    results = {
+        "a": [rank(0, **{"1": 40, "2": 41})],
+        "b": [rank(1, **{"0": 42, "2": 40})],
+        "c": [rank(2, **{"0": 40, "1": 41})],
+    }
+    results["b"][0].measured["nccl_from"]["2"]["round_trip_s"] = seconds
+    (found,) = network_collective.judge(results)
+    assert found.verdict is verdict
+    assert f"{1e3 * seconds:.3f} ms" in found.evidence and "c -> b" in found.evidence
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(20, Verdict.warn), (19, Verdict.fail)])
+def test_two_gpus_of_a_node_that_nccl_serves_slower_than_others_are_named(rate, verdict):
+    received = [{"1": 200, "2": rate}, {"0": 200, "2": 210}, {"0": 190, "1": 200}]
+    ranks = [rank(number, **rates) for number, rates in enumerate(received)]
     (found,) = network_collective.judge({"a": ranks})
-    assert (found.node, found.verdict) == ("a GPU 2 -> a GPU 0", Verdict.warn)
-    assert "NCCL moves 20 GB/s; the median of all pairs is 200 GB/s" in found.evidence
+    assert (found.node, found.verdict) == ("a", verdict)
+    assert f"NCCL moves {rate} GB/s" in found.evidence and "a GPU 2 -> a GPU 0" in found.evidence
+    assert "the median of all pairs is 200 GB/s" in found.evidence
     assert "nvidia-smi topo -m" in found.advice
     table = found.tables["NCCL within nodes"]
     assert list(table) == ["a GPU 0", "a GPU 1", "a GPU 2"]
