@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from hybridrl.controller.placement import straddling_engines
+from hybridrl.controller.waiting import by_node
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
 
@@ -82,17 +83,20 @@ def _median_of_others(engines: Sequence[EngineStats], engine: int) -> float:
 
 
 def engine_place(rollout: WorkerGroup, engine: int) -> str:
-    """The ranks of an engine, their nodes and GPUs: 'ranks 2-3 on node-a, GPUs 2-3'."""
+    """The ranks of an engine and each node's GPUs: 'ranks 3-4 on node a GPU 3, node b GPU 0'."""
     per_engine = rollout.ranks_per_shard
     hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
-    nodes = " and ".join(dict.fromkeys(host.node_name for host in hosts))
-    ranks = _span("rank", hosts[0].rank, hosts[-1].rank)
-    gpus = _span("GPU", hosts[0].slot.local_rank, hosts[-1].slot.local_rank)
-    return f"{ranks} on {nodes}, {gpus}"
+    first, last = hosts[0].rank, hosts[-1].rank
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    places = [
+        f"node {there[0].node_name} {_gpus([host.slot.local_rank for host in there])}"
+        for there in by_node(hosts).values()
+    ]
+    return f"{ranks} on {', '.join(places)}"
 
 
-def _span(what: str, first: int, last: int) -> str:
-    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+def _gpus(numbers: Sequence[int]) -> str:
+    return f"GPU{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def straddling(rollout: WorkerGroup) -> int:

@@ -1,7 +1,21 @@
-"""Metrics of the rollout engines, and the alarm for one that falls behind."""
+"""Metrics of the rollout engines, their places, and the alarm for one that falls behind."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybridrl.controller.placement import Slot
+from hybridrl.controller.waiting import Host
 from hybridrl.data.batch import EngineStats
-from hybridrl.trainer.engines import QUIET, WINDOW, StragglerAlarm, engine_metrics
+from hybridrl.trainer.engines import (
+    QUIET,
+    WINDOW,
+    StragglerAlarm,
+    engine_metrics,
+    engine_place,
+    straddling,
+)
 
 
 def engines(*tokens_per_second: float) -> list[EngineStats]:
@@ -16,6 +30,32 @@ def alarm() -> StragglerAlarm:
 def after(steps: int, watch: StragglerAlarm, *tokens_per_second: float) -> list[str]:
     """All that is said in these steps."""
     return [text for _ in range(steps) for text in watch.warnings(engines(*tokens_per_second))]
+
+
+def rollout_group(ranks_per_engine: int, *places: tuple[str, int]) -> SimpleNamespace:
+    """What is known of a rollout group whose ranks are on these nodes and GPUs."""
+    hosts = [
+        Host(rank, None, Slot(f"id of {node}", "10.0.0.1", gpu), 100 + rank, node, Path("log"))
+        for rank, (node, gpu) in enumerate(places)
+    ]
+    return SimpleNamespace(ranks_per_shard=ranks_per_engine, pool=SimpleNamespace(hosts=hosts))
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_engine", "engine", "place"),
+    [
+        (1, 3, "rank 3 on node a GPU 3"),
+        (2, 1, "ranks 2-3 on node a GPUs 2, 3"),
+        (3, 1, "ranks 3-5 on node a GPU 3, node b GPUs 0, 2"),
+    ],
+    ids=["one GPU", "one node", "astride of two nodes"],
+)
+def test_the_place_of_an_engine_is_told_node_by_node(ranks_per_engine, engine, place):
+    """GPU 1 of the second node is another run's."""
+    places = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 0), ("b", 2)]
+    group = rollout_group(ranks_per_engine, *places)
+    assert engine_place(group, engine) == place
+    assert straddling(group) == (ranks_per_engine == 3)
 
 
 def test_metrics_hand_worked():
