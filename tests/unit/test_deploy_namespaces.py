@@ -1,6 +1,5 @@
 """deploy/ssh with a real Ray: two network namespaces of this machine play the hosts."""
 
-import os
 import subprocess
 import sys
 import uuid
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.namespaces import need_namespaces
 from tests.unit.deploy_stubs import REPO
 
 HOSTS = ("10.83.61.1", "10.83.61.2")
@@ -41,8 +41,7 @@ def ip(*arguments: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[str]:
     """Two namespaces on one cable whose ends have unlike names; what their own names begin with."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+    need_namespaces()
     name = f"hr{uuid.uuid4().hex[:6]}n"
     try:
         for number in ("1", "2"):
