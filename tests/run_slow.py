@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "tests" / ".slow" / "results.json"
 TABLE = ROOT / "tests" / "SLOW.md"
+# Run whole, also what `make test` runs of it: a list of faults is to be complete.
+WHOLE = "tests/end_to_end/test_faults.py"
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -24,15 +26,19 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def slow_tests(extra: list[str]) -> list[str]:
-    """Test functions with cases marked slow, each with all its cases."""
-    listed = run(
-        sys.executable, "-m", "pytest", "tests", "-m", "slow", "--collect-only", "-q", *extra
-    )
-    cases = [line for line in listed.stdout.splitlines() if "::" in line]
+    """Test functions with cases marked slow, and all of the file that is run whole."""
+    pytest = (sys.executable, "-m", "pytest", "--collect-only", "-q", *extra)
+    listed = [run(*pytest, "tests", "-m", "slow"), run(*pytest, WHOLE)]
+    cases = [line for found in listed for line in found.stdout.splitlines() if "::" in line]
     names = list(dict.fromkeys(case.partition("[")[0] for case in cases))
     if not names:
-        sys.exit(listed.stdout + listed.stderr)
+        sys.exit("".join(found.stdout + found.stderr for found in listed))
     return names
+
+
+def selection(name: str) -> list[str]:
+    """Which cases of a test function are run."""
+    return [] if name.startswith(WHOLE) else ["-m", "slow"]
 
 
 def main() -> int:
@@ -47,10 +53,8 @@ def main() -> int:
             print(f"passed before  {name}")
             continue
         start = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "slow", "--timeout", "3600", name],
-            cwd=ROOT,
-        )
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--timeout", "3600", name]
+        result = subprocess.run([*command, *selection(name)], cwd=ROOT)
         outcome = "passed" if result.returncode == 0 else "failed"
         seconds = round(time.monotonic() - start)
         state["results"][name] = {"outcome": outcome, "seconds": seconds}

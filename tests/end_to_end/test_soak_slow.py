@@ -1,4 +1,4 @@
-"""Two hundred steps: memory that stays flat, and ten kills that change nothing."""
+"""Two hundred steps: memory that stays flat, and nine kills that change nothing."""
 
 import math
 import os
