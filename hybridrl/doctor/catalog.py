@@ -34,12 +34,12 @@ CHECKS: dict[str, str] = {
     "host.terminal": "output of ranks reaches a file: buffering, no terminal needed",
     # network: between nodes
     "network.address": "each node knows itself by an address that the others can reach",
-    "network.interfaces": "interfaces and subnets, and the one NCCL and gloo would take",
+    "network.interfaces": "subnets, and whether nodes reach the interface that NCCL and gloo take",
     "network.ports": "every port of the run is free and reachable, in both directions",
     "network.rendezvous": "the rendezvous port: held, and outside ip_local_port_range",
     "network.bandwidth": "latency and bandwidth of each pair of nodes, against the median",
     "network.collective": "an all-reduce over all nodes with gloo, and with NCCL on GPUs",
-    "network.infiniband": "InfiniBand and RoCE ports: state, link layer, GID index",
+    "network.infiniband": "InfiniBand and RoCE ports: state, devices to open, GID index",
     # ray
     "ray.version": "Ray's version against the one that this package needs",
     "ray.reachable": "the head's services answer at RAY_ADDRESS",
