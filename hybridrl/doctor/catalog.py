@@ -23,7 +23,7 @@ CHECKS: dict[str, str] = {
     "host.shm": "free shared memory, for Ray's object store, NCCL and vLLM",
     "host.limits": "open files, locked memory, processes (ulimit)",
     "host.cgroup": "memory and CPU limits of the cgroup, against what the run needs",
-    "host.gpus": "GPUs that the trainer and a rollout process see, by UUID; driver",
+    "host.gpus": "GPUs by nvidia-smi, and those that a process sees: trainer and rollout are one",
     "host.visible_devices": "CUDA_, HIP_ and ROCR_VISIBLE_DEVICES agree",
     "host.variables": "environment variables that contradict each other or break the run",
     "host.allocator": "PYTORCH_CUDA_ALLOC_CONF against vLLM's sleep mode",
@@ -31,7 +31,7 @@ CHECKS: dict[str, str] = {
     "host.communication_variables": "NCCL_*, RCCL_* and GLOO_*, equal on all nodes",
     "host.clock": "clocks of the nodes against each other",
     "host.temporary": "the temporary folder: room, writable, length of its path",
-    "host.terminal": "output of ranks reaches a file: buffering, no terminal needed",
+    "host.terminal": "what the run prints comes at once, where no terminal is, too",
     # network: between nodes
     "network.address": "each node knows itself by an address that the others can reach",
     "network.interfaces": "subnets, and whether nodes reach the interface that NCCL and gloo take",

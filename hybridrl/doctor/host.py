@@ -6,15 +6,16 @@ host_nodes                                      the nodes against each other
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.controller.agents import Agents, Answer, call_all
 from hybridrl.doctor.findings import Finding, fail
 from hybridrl.doctor.host_devices import judge_allocator, judge_visible
-from hybridrl.doctor.host_facts import environment, host_facts
+from hybridrl.doctor.host_facts import environment, host_facts, keeps_output_back
 from hybridrl.doctor.host_gpus import gpu_facts, judge_gpus
-from hybridrl.doctor.host_judgements import judge_clocks, judge_host
+from hybridrl.doctor.host_judgements import judge_clocks, judge_host, judge_terminal
 from hybridrl.doctor.host_nodes import judge_communication, judge_versions
 from hybridrl.doctor.host_variables import judge_variables
 from hybridrl.doctor.stages import Case
@@ -24,11 +25,13 @@ CLOCK_ROUNDS = 3
 
 
 def check(case: Case) -> list[Finding]:
-    """All checks host.*; `case.quick` leaves out GPUs and clocks."""
+    """All checks host.*; `case.quick` leaves out clocks and, of a run on CPUs, GPUs."""
     facts, found = heard("host.limits", call_all(case.agents, host_facts))
     if not facts:
         return found
     found += judge_host(facts, case.config, case.slots)
+    driver = case.agents.nodes[0]
+    found.append(judge_terminal(driver, environment(), held_back=keeps_output_back()))
     for node, fact in facts.items():
         found.append(judge_visible(node, fact.environment, fact.gpus, case.config))
         found.append(judge_allocator(node, fact.environment, case.config))
@@ -36,14 +39,19 @@ def check(case: Case) -> list[Finding]:
     found += judge_versions(facts)
     of_ranks = {node: fact for node, fact in facts.items() if case.slots[node]}
     found += judge_communication(of_ranks or facts)
-    if case.quick:
-        return found
-    answers = call_all(case.agents, gpu_facts, timeout_s=GPUS_TIMEOUT_S)
-    gpus, silent = heard("host.gpus", answers)
-    found += silent
-    for node, fact in gpus.items():
-        found += judge_gpus(node, fact, case.config, case.slots[node])
-    return [*found, *judge_clocks(clock_skews(case.agents))]
+    if not case.quick:
+        return [*found, *_gpus(case), *judge_clocks(clock_skews(case.agents))]
+    on_gpu = case.config.hardware.accelerator is Accelerator.gpu
+    return [*found, *_gpus(case)] if on_gpu else found
+
+
+def _gpus(case: Case) -> Iterator[Finding]:
+    """host.gpus; `case.quick` does not ask how fast they are."""
+    answers = call_all(case.agents, gpu_facts, not case.quick, timeout_s=GPUS_TIMEOUT_S)
+    facts, silent = heard("host.gpus", answers)
+    yield from silent
+    for node, fact in facts.items():
+        yield from judge_gpus(node, fact, case.config, case.slots[node])
 
 
 def heard(check: str, answers: Mapping[str, Answer]) -> tuple[dict[str, Any], list[Finding]]:

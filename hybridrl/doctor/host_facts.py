@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import io
 import os
 import platform
 import re
@@ -72,7 +73,6 @@ class HostFacts(NamedTuple):
         temporary: the folders for temporary files in use.
         infiniband: its devices.
         gpus: UUIDs by /proc/driver/nvidia, in the order of the bus; None without that driver.
-        buffered: whether output waits in a buffer of this process until it is full.
         address: by which the node knows itself; empty if it has none.
     """
 
@@ -85,7 +85,6 @@ class HostFacts(NamedTuple):
     temporary: tuple[Temporary, ...]
     infiniband: tuple[str, ...]
     gpus: tuple[str, ...] | None
-    buffered: bool
     address: str
 
 
@@ -101,7 +100,6 @@ def host_facts() -> HostFacts:
         temporary=temporary(),
         infiniband=tuple(_names(INFINIBAND)),
         gpus=_gpus() if DRIVER.is_dir() else None,
-        buffered=_is_buffered(),
         address=_address(),
     )
 
@@ -111,6 +109,12 @@ def environment() -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if OF_INTEREST.fullmatch(name)}
     secret = [name for name in found if PROXY.fullmatch(name) and found[name]]
     return found | dict.fromkeys(secret, "set")
+
+
+def keeps_output_back() -> bool:
+    """Whether lines that this process prints wait in a buffer of Python's until it is full."""
+    out = sys.stdout
+    return isinstance(out, io.TextIOWrapper) and not (out.line_buffering or out.write_through)
 
 
 def room(folder: Path) -> Room:
@@ -197,11 +201,6 @@ def _gpus() -> tuple[str, ...]:
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_buffered() -> bool:
-    out = sys.__stdout__
-    return out is not None and not (out.write_through or out.line_buffering or out.isatty())
 
 
 def _address() -> str:

@@ -1,4 +1,7 @@
-"""host.gpus: the GPUs by nvidia-smi, against those that CUDA shows to a process of the run."""
+"""host.gpus: the GPUs by nvidia-smi, against those that CUDA shows to a process of the run.
+
+One process of the run holds trainer and rollout, so that one fresh process stands for both.
+"""
 
 import json
 import os
@@ -81,13 +84,16 @@ class GPUFacts(NamedTuple):
     visible: str | None = None
 
 
-def gpu_facts() -> GPUFacts:
-    """The GPUs of this node."""
+def gpu_facts(speed: bool = True) -> GPUFacts:
+    """The GPUs of this node.
+
+    Args:
+        speed: whether to ask nvidia-smi once more, for those that are slowed down.
+    """
     text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
-    slowed = _slowed()
-    smi = parse(text, slowed)
+    smi = parse(text, _slowed() if speed else [])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         child = subprocess.run(

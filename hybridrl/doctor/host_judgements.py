@@ -38,7 +38,7 @@ MORE_SHM = (
 def judge_host(
     facts: Mapping[str, HostFacts], config: RunConfig, slots_on: Mapping[str, int]
 ) -> list[Finding]:
-    """All checks of single nodes that need no GPU and no environment.
+    """All checks of each node that need no GPU and no environment.
 
     Args:
         facts: by node.
@@ -53,7 +53,6 @@ def judge_host(
         found += judge_limits(node, fact.limits, slots, infiniband)
         found += judge_cgroup(node, fact.cgroup, fact.cores, slots)
         found += judge_temporary(node, fact.temporary)
-        found.append(judge_terminal(node, fact))
     return found
 
 
@@ -244,20 +243,28 @@ def _folder(node: str, temporary: Temporary) -> Iterator[Finding]:
         )
 
 
-def judge_terminal(node: str, facts: HostFacts) -> Finding:
-    """host.terminal."""
-    job = facts.environment.get("SLURM_JOB_ID")
-    if job and facts.buffered:
+def judge_terminal(driver: str, environment: Mapping[str, str], *, held_back: bool) -> Finding:
+    """host.terminal: of the process that prints; ranks write to files of the run, line by line.
+
+    Args:
+        driver: the node on which the run is started.
+        environment: of this process.
+        held_back: whether what it prints waits in a buffer, as only a program other than
+            hybridrl's own commands lets it.
+    """
+    check, job = "host.terminal", environment.get("SLURM_JOB_ID")
+    if job and held_back:
         return warn(
-            "host.terminal",
-            node,
-            f"Slurm job {job} writes to a file through a buffer: it would be RUNNING for long "
-            f"without output, and lose the last lines when it is killed",
-            "Put export PYTHONUNBUFFERED=1 into the batch script",
+            check,
+            driver,
+            f"this program of Slurm job {job} prints through a buffer: the job would be RUNNING "
+            f"for long without output, and lose the last lines when it is killed",
+            "Put export PYTHONUNBUFFERED=1 into the batch script, or start the run by python -m "
+            "hybridrl.main, which prints each line at once",
         )
-    how = "in a buffer until it is full" if facts.buffered else "unbuffered"
+    how = "in a buffer until it is full" if held_back else "line by line"
     where = f"Slurm job {job}" if job else "not under Slurm"
-    return ok("host.terminal", node, f"{where}, output {how}; nothing asks for a terminal")
+    return ok(check, driver, f"{where}, output {how}; nothing asks for a terminal")
 
 
 def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:

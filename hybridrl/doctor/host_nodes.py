@@ -12,6 +12,8 @@ COMMUNICATION = re.compile(r"(NCCL|RCCL|GLOO|FI|UCX)_\w+")
 OF_THE_NODE = re.compile(
     r"\w+_(IFNAME|HCA|GID_INDEX|FILE|DEBUG|SUBSYS|DEVICES?|LEVEL)|NCCL_DEBUG\w*|FI_LOG_\w+|UCX_LOG_\w+"
 )
+# The version of what is not there.
+NONE = "none"
 
 
 def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
@@ -20,10 +22,11 @@ def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
     found: list[Finding] = []
     names = sorted({name for fact in facts.values() for name in fact.versions})
     for name in names:
-        values = {node: fact.versions.get(name, "none") for node, fact in facts.items()}
+        values = {node: fact.versions.get(name, NONE) for node, fact in facts.items()}
         for node, evidence in odd_ones(name, values).items():
             verdict = warn if name == "driver" else fail
-            found.append(verdict(check, node, evidence, _version_advice(name, values)))
+            advice = _version_advice(name, _usual(values))
+            found.append(verdict(check, node, evidence, advice))
     if not found:
         (versions,) = {tuple(fact.versions.items()) for fact in facts.values()}
         found.append(ok(check, "all", ", ".join(f"{name} {value}" for name, value in versions)))
@@ -62,12 +65,10 @@ def odd_ones(name: str, values: Mapping[str, str], sign: str = " ") -> dict[str,
 
     Args:
         name: of what has the values.
-        values: by node; if no value leads, the first node's counts as that of most.
+        values: by node.
         sign: stands between name and value.
     """
-    first = next(iter(values.values()))
-    counts = Counter(values.values())
-    usual = max(counts, key=lambda value: (counts[value], value == first))
+    usual = _usual(values)
     like_most = [node for node, value in values.items() if value == usual]
     others = f"on {like_most[0]}"
     if len(like_most) > 1:
@@ -79,15 +80,22 @@ def odd_ones(name: str, values: Mapping[str, str], sign: str = " ") -> dict[str,
     }
 
 
-def _version_advice(name: str, values: Mapping[str, str]) -> str:
+def _usual(values: Mapping[str, str]) -> str:
+    """The value of most nodes; if none leads, the first node's."""
     first = next(iter(values.values()))
+    counts = Counter(values.values())
+    return max(counts, key=lambda value: (counts[value], value == first))
+
+
+def _version_advice(name: str, usual: str) -> str:
     if name == "driver":
         return "Install the same driver on all nodes: GPUs of one job should not differ in it"
     if name == "python":
-        return f"Use python {first} on all nodes (Ray refuses to mix them)"
+        return f"Use python {usual} on all nodes (Ray refuses to mix them)"
     if name == "hybridrl sources":
         return (
             "Bring the same checkout to all nodes (git pull; pip install -e .), or keep it in a "
             "shared folder"
         )
-    return f"pip install {name}=={first} on that node, or use the same container image on all"
+    command = f"pip uninstall {name}" if usual == NONE else f"pip install {name}=={usual}"
+    return f"{command} on that node, or use the same container image on all"

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,13 +14,17 @@ import pytest
 
 from hybridrl.doctor.catalog import CHECKS
 from tests.end_to_end.runs import SMALL
+from tests.namespaces import bench, need_namespaces
 
 REPO = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 30.0
+MODULE = (sys.executable, "-m", "hybridrl.doctor")
+# The console script, and the doctor's word.
+SCRIPT = (str(Path(sys.executable).with_name("hybridrl")), "doctor")
 
 
-def doctor(folder, *arguments, command=("-m", "hybridrl.doctor"), open_files=None):
-    """The finished command, run in an empty folder."""
+def doctor(folder, *arguments, command=MODULE, open_files=None, **variables):
+    """The finished command, run in an empty folder with these variables of the environment."""
 
     def limit():
         if open_files is not None:
@@ -27,10 +32,11 @@ def doctor(folder, *arguments, command=("-m", "hybridrl.doctor"), open_files=Non
 
     environment = os.environ | {"PYTHONPATH": str(REPO), "NO_COLOR": "1"}
     environment.pop("RAY_ADDRESS", None)
+    environment.pop("PYTHONUNBUFFERED", None)
     return subprocess.run(
-        [sys.executable, *command, *arguments],
+        [*command, *arguments],
         cwd=folder,
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=280,
@@ -44,15 +50,17 @@ def findings(output: Path) -> list[dict]:
 
 
 def test_every_check_of_one_node_within_30_seconds(tmp_path):
+    """By the console script, as a job of Slurm, whose output goes to a file line by line."""
     start = time.monotonic()
-    done = doctor(
-        tmp_path, "+recipe=gsm8k_ppo", "doctor.minimal_training=false", "--output", "report"
-    )
+    arguments = ["+recipe=gsm8k_ppo", "doctor.minimal_training=false", "--output", "report"]
+    done = doctor(tmp_path, *arguments, command=SCRIPT, SLURM_JOB_ID="77")
     assert time.monotonic() - start < TIME_LIMIT_S
     assert done.returncode == 0, done.stdout + done.stderr
     found = findings(tmp_path / "report")
     assert {finding["check"] for finding in found} == set(CHECKS)
     assert {finding["verdict"] for finding in found} <= {"ok", "warn", "skipped"}
+    (terminal,) = [f for f in found if f["check"] == "host.terminal"]
+    assert terminal["verdict"] == "ok" and "job 77, output line by line" in terminal["evidence"]
     assert "inputs.reward" in done.stdout and "reference answers score 1" in done.stdout
     assert done.stderr == ""
 
@@ -68,7 +76,7 @@ def test_what_would_fail_is_named_before_anything_is_started(tmp_path):
 
 
 def test_a_run_looks_at_its_machine_by_itself(tmp_path):
-    main = ("-m", "hybridrl.main")
+    main = (sys.executable, "-m", "hybridrl.main")
     done = doctor(tmp_path, "+recipe=gsm8k_ppo", command=main, open_files=500)
     assert done.returncode == 2
     assert "MachineError: 1 problem of the machines" in done.stderr
@@ -133,3 +141,62 @@ def test_a_recipe_that_cannot_train_fails_with_its_last_lines(tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     (trained,) = [f for f in findings(tmp_path / "report") if f["check"] == "training.steps"]
     assert trained["verdict"] == "fail" and "no log-probs today" in trained["evidence"]
+
+
+@pytest.fixture
+def two_hosts():
+    need_namespaces()
+    with bench("10.79.1.2/24", "10.79.2.2/24") as made:
+        yield made
+
+
+def met(hosts, folder: Path, before: str = "true") -> tuple[int, list[dict], str]:
+    """The head's exit code, findings and output of a command that every host runs, before Ray.
+
+    Args:
+        hosts: the head first.
+        folder: an empty one.
+        before: a shell command that makes a fault on the others, in mounts of their own.
+    """
+    place = f"{hosts[0].address}:29600"
+    options = ["--join", place, "--nodes", str(len(hosts)), "--output", "report"]
+    run = ["+recipe=gsm8k_ppo", "hardware=cpu", f"cluster.nodes={len(hosts)}"]
+    run += ["cluster.gpus_per_node=1", "doctor.minimal_training=false"]
+    faulty = ["unshare", "-m", "sh", "-ec", f'{before}; exec "$0" "$@"']
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment |= {"RAY_ADDRESS": "", "NO_COLOR": "1"}
+    folder.mkdir()
+    started = [
+        host.start(
+            *([] if host is hosts[0] else faulty),
+            *(*MODULE, *options, *run),
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in hosts
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started[1:]] == [0] * (len(hosts) - 1), outputs
+    return started[0].returncode, findings(folder / "report"), outputs[0]
+
+
+def test_one_command_on_two_hosts_tells_of_both_and_of_what_one_lacks(two_hosts, tmp_path):
+    code, found, output = met(two_hosts, tmp_path / "sound")
+    assert code == 0, output
+    names = {host.name for host in two_hosts}
+    assert {f["node"] for f in found if f["check"] == "host.shm"} == names
+    assert {f["verdict"] for f in found} <= {"ok", "warn", "skipped"}
+    assert {f["check"] for f in found} == set(CHECKS)
+    assert "hybridrl doctor: 2 node(s): " in output
+    code, found, output = met(
+        two_hosts, tmp_path / "faulty", "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    )
+    assert code == 2, output
+    (failed,) = [f for f in found if f["verdict"] == "fail"]
+    assert (failed["check"], failed["node"]) == ("host.shm", two_hosts[1].name)
+    assert "/dev/shm has 64 MiB free of 64 MiB" in failed["evidence"]
+    assert "docker run --shm-size=16g" in failed["advice"]
+    assert "docker run --shm-size=16g" in output and "stage host failed" in output

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -16,11 +17,14 @@ from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.host_cgroup import CgroupFacts
 from hybridrl.doctor.host_facts import HostFacts, Limits, Room, Temporary
 from hybridrl.doctor.stages import Case
+from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.model_shapes import TINY
 from tests.run_configs import MACHINE, run_config
 
 GIB = 2**30
 CGROUPS = Path("/sys/fs/cgroup")
+# As if from the hub.
+HUB_MODEL = "acme/tiny"
 
 
 def case(*overrides: str, quick: bool = False, agents: Any = None, config: Any = None) -> Case:
@@ -48,7 +52,6 @@ def facts(**changes: Any) -> HostFacts:
         temporary=(Temporary(Room("/tmp", 99 * GIB, 99 * GIB), ""),),
         infiniband=(),
         gpus=None,
-        buffered=False,
         address="10.0.0.1",
     )
     return healthy._replace(**changes)
@@ -65,11 +68,22 @@ def the(findings: list[Finding], check: str) -> Finding:
     return finding
 
 
-def assert_finds(finding: Finding, verdict: Verdict, evidence: str, advice: str) -> None:
-    """Verdict, and parts of the texts."""
-    assert finding.verdict is verdict, finding
+def assert_finds(
+    finding: Finding, check: str, verdict: Verdict, evidence: str, advice: str
+) -> None:
+    """The id, the verdict, and parts of the texts."""
+    assert (finding.check, finding.verdict) == (check, verdict), finding
     assert evidence in finding.evidence
     assert advice in finding.advice
+
+
+def hub_cache(home: Path, commit: str = "1" * 40) -> Path:
+    """The embedded model as the snapshot of `HUB_MODEL` in a cache; returns the snapshot."""
+    repository = home / "hub" / f"models--{HUB_MODEL.replace('/', '--')}"
+    snapshot = Path(shutil.copytree(EMBEDDED_FOLDER, repository / "snapshots" / commit))
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+    return snapshot
 
 
 def require(condition: bool, reason: str) -> None:

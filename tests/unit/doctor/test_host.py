@@ -1,5 +1,6 @@
 """The first stage: variables of this process, invented nodes against each other, GPUs as told."""
 
+import os
 import time
 
 import pytest
@@ -50,6 +51,27 @@ def test_quick_leaves_out_what_takes_long(cpu):
     assert "host.shm" in checks and not {"host.gpus", "host.clock"} & checks
 
 
+SMI = """#!/bin/sh
+echo "$*" >> {log}
+echo "GPU-aaaa, NVIDIA H200, 570.1, 143771, 143000, 0"
+"""
+
+
+@pytest.mark.parametrize(("quick", "calls"), [(True, 1), (False, 2)])
+def test_gpus_whose_devices_are_missing_fail_in_quick_checks_too(
+    gpu, tmp_path, monkeypatch, quick, calls
+):
+    """As in a container that has nvidia-smi and no devices; quick asks nvidia-smi once."""
+    log = tmp_path / "calls"
+    (tmp_path / "nvidia-smi").write_text(SMI.format(log=log))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    finding = the(host.check(case(config=gpu, quick=quick)), "host.gpus")
+    assert_finds(finding, "host.gpus", Verdict.fail, "nvidia-smi lists 1 GPUs", "Docker: --gpus")
+    assert len(log.read_text().splitlines()) == calls
+
+
 class Silent:
     """Two nodes, of which one answers."""
 
@@ -63,7 +85,7 @@ class Silent:
 def test_a_node_that_does_not_answer_is_named(cpu):
     findings = host.check(case(config=cpu, agents=Silent(), quick=True))
     (silent,) = [f for f in findings if f.node == "b"]
-    assert_finds(silent, Verdict.fail, "no answer within 30 s", "ssh b")
+    assert_finds(silent, "host.limits", Verdict.fail, "no answer within 30 s", "ssh b")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +101,7 @@ def test_a_node_that_does_not_answer_is_named(cpu):
 def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
     monkeypatch.setenv(name, value)
     finding = the(host.check(case(config=cpu, quick=True)), "host.variables")
-    assert_finds(finding, Verdict.warn, why, name)
+    assert_finds(finding, "host.variables", Verdict.warn, why, name)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +120,8 @@ def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
 )
 def test_variables_of_gpus_matter_there_alone(cpu, gpu, name, value):
     node = {"a": facts(environment={name: value})}
-    assert_finds(the(judge_variables(node, {}, gpu), "host.variables"), Verdict.warn, name, name)
+    finding = the(judge_variables(node, {}, gpu), "host.variables")
+    assert_finds(finding, "host.variables", Verdict.warn, name, name)
     assert the(judge_variables(node, {}, cpu), "host.variables").verdict is Verdict.ok
 
 
@@ -136,7 +159,9 @@ def test_a_proxy_between_nodes_warns_unless_no_proxy_covers_them(cpu):
         return of(judge_variables(nodes, {}, cpu), "host.variables")[0]
 
     finding = judged(https_proxy="set", no_proxy="localhost,10.0.0.0/24")
-    assert_finds(finding, Verdict.warn, "leaves out 10.0.1.3:", "export no_proxy=")
+    assert_finds(
+        finding, "host.variables", Verdict.warn, "leaves out 10.0.1.3:", "export no_proxy="
+    )
     assert judged(https_proxy="set", no_proxy="localhost,10.0.0.0/16").verdict is Verdict.ok
     assert judged(no_proxy="").verdict is Verdict.ok
 
@@ -167,7 +192,7 @@ def test_what_no_proxy_covers(no_proxy, covered):
 )
 def test_visible_devices_that_hide_gpus_fail(gpu, environment, evidence):
     finding = judge_visible("a", environment, GPUS, gpu)
-    assert_finds(finding, Verdict.fail, evidence, "_VISIBLE_DEVICES")
+    assert_finds(finding, "host.visible_devices", Verdict.fail, evidence, "_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(
@@ -186,13 +211,25 @@ def test_visible_devices_that_agree_pass(gpu, environment):
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_expandable_segments_that_vllm_does_not_see_fail(gpu, name):
     finding = judge_allocator("a", {name: "expandable_segments:True"}, gpu)
-    assert_finds(finding, Verdict.fail, "rollout.sleep = all", f"unset {name}, or rollout.sleep")
+    assert_finds(
+        finding,
+        "host.allocator",
+        Verdict.fail,
+        "rollout.sleep = all",
+        f"unset {name}, or rollout.sleep",
+    )
 
 
 def test_expandable_segments_that_vllm_switches_off_warn(gpu):
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     finding = judge_allocator("a", environment, gpu)
-    assert_finds(finding, Verdict.warn, "switch it off for its memory pool", "unset PYTORCH_CUDA")
+    assert_finds(
+        finding,
+        "host.allocator",
+        Verdict.warn,
+        "switch it off for its memory pool",
+        "unset PYTORCH_CUDA",
+    )
 
 
 def test_expandable_segments_without_sleep_pass(gpu, monkeypatch):
@@ -210,19 +247,29 @@ def test_the_odd_version_is_named_with_its_node():
     finding = the(judge_versions(nodes), "host.versions")
     assert finding.node == "c"
     evidence = "torch 2.10.0 here, torch 2.11.0 on a and 1 more"
-    assert_finds(finding, Verdict.fail, evidence, "pip install torch==2.11.0")
+    assert_finds(finding, "host.versions", Verdict.fail, evidence, "pip install torch==2.11.0")
 
 
 def test_of_two_nodes_the_drivers_version_counts():
     nodes = {"a": with_torch("2.11.0"), "b": with_torch("2.11.0", vllm="0.25.1")}
     finding = the(judge_versions(nodes), "host.versions")
-    assert (finding.node, finding.verdict) == ("b", Verdict.fail)
-    assert "vllm 0.25.1 here, vllm none on a" in finding.evidence
+    assert finding.node == "b"
+    evidence = "vllm 0.25.1 here, vllm none on a"
+    assert_finds(finding, "host.versions", Verdict.fail, evidence, "pip uninstall vllm on")
+
+
+def test_a_first_node_that_is_the_odd_one_is_told_the_others_version():
+    nodes = {"a": with_torch("2.10.0"), "b": with_torch("2.11.0"), "c": with_torch("2.11.0")}
+    finding = the(judge_versions(nodes), "host.versions")
+    evidence = "torch 2.10.0 here, torch 2.11.0 on b and 1 more"
+    assert finding.node == "a"
+    assert_finds(finding, "host.versions", Verdict.fail, evidence, "pip install torch==2.11.0")
 
 
 def test_another_driver_warns():
     nodes = {"a": with_torch("2.11.0", driver="570"), "b": with_torch("2.11.0", driver="550")}
-    assert the(judge_versions(nodes), "host.versions").verdict is Verdict.warn
+    finding = the(judge_versions(nodes), "host.versions")
+    assert_finds(finding, "host.versions", Verdict.warn, "driver 550 here", "the same driver")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +288,13 @@ def test_communication_variables_that_differ_are_named(name, values):
     finding = the(judge_communication(nodes), "host.communication_variables")
     assert finding.node == "b"
     evidence = f"{name}={values[1] or '(unset)'} here, {name}={values[0]} on a and 1 more"
-    assert_finds(finding, Verdict.fail, evidence, f"Set {name} the same on all nodes")
+    assert_finds(
+        finding,
+        "host.communication_variables",
+        Verdict.fail,
+        evidence,
+        f"Set {name} the same on all nodes",
+    )
 
 
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG"])
@@ -263,7 +316,9 @@ def test_a_clock_that_is_wrong_is_named(skew, verdict):
     (finding,) = judge_clocks({"a": 0.0, "b": skew})
     assert finding.node == "b"
     side = "ahead of" if skew > 0 else "behind"
-    assert_finds(finding, verdict, f"{abs(skew):.1f} s {side} the driver's", "chronyc makestep")
+    assert_finds(
+        finding, "host.clock", verdict, f"{abs(skew):.1f} s {side} the driver's", "chronyc makestep"
+    )
 
 
 class Clocks:
@@ -326,18 +381,17 @@ def test_nvidia_smi_lines_are_read():
 
 
 @pytest.mark.parametrize(
-    ("found", "evidence"),
+    ("found", "evidence", "advice"),
     [
-        (GPUFacts([H200], seen=(), visible=None), "a process sees not GPU-aaaa"),
-        (GPUFacts([H200], look_error="cuInit returned 100"), "CUDA none: cuInit returned 100"),
-        (GPUFacts([H200], seen=(), visible="-1"), "a process sees 0 GPUs"),
-        (GPUFacts(None, "nvidia-smi: Driver/library version mismatch"), "version mismatch"),
+        (GPUFacts([H200], seen=(), visible=None), "a process sees not GPU-aaaa", "--gpus all"),
+        (GPUFacts([H200], look_error="cuInit returned 100"), "CUDA none: cuInit", "--gpus all"),
+        (GPUFacts([H200], seen=(), visible="-1"), "a process sees 0 GPUs", "CUDA_VISIBLE_DEVICES"),
+        (GPUFacts(None, "nvidia-smi: Driver/library version mismatch"), "mismatch", "dmesg"),
     ],
 )
-def test_gpus_that_a_process_does_not_see_fail(gpu, found, evidence):
+def test_gpus_that_a_process_does_not_see_fail(gpu, found, evidence, advice):
     (finding,) = judge_gpus("a", found, gpu, 1)
-    assert finding.verdict is Verdict.fail
-    assert evidence in finding.evidence
+    assert_finds(finding, "host.gpus", Verdict.fail, evidence, advice)
 
 
 def test_gpus_that_are_seen_pass_and_sick_ones_warn(gpu):
@@ -345,10 +399,16 @@ def test_gpus_that_are_seen_pass_and_sick_ones_warn(gpu):
     assert finding.verdict is Verdict.ok
     sick = H200._replace(slowed=True, ecc_errors=2)
     hot, faulty = judge_gpus("a", GPUFacts([sick], seen=("GPU-aaaa",)), gpu, 1)
-    assert_finds(hot, Verdict.warn, "slowed down", "TEMPERATURE")
-    assert_finds(faulty, Verdict.warn, "2 uncorrected memory errors", "ECC")
+    assert_finds(hot, "host.gpus", Verdict.warn, "slowed down", "TEMPERATURE")
+    assert_finds(faulty, "host.gpus", Verdict.warn, "2 uncorrected memory errors", "ECC")
 
 
 def test_visible_devices_do_not_stop_a_run_on_cpus(cpu):
     finding = judge_visible("a", {"CUDA_VISIBLE_DEVICES": ""}, (), cpu)
-    assert_finds(finding, Verdict.warn, "hides every GPU (hardware = cpu", "unset CUDA_VISIBLE")
+    assert_finds(
+        finding,
+        "host.visible_devices",
+        Verdict.warn,
+        "hides every GPU (hardware = cpu",
+        "unset CUDA_VISIBLE",
+    )

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from host_cases import assert_finds, case, of, probe, probe_mounted, the
+from host_cases import HUB_MODEL, assert_finds, case, hub_cache, of, probe, probe_mounted, the
 from input_rewards import hangs, raises_on_nothing, shrugs
 
 from hybridrl.config.model_shape import model_shape
@@ -27,9 +27,7 @@ from tests.tokenizer_folders import model_folder
 FACTS = "hybridrl.doctor.inputs_facts"
 CACHE = "hybridrl.doctor.inputs_cache"
 RUN_DIRECTORY = "hybridrl.doctor.inputs_run_directory"
-NAME = "acme/tiny"
-HUB_CACHE = f"hub_cache_facts({{{NAME!r}: 'model'}})"
-COMMITS = ("1" * 40, "2" * 40)
+HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +52,9 @@ def model(tmp_path):
     return Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "model"))
 
 
-def hub_cache(home: Path, commit: str = COMMITS[0]) -> Path:
-    """The embedded model as the snapshot of a model in a cache; returns the snapshot."""
-    repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
-    snapshot = Path(shutil.copytree(EMBEDDED_FOLDER, repository / "snapshots" / commit))
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "refs/main").write_text(commit)
-    return snapshot
-
-
 def cached(**homes: Path) -> dict:
     """What nodes with these HF_HOMEs have of the model."""
-    expression = f"model_facts({NAME!r}, True)"
+    expression = f"model_facts({HUB_MODEL!r}, True)"
     return {node: probe(FACTS, expression, HF_HOME=str(home)) for node, home in homes.items()}
 
 
@@ -85,20 +74,22 @@ def test_a_cache_that_cannot_be_written_fails_unless_all_is_there(tmp_path):
     mounts = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,bind,ro {tmp_path}"
     found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
-    assert_finds(finding, Verdict.fail, f"{tmp_path}: Read-only file system", "HF_HOME")
-    assert f"{NAME} is still to be fetched" in finding.evidence
+    assert_finds(
+        finding, "inputs.cache", Verdict.fail, f"{tmp_path}: Read-only file system", "HF_HOME"
+    )
+    assert f"{HUB_MODEL} is still to be fetched" in finding.evidence
     hub_cache(tmp_path)
     found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
-    assert_finds(finding, Verdict.warn, "all it needs is there", "HF_HOME")
+    assert_finds(finding, "inputs.cache", Verdict.warn, "all it needs is there", "HF_HOME")
 
 
 def test_what_a_cached_config_alone_lacks_are_the_weights(tmp_path):
     """As `hf download NAME config.json` leaves it, which makes refs/ as well."""
     snapshot = hub_cache(tmp_path)
     (snapshot / "model.safetensors").unlink()
-    weightless = HUB_CACHE.replace(")", f", {{{NAME!r}}})")
-    assert probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (NAME,)
+    weightless = HUB_CACHE.replace(")", f", {{{HUB_MODEL!r}}})")
+    assert probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (HUB_MODEL,)
     assert probe(CACHE, weightless, HF_HOME=str(tmp_path)).lacking == ()
 
 
@@ -106,7 +97,13 @@ def test_hybridrls_own_cache_that_cannot_be_written_warns(tmp_path):
     mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
     found = probe_mounted(CACHE, "own_cache_facts()", mounts, HYBRIDRL_CACHE=f"{tmp_path}/own")
     (finding,) = judge_cache({"b": found})
-    assert_finds(finding, Verdict.warn, "Read-only file system; compiled", "set HYBRIDRL_CACHE")
+    assert_finds(
+        finding,
+        "inputs.cache",
+        Verdict.warn,
+        "Read-only file system; compiled",
+        "set HYBRIDRL_CACHE",
+    )
 
 
 def test_a_cache_whose_locks_cannot_be_written_fails(tmp_path):
@@ -115,7 +112,7 @@ def test_a_cache_whose_locks_cannot_be_written_fails(tmp_path):
     mounts = f"mount --bind {locks} {locks}; mount -o remount,bind,ro {locks}"
     found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
-    assert_finds(finding, Verdict.fail, f"{locks}: Read-only", "chown -R")
+    assert_finds(finding, "inputs.cache", Verdict.fail, f"{locks}: Read-only", "chown -R")
 
 
 def test_the_owner_of_a_cache_is_named(tmp_path):
@@ -123,13 +120,13 @@ def test_the_owner_of_a_cache_is_named(tmp_path):
     hub.mkdir()
     found = probe(CACHE, HUB_CACHE, before=f"chown 54321 {hub}", HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
-    assert "(owner uid 54321)" in finding.evidence
+    assert finding.check == "inputs.cache" and "(owner uid 54321)" in finding.evidence
 
 
 def test_workers_that_see_another_cache_than_the_driver_are_named(tmp_path):
     found = probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, hub_cache_facts({}))
-    assert_finds(finding, Verdict.warn, f"{tmp_path}/hub", "export HF_HOME=")
+    assert_finds(finding, "inputs.cache", Verdict.warn, f"{tmp_path}/hub", "export HF_HOME=")
     assert "workers see this, the driver sees" in finding.evidence
 
 
@@ -137,7 +134,7 @@ def test_equal_caches_pass(tmp_path):
     for node in "ab":
         hub_cache(tmp_path / node)
     facts = cached(a=tmp_path / "a", b=tmp_path / "b")
-    assert {f.verdict for f in judge_cached(NAME, facts)} == {Verdict.ok}
+    assert {f.verdict for f in judge_cached(HUB_MODEL, facts)} == {Verdict.ok}
 
 
 def test_a_cache_with_other_contents_fails_and_is_named(tmp_path):
@@ -145,17 +142,29 @@ def test_a_cache_with_other_contents_fails_and_is_named(tmp_path):
         snapshot = hub_cache(tmp_path / node)
     (snapshot / "tokenizer.json").write_text("{}")
     (snapshot / "generation_config.json").unlink()
-    _, finding = judge_cached(NAME, cached(a=tmp_path / "a", b=tmp_path / "b"))
+    _, finding = judge_cached(HUB_MODEL, cached(a=tmp_path / "a", b=tmp_path / "b"))
     assert finding.node == "b"
-    assert_finds(finding, Verdict.fail, "tokenizer.json has 2 bytes here", f"hf download {NAME}")
+    assert_finds(
+        finding,
+        "inputs.cache_contents",
+        Verdict.fail,
+        "tokenizer.json has 2 bytes here",
+        f"hf download {HUB_MODEL}",
+    )
     assert "generation_config.json is missing here" in finding.evidence
 
 
 def test_a_cache_at_another_commit_fails(tmp_path):
     hub_cache(tmp_path / "a")
-    hub_cache(tmp_path / "b", COMMITS[1])
-    _, finding = judge_cached(NAME, cached(a=tmp_path / "a", b=tmp_path / "b"))
-    assert_finds(finding, Verdict.fail, "at commit 22222222, on a at 11111111", "the same commit")
+    hub_cache(tmp_path / "b", "2" * 40)
+    _, finding = judge_cached(HUB_MODEL, cached(a=tmp_path / "a", b=tmp_path / "b"))
+    assert_finds(
+        finding,
+        "inputs.cache_contents",
+        Verdict.fail,
+        "at commit 22222222, on a at 11111111",
+        "the same commit",
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,9 +173,9 @@ def test_a_cache_at_another_commit_fails(tmp_path):
 )
 def test_a_model_that_is_not_cached_is_named(tmp_path, offline, verdict, evidence):
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
-    facts = probe(FACTS, f"model_facts({NAME!r}, True)", **environment)
-    (finding,) = judge_cached(NAME, {"a": facts})
-    assert_finds(finding, verdict, evidence, "hf download")
+    facts = probe(FACTS, f"model_facts({HUB_MODEL!r}, True)", **environment)
+    (finding,) = judge_cached(HUB_MODEL, {"a": facts})
+    assert_finds(finding, "inputs.cache_contents", verdict, evidence, "hf download")
 
 
 def test_other_weights_of_the_same_size_are_told(model, tmp_path):
@@ -178,7 +187,9 @@ def test_other_weights_of_the_same_size_are_told(model, tmp_path):
     facts = {"a": model_facts(str(model), True), "b": model_facts(str(other), True)}
     first, second = judge_model("mine", facts)
     assert first.verdict is Verdict.ok
-    assert_finds(second, Verdict.fail, "model.safetensors has other contents", "rsync -a")
+    assert_finds(
+        second, "inputs.model", Verdict.fail, "model.safetensors has other contents", "rsync -a"
+    )
 
 
 def torn(model):
@@ -211,7 +222,7 @@ def sharded(model):
 def test_a_model_that_is_not_whole_fails(model, damage, evidence):
     damage(model)
     (finding,) = judge_model("mine", {"a": folder_facts(model, needs_weights=True)})
-    assert_finds(finding, Verdict.fail, evidence, "rsync -a")
+    assert_finds(finding, "inputs.model", Verdict.fail, evidence, "rsync -a")
 
 
 def test_random_weights_need_no_files(model):
@@ -230,26 +241,34 @@ def test_a_model_that_a_node_lacks_or_has_otherwise_is_named(model, tmp_path):
     }
     first, second, third = judge_model("mine", facts)
     assert first.verdict is Verdict.ok
-    assert_finds(second, Verdict.fail, "config.json has 3 bytes here, 718 there", "rsync -a")
-    assert_finds(third, Verdict.fail, "nowhere does not exist", f"{model}/")
+    assert_finds(
+        second, "inputs.model", Verdict.fail, "config.json has 3 bytes here, 718 there", "rsync -a"
+    )
+    assert_finds(third, "inputs.model", Verdict.fail, "nowhere does not exist", f"{model}/")
 
 
 def test_a_tokenizer_of_another_model_fails(tmp_path, shape):
     folder = model_folder(tmp_path, [" ".join(f"word{index}" for index in range(2000))])
     (finding,) = check_tokenizer("a", str(folder), shape)
-    assert_finds(finding, Verdict.fail, "is none of the model's", "tokenizer.json")
+    assert_finds(
+        finding, "inputs.tokenizer", Verdict.fail, "is none of the model's", "tokenizer.json"
+    )
 
 
 def test_a_torn_tokenizer_fails(model, shape):
     (model / "tokenizer.json").write_text('{"version": "1.0"')
     (finding,) = check_tokenizer("a", str(model), shape)
-    assert_finds(finding, Verdict.fail, "tokenizer cannot be loaded", "tokenizer.json")
+    assert_finds(
+        finding, "inputs.tokenizer", Verdict.fail, "tokenizer cannot be loaded", "tokenizer.json"
+    )
 
 
 def test_a_template_that_refuses_questions_fails(tmp_path, shape):
     folder = model_folder(tmp_path, ["a"], template="{{ raise_exception('no users') }}")
     (finding,) = check_tokenizer("a", str(folder), shape)
-    assert_finds(finding, Verdict.fail, "refuses a user's question: no users", "Copy")
+    assert_finds(
+        finding, "inputs.tokenizer", Verdict.fail, "refuses a user's question: no users", "Copy"
+    )
 
 
 def test_no_template_and_no_end_token_warn(tmp_path, shape):
@@ -258,14 +277,16 @@ def test_no_template_and_no_end_token_warn(tmp_path, shape):
     del settings["eos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template, end = check_tokenizer("a", str(folder), shape)
-    assert_finds(template, Verdict.warn, "no chat template", "chat_template.jinja")
-    assert_finds(end, Verdict.warn, "no token ends a response", "eos_token")
+    assert_finds(
+        template, "inputs.tokenizer", Verdict.warn, "no chat template", "chat_template.jinja"
+    )
+    assert_finds(end, "inputs.tokenizer", Verdict.warn, "no token ends a response", "eos_token")
 
 
 def test_a_data_file_that_is_missing_fails(tmp_path):
     config = run_config(f"data.train_files={tmp_path}/gone.jsonl")
     (finding,), prompts = check_data("a", config)
-    assert_finds(finding, Verdict.fail, "gone.jsonl: there is no such file", "data.")
+    assert_finds(finding, "inputs.data", Verdict.fail, "gone.jsonl: there is no such file", "data.")
     assert prompts == []
     assert check_reward("a", config, prompts)[0].verdict is Verdict.skipped
 
@@ -286,26 +307,25 @@ def reward_finding(config, prompts, monkeypatch, function):
 
 
 @pytest.mark.parametrize(
-    ("function", "verdict", "evidence"),
+    ("function", "verdict", "evidence", "advice"),
     [
-        (raises_on_nothing, Verdict.fail, "error: IndexError: list index out of range"),
-        (hangs, Verdict.fail, "timeout"),
-        (shrugs, Verdict.warn, "reference answers score 0.5 on average, empty responses 0.5"),
+        (raises_on_nothing, Verdict.fail, "IndexError: list index out of range", "by hand"),
+        (hangs, Verdict.fail, "timeout", "by hand"),
+        (shrugs, Verdict.warn, "answers score 0.5 on average, empty responses 0.5", "answer_key"),
     ],
 )
 def test_a_reward_that_would_fail_is_named(
-    config, prompts, monkeypatch, function, verdict, evidence
+    config, prompts, monkeypatch, function, verdict, evidence, advice
 ):
     finding = reward_finding(config, prompts, monkeypatch, function)
-    assert finding.verdict is verdict
-    assert evidence in finding.evidence and function.__name__ in finding.evidence
-    assert finding.advice
+    assert_finds(finding, "inputs.reward", verdict, evidence, advice)
+    assert function.__name__ in finding.evidence
 
 
 def test_a_reward_that_is_not_there_fails(config, prompts, monkeypatch):
     monkeypatch.setattr(config.reward, "function", "nowhere.score")
     finding = check_reward("a", config, prompts)[0]
-    assert finding.verdict is Verdict.fail and "nowhere" in finding.evidence
+    assert_finds(finding, "inputs.reward", Verdict.fail, "nowhere", "Mend reward.*")
 
 
 def test_an_environment_answers_or_is_named(prompts):
@@ -315,7 +335,7 @@ def test_an_environment_answers_or_is_named(prompts):
     assert "answers 16 turns of 8 rows" in findings[0].evidence
     config.environment.function, config.environment.args = "input_rewards.Refuses", {}
     finding = check_reward("a", config, prompts)[0]
-    assert_finds(finding, Verdict.fail, "error in step", "by hand")
+    assert_finds(finding, "inputs.reward", Verdict.fail, "error in step", "by hand")
 
 
 def test_a_run_directory_that_cannot_be_written_fails(tmp_path):
@@ -330,7 +350,13 @@ def test_a_run_directory_that_cannot_be_written_fails(tmp_path):
             return {"a": Answer(probe_mounted(RUN_DIRECTORY, expression, mounts))}
 
     finding = the(check_run_directory(ReadOnly(), f"{tmp_path}/run"), "inputs.run_directory")
-    assert_finds(finding, Verdict.fail, f"{tmp_path}: Read-only file system", "hydra.run.dir=")
+    assert_finds(
+        finding,
+        "inputs.run_directory",
+        Verdict.fail,
+        f"{tmp_path}: Read-only file system",
+        "hydra.run.dir=",
+    )
 
 
 def two_nodes(mounts: str):
@@ -354,7 +380,7 @@ def test_a_run_directory_that_is_not_shared_warns(tmp_path):
     nodes = two_nodes(f"mount -t tmpfs tmpfs {tmp_path}")
     finding = the(check_run_directory(nodes, f"{tmp_path}/run"), "inputs.run_directory")
     assert finding.node == "b"
-    assert_finds(finding, Verdict.warn, "does not see what a writes", "NFS")
+    assert_finds(finding, "inputs.run_directory", Verdict.warn, "does not see what a writes", "NFS")
     assert list(tmp_path.iterdir()) == []
 
 

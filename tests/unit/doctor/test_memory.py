@@ -55,7 +55,9 @@ def test_a_cgroup_limit_below_the_pinned_copies_fails(gpu):
     finding = judge_host_memory("b", found, gpu, 8)
     assert finding.node == "b"
     needed = node_ram(gpu.config, gpu.shape) / GIB
-    assert_finds(finding, Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none")
+    assert_finds(
+        finding, "memory.host", Verdict.fail, f"needs {needed:.1f} GiB of RAM", "fsdp.offload=none"
+    )
     assert "of the 1.0 GiB that /sys/fs/cgroup/memory/hybridrl-test" in finding.evidence
     assert "GiB for checkpoints pinned" in finding.evidence
 
@@ -83,7 +85,7 @@ def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
     gpus = [IDLE.gpus[0], IDLE.gpus[1]._replace(free_mib=43000)]
     first, second = judge_gpu_memory("a", GPUMemory(gpus, parse_processes(text)), gpu, 8)
     assert first.verdict is Verdict.ok
-    assert_finds(second, Verdict.fail, "python3 (pid 4711, 100000 MiB)", "kill 4711")
+    assert_finds(second, "memory.gpu", Verdict.fail, "python3 (pid 4711, 100000 MiB)", "kill 4711")
     assert "42.0 GiB of 140.4 GiB are free" in second.evidence
     assert "other" not in second.evidence
 
@@ -92,7 +94,7 @@ def test_a_small_process_beside_the_run_warns(gpu):
     (finding,) = judge_gpu_memory(
         "a", GPUMemory(IDLE.gpus[:1], parse_processes("GPU-0, 7, Xorg, 4\n")), gpu, 8
     )
-    assert_finds(finding, Verdict.warn, "Xorg (pid 7, 4 MiB)", "kill 7")
+    assert_finds(finding, "memory.gpu", Verdict.warn, "Xorg (pid 7, 4 MiB)", "kill 7")
 
 
 def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(gpu):

@@ -1,6 +1,7 @@
 """Whether ranks find room, over clusters that are written down, and engines whole nodes."""
 
 import pytest
+from host_cases import assert_finds
 
 from hybridrl.controller.free_slots import FreeNode
 from hybridrl.doctor.findings import Verdict
@@ -20,9 +21,8 @@ def test_the_largest_demand_goes_to_the_largest_node():
 def test_gpus_that_another_run_holds_are_named():
     nodes = [node("10.0.0.1 (aaaa)", 8, 8), node("10.0.0.2 (bbbb)", 8, 2)]
     found = judge_slots(nodes, [8, 8], on_gpu=True)
-    assert found.verdict is Verdict.fail
-    assert "10.0.0.2 (bbbb): 2 of 8 GPUs free" in found.evidence
-    assert "ray list actors" in found.advice
+    evidence = "10.0.0.2 (bbbb): 2 of 8 GPUs free"
+    assert_finds(found, "placement.slots", Verdict.fail, evidence, "ray list actors")
 
 
 def test_a_missing_node_is_no_room():
@@ -43,6 +43,7 @@ def test_slots_without_gpus_share_cores():
 )
 def test_an_engine_astride_of_nodes_is_told(allow, verdict):
     found = judge_engines([3, 5], 2, allow_straddle=allow)
-    assert found.verdict is verdict
-    assert "engine(s) 1 of 4" in found.evidence
+    advice = "Set rollout.tensor_parallel_size to a divisor of every node's ranks"
+    lie = "engine(s) 1 of 4 lie on several nodes"
+    assert_finds(found, "placement.engines", verdict, lie, advice)
     assert judge_engines([4, 2], 2, allow_straddle=False).verdict is Verdict.ok

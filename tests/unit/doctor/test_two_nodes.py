@@ -4,10 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from host_cases import assert_finds, case, cgroup, of, require
+from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, of, require
+from huggingface_hub import constants
 
+from hybridrl.config.model_shape import model_shape
 from hybridrl.controller.agents import call_all
 from hybridrl.doctor import host, inputs, memory
 from hybridrl.doctor.findings import Verdict
@@ -16,13 +19,24 @@ from hybridrl.doctor.inputs_facts import model_facts
 from hybridrl.doctor.inputs_files import judge_model
 from hybridrl.doctor.inputs_run_directory import check_run_directory
 from hybridrl.doctor.joined import JoinedAgents
+from hybridrl.models.resolve import read_model_config
+from tests.run_configs import run_config
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 30)"
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    """This process and a node with a tiny /dev/shm, little memory, another Ray and NCCL_ALGO."""
+def home(tmp_path_factory):
+    """The second node's HF_HOME."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, home):
+    """This process and a node with a tiny /dev/shm, little memory, and other values.
+
+    Those are of Ray's version, NCCL_ALGO and HF_HOME.
+    """
     require(
         subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0,
         "needs mount namespaces (unshare -m)",
@@ -36,6 +50,7 @@ def nodes(tmp_path_factory):
         faults = f"{join}; mount -t tmpfs -o size=64m tmpfs /dev/shm"
         command = ["unshare", "-m", "sh", "-ec", f'{faults}; exec "$0" "$@"', sys.executable]
         environment = {"NCCL_ALGO": "Tree", "PYTHONPATH": str(other.parent)}
+        environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
         node = subprocess.Popen([*command, "-c", SERVE, address], env=os.environ | environment)
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -66,17 +81,25 @@ def test_the_first_node_is_not_blamed(found, nodes):
 
 def test_its_tiny_shared_memory_is_named(found, nodes):
     finding = second(found, "host.shm", nodes)
-    assert_finds(finding, Verdict.fail, "64 MiB free of 64 MiB", "--shm-size")
+    assert_finds(finding, "host.shm", Verdict.fail, "64 MiB free of 64 MiB", "--shm-size")
 
 
 def test_its_other_version_of_ray_is_named(found, nodes):
     finding = second(found, "host.versions", nodes)
-    assert_finds(finding, Verdict.fail, "ray 1.0 here, ray 2.", "pip install ray==2.")
+    assert_finds(
+        finding, "host.versions", Verdict.fail, "ray 1.0 here, ray 2.", "pip install ray==2."
+    )
 
 
 def test_its_other_nccl_variable_is_named(found, nodes):
     finding = second(found, "host.communication_variables", nodes)
-    assert_finds(finding, Verdict.fail, "NCCL_ALGO=Tree here, NCCL_ALGO=Ring on", "Set NCCL_ALGO")
+    assert_finds(
+        finding,
+        "host.communication_variables",
+        Verdict.fail,
+        "NCCL_ALGO=Tree here, NCCL_ALGO=Ring on",
+        "Set NCCL_ALGO",
+    )
 
 
 def test_its_clock_is_that_of_the_first(found):
@@ -86,7 +109,31 @@ def test_its_clock_is_that_of_the_first(found):
 
 def test_its_cgroup_is_too_small_for_the_run(nodes):
     finding = second(memory.check(case(agents=nodes)), "memory.host", nodes)
-    assert_finds(finding, Verdict.fail, "of the 1.0 GiB that /sys/fs/cgroup/memory", "--mem=0")
+    assert_finds(
+        finding, "memory.host", Verdict.fail, "of the 1.0 GiB that /sys/fs/cgroup/memory", "--mem=0"
+    )
+
+
+def test_its_other_cache_is_named_with_what_differs_there(nodes, home, tmp_path, monkeypatch):
+    """Both nodes have the model, each in a cache of its own, and one file is another."""
+    hub_cache(tmp_path)
+    (hub_cache(home) / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))  # as HF_HOME, read once
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = run_config()
+    config.model.path = HUB_MODEL
+    shape = model_shape(read_model_config("embedded"))
+    findings = inputs.check(replace(case(config=config, agents=nodes), shape=shape))
+    differing = second(findings, "inputs.cache_contents", nodes)
+    evidence = f"differs from {nodes.nodes[0]}'s: tokenizer.json has 2 bytes here"
+    advice = f"hf download {HUB_MODEL} on that node, or one HF_HOME"
+    assert_finds(differing, "inputs.cache_contents", Verdict.fail, evidence, advice)
+    evidence = f"{home}/hub (owner"
+    *_, elsewhere = [f for f in of(findings, "inputs.cache") if f.node == nodes.nodes[1]]
+    assert_finds(elsewhere, "inputs.cache", Verdict.warn, evidence, "export HF_HOME=")
+    assert f"the driver sees {tmp_path}/hub" in elsewhere.evidence
+    failed = {(f.check, f.node) for f in findings if f.verdict is Verdict.fail}
+    assert failed == {("inputs.cache_contents", nodes.nodes[1])}
 
 
 def test_it_has_the_same_model_cache_and_folder(nodes, tmp_path):
