@@ -107,6 +107,7 @@ def find_resume(
         if found is None:
             return None
         state = _state(found)
+        rows = _rows(run_dir, found, state)
     differences = _differences(config, found, models, _other_prompts(state.prompts, prompts))
     if differences.mattering and not config.checkpoint.allow_config_changes:
         listed = "\n".join(f"  {text}" for text in differences.mattering)
@@ -115,7 +116,6 @@ def find_resume(
             f"This changes what is computed: steps before and after would not be of one run.\n"
             f"Set what has changed back, or checkpoint.allow_config_changes=true."
         )
-    rows = _rows(run_dir, found, state)
     notes = _notes(config, found, state, rows) + differences.notes()
     return Resume(found, state, rows, notes)
 

@@ -111,12 +111,23 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a crash cut off is left out."""
+    """The rows of a metrics.jsonl; a last line that a crash cut off is left out.
+
+    A power cut may spoil lines that the disk had not been asked to take yet: rows up to the first
+    of these count, and a warning names it.
+    """
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for line in lines:
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            text = "%s: line %d of %d is not one that a run has written: rows end before it"
+            log.warning(text, path, number, len(lines))
+            break
+        rows.append(row)
     return rows
 
 

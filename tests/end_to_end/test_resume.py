@@ -22,6 +22,7 @@ from hybridrl.data.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.inputs import read_inputs
 from hybridrl.trainer.resume import Resume
+from hybridrl.trainer.tracking import METRICS_FILE
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,
     STEPS,
@@ -206,6 +207,17 @@ def test_another_answer_to_a_training_prompt_must_be_allowed(copied):
     with pytest.raises(ConfigError, match="data: other answers or other columns") as caught:
         read_inputs(config, copied, replace(prompts, train=[first, *rest]))
     assert "other training prompts" not in str(caught.value)
+
+
+def test_metrics_that_a_power_cut_spoilt_end_before_the_first_such_line(copied, caplog):
+    path = copied / METRICS_FILE
+    first, second, _, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, second, b"\0" * 99 + b"\n", *others]))
+    resume = taken_up(run_config(*CONFIG), copied)
+    assert [row["step"] for row in resume.rows] == [0, 1]
+    assert f"{METRICS_FILE}: line 3 of" in caplog.text
+    lacking = f"{METRICS_FILE} lacks {resume.state.step - 1} of these steps, from 2 on"
+    assert lacking in resume.notes
 
 
 def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):

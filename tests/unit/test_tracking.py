@@ -6,6 +6,7 @@ import math
 import threading
 import time
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -55,6 +56,15 @@ def test_each_step_is_a_line_on_disk_at_once(tmp_path):
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+@pytest.mark.parametrize("broken", [b"\0" * 9, b'{"step": 1, "re\0\0', b"\xff\xfe", b"", b"[1]"])
+def test_rows_end_before_a_line_that_a_power_cut_spoilt(tmp_path, caplog, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + broken + b'\n{"step": 2}\n')
+    assert read_metrics(path) == [{"step": 0}]
+    (record,) = caplog.records
+    assert f"{path}: line 2 of 3 is not one" in record.getMessage()
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path):
