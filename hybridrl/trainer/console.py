@@ -109,6 +109,8 @@ class RunConsole:
         ]
         if summary.failed_rewards:
             lines.append(("rewards", f"{summary.failed_rewards:,} failed and got the failed score"))
+        if summary.failed_checkpoints:
+            lines.append(("checkpoints", f"{summary.failed_checkpoints:,} lost: see the warnings"))
         lines += [("directory", str(run_dir)), ("files", _files(run_dir))]
         self._framed("done", lines)
 

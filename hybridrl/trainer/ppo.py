@@ -154,7 +154,7 @@ class PPOTrainer:
             self.pause()
         self.checkpoints.finish()
         self.save()
-        self.reporter.finish()
+        self.reporter.finish(self.checkpoints.failures)
         return self.evaluator.last_accuracy
 
     def begin(self) -> None:

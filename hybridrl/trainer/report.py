@@ -100,12 +100,16 @@ class Reporter:
                 "storage that all nodes share."
             )
 
-    def finish(self) -> None:
-        """Draw the curves and sum the run up."""
+    def finish(self, failed_checkpoints: int) -> None:
+        """Draw the curves and sum the run up.
+
+        Args:
+            failed_checkpoints: that could not be written since the run was started.
+        """
         self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self._console.warn(failure)
-        self._console.summary(summarize(self._tracker.rows), self.run_dir)
+        self._console.summary(summarize(self._tracker.rows, failed_checkpoints), self.run_dir)
 
 
 def draw(config: RunConfig, run_dir: Path) -> None:

@@ -44,6 +44,7 @@ class Summary(NamedTuple):
     changes: list[Change]
     shares: list[Share]
     failed_rewards: int
+    failed_checkpoints: int
     speeds: "Speeds"
 
 
@@ -61,11 +62,12 @@ class Speeds(NamedTuple):
     mfu: dict[str, float]
 
 
-def summarize(rows: Sequence[Metrics]) -> Summary:
+def summarize(rows: Sequence[Metrics], failed_checkpoints: int = 0) -> Summary:
     """The sums and ends of all steps' metrics.
 
     Args:
         rows: as in metrics.jsonl; row 0 is the evaluation before training.
+        failed_checkpoints: that could not be written; of the last one no row tells.
     """
     seconds = _total(rows, "time/step_s")
     return Summary(
@@ -74,6 +76,7 @@ def summarize(rows: Sequence[Metrics]) -> Summary:
         changes=_changes(rows),
         shares=phase_shares(rows),
         failed_rewards=int(_total(rows, "reward/failed")),
+        failed_checkpoints=failed_checkpoints,
         speeds=Speeds(
             idle=_total(rows, "idle/mean_s") / seconds if _knows(rows, "idle/mean_s") else None,
             outside=_total(rows, OUTSIDE) / seconds if _knows(rows, OUTSIDE) else None,

@@ -39,6 +39,7 @@ def test_a_run_goes_on_where_checkpoints_find_no_room_until_they_find_some(tmp_p
     failed = [row["checkpoint/failed"] for row in run.metrics()[1:]]
     assert failed[:2] == [0.0, 1.0] and failed[-1] < STEPS - 1
     assert output.count("could not be written") == failed[-1]
+    assert f"checkpoints {failed[-1]:.0f} lost" in output, output
     seen = shutil.copytree(f"/proc/self/fd/{disk}", checkpoints_folder(tmp_path / "seen"))
     os.close(disk)
     assert sorted(os.listdir(seen)) == ["latest", *(f"step_{n:08d}" for n in (STEPS - 1, STEPS))]

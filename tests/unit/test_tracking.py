@@ -1,13 +1,16 @@
 """Metrics reach metrics.jsonl and TensorBoard; no tracker's failure stops or delays a run."""
 
+import io
 import json
 import logging
 import math
+import re
 import threading
 import time
 
 import pytest
 import torch
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -228,6 +231,20 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     (kept,) = read_metrics(tmp_path / "rollouts" / "step_1.jsonl")
     assert kept["failure"] == "error: ValueError: ***, ***, https://***@host/x"
     assert kept["response"] == "r hunter22"  # what the model has sampled stays what it is
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_the_end_of_a_run_tells_of_checkpoints_that_were_lost(tmp_path, failed):
+    """The last one is written after the last row."""
+    config = run_config("tracking.tensorboard=false")
+    tracker, file = Tracker(tmp_path, config), io.StringIO()
+    console = RunConsole(1, Console(file=file))
+    reporter = Reporter(config, tmp_path, console, tracker, Throughput(None, 1, None))
+    tracker.log(1, {"checkpoint/failed": 0.0})
+    reporter.finish(failed)
+    tracker.close()
+    told = re.search(r"checkpoints +(\d+) lost", file.getvalue())
+    assert (told and int(told[1])) == (failed or None)
 
 
 def test_phases_add_up_within_a_step_and_start_anew():
