@@ -14,12 +14,12 @@ from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name
 from hybridrl.checkpoint.reading import patiently
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
 from hybridrl.checkpoint.verification import Watch, unwatched
-from hybridrl.config.changes import changes
+from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.base_models import Fingerprints, other_files
-from hybridrl.trainer.manifest import plain
+from hybridrl.trainer.manifest import plain, versions
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking import METRICS_FILE, Row, read_rows
 
@@ -116,7 +116,7 @@ def find_resume(
             f"This changes what is computed: steps before and after would not be of one run.\n"
             f"Set what has changed back, or checkpoint.allow_config_changes=true."
         )
-    notes = _notes(config, found, state, rows) + differences.notes()
+    notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
     return Resume(found, state, rows, notes)
 
 
@@ -216,6 +216,17 @@ def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     if before["rows"] != now["rows"]:
         return ["data: other answers or other columns of the training prompts, which are the same"]
     return []
+
+
+def _other_versions(found: Found) -> list[str]:
+    """A line on the packages that decide a run's numbers, where they are others than then."""
+    before, now = found.manifest.versions, versions()
+    texts = [
+        f"{name} {before.get(name, MISSING)} then, {now.get(name, MISSING)} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    return [f"other versions: {_shortened(texts)}"] if texts else []
 
 
 def _shortened(texts: list[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.find import NoWholeCheckpoint
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
@@ -21,6 +22,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.inputs import read_inputs
+from hybridrl.trainer.manifest import versions
 from hybridrl.trainer.resume import Resume
 from hybridrl.trainer.tracking import METRICS_FILE
 from tests.end_to_end.kill_and_resume import (
@@ -218,6 +220,16 @@ def test_metrics_that_a_power_cut_spoilt_end_before_the_first_such_line(copied, 
     assert f"{METRICS_FILE}: line 3 of" in caplog.text
     lacking = f"{METRICS_FILE} lacks {resume.state.step - 1} of these steps, from 2 on"
     assert lacking in resume.notes
+
+
+def test_other_versions_are_told_and_refuse_nothing(copied):
+    config, now = run_config(*CONFIG), versions()
+    assert not any("versions" in note for note in taken_up(config, copied).notes)
+    folder = checkpoints_folder(copied) / f"step_{steps_in(copied)[-1]:08d}"
+    before = {name: number for name, number in now.items() if name != "numpy"} | {"torch": "1.0"}
+    manifests.write(folder, replace(manifests.read(folder), versions=before))
+    told = f"numpy (not there) then, {now['numpy']} now; torch 1.0 then, {now['torch']} now"
+    assert taken_up(config, copied).notes[-1] == f"other versions: {told}"
 
 
 def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):
