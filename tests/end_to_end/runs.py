@@ -11,8 +11,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.end_to_end.sockets import Listener, listening, still_open
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,13 +33,23 @@ SMALL = [
 
 @dataclass
 class Run:
-    """A program started in a session, temporary folder and environment of its own."""
+    """A program started in a session, temporary folder and environment of its own.
+
+    Attributes:
+        process: the program itself.
+        token: in the environment of all processes that it starts.
+        temporary: its folder.
+        shared_memory: names in /dev/shm when it was started.
+        run_dir: where it writes.
+        listeners: sockets that `listening` has seen.
+    """
 
     process: subprocess.Popen[str]
     token: str
     temporary: Path
     shared_memory: set[str]
     run_dir: Path
+    listeners: set[Listener] = field(default_factory=set)
 
     def output(self, timeout: float = 240) -> str:
         """Wait for the end; stdout and stderr together."""
@@ -60,6 +72,12 @@ class Run:
                     found[int(folder.name)] = command.decode(errors="replace")
         return found
 
+    def listening(self) -> list[Listener]:
+        """Where its processes listen; at the end nobody may have these sockets any more."""
+        found = listening(self.processes())
+        self.listeners |= {*found}
+        return found
+
     def wait_for(self, needle: str, timeout: float = 180) -> None:
         """Block until metrics.jsonl or a worker's log holds `needle`."""
         end = time.monotonic() + timeout
@@ -72,9 +90,10 @@ class Run:
         raise AssertionError(f"{needle!r} did not appear within {timeout} s")
 
     def assert_nothing_left(self) -> None:
-        """No process, temporary file or shared memory of this run remains."""
+        """No process, known socket, temporary file or shared memory of this run remains."""
         left = {
             "processes": self.processes(),
+            "sockets": still_open(self.listeners),
             "temporary files": sorted(str(path) for path in self.temporary.rglob("*")),
             "shared memory": sorted(abandoned(shared_memory() - self.shared_memory)),
         }

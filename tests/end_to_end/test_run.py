@@ -14,7 +14,7 @@ from hybridrl.trainer.state import read_state
 from hybridrl.trainer.summary import phase_shares
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import ROOT, SMALL, Run, launched, started
-from tests.end_to_end.sockets import is_loopback, listening
+from tests.end_to_end.sockets import assert_this_machine_alone_reaches
 
 PROMISED = [
     "step",
@@ -44,7 +44,6 @@ WITH_SECRETS = [
     f"+mine={{name: gsm8k_ppo, api_key: '{OF_KEY}', server: 'https://me:{OF_URI}@host/x'}}",
     "run.name=${mine.name}",
 ]
-LISTENING: list[tuple[str, int, str]] = []
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def finished(tmp_path_factory) -> tuple[Run, str]:
     overrides = [*SMALL, "trainer.samples_every_steps=1", *WITH_SECRETS]
     with started(run_dir, *overrides, env=IN_ENVIRONMENT) as run:
         run.wait_for('"step": 0,')
-        LISTENING.extend(listening(run.processes()))
+        run.listening()
         output = run.output()
         assert run.process.returncode == 0, output
         run.assert_nothing_left()
@@ -212,6 +211,6 @@ def test_a_command_line_that_is_refused_shows_no_secret_of_a_file(tmp_path):
 
 def test_every_port_of_a_run_on_one_machine_is_loopback_only(finished):
     """Ray, the rendezvous, gloo and vLLM included; the dashboard is off."""
-    assert len(LISTENING) > 5
-    assert [place for place in LISTENING if not is_loopback(place[0])] == []
-    assert not any("dashboard.py" in command for _, _, command in LISTENING)
+    listeners = finished[0].listeners
+    assert len(listeners) > 5
+    assert_this_machine_alone_reaches(listeners)
