@@ -114,13 +114,18 @@ def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
     Else rows of the start before could be taken for those that a kill waits for.
     """
     plans = sorted((draw_kill(timeline, seed) for seed in range(30)), key=lambda plan: plan.step)
-    return next(
-        three
-        for three in combinations(plans, 3)
-        if {plan.victim for plan in three} == {"driver", "worker"}
-        and any(plan.saving for plan in three)
-        and all(later.step - plan.step >= 2 for plan, later in pairwise(three))
+    found = next(
+        (
+            three
+            for three in combinations(plans, 3)
+            if {plan.victim for plan in three} == {"driver", "worker"}
+            and any(plan.saving for plan in three)
+            and all(later.step - plan.step >= 2 for plan, later in pairwise(three))
+        ),
+        None,
     )
+    assert found is not None, f"no three instants, one amid a save, among {plans}"
+    return found
 
 
 @pytest.mark.timeout(900)  # four starts; beside other tests on a slow machine minutes
