@@ -22,6 +22,10 @@ from tests.end_to_end.runs import SMALL, Run, started
 TOLD_S = 60.0
 STALL_S = 8
 LONGEST_S = 150.0
+# Where a start's steps, but for the building of roles, have a limit of their own.
+START_S = 30
+# A restart begins when all of the start before has gone.
+GONE_S = 5.0
 # Phases of so small a model are over in some ten milliseconds.
 LOOK_S = 0.0005
 GONE = ("", "X", "Z")
@@ -58,6 +62,7 @@ class Phase(StrEnum):
     """What the workers are at, as they publish it."""
 
     start = "start: preload"
+    build = "start: rollout"
     evaluate = f"rollout.generate{STEP_0}"
     reshard = "rollout.reshard"
     rollout = "rollout.generate"
@@ -85,11 +90,13 @@ class Faulty:
         run: as it was started.
         lines: what it prints, and when it came.
         present: processes that it had when it was hit last.
+        known: processes that it had when it was hit, each time.
     """
 
     run: Run
     lines: list[tuple[float, str]] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
+    known: set[psutil.Process] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.reader = threading.Thread(target=self.follow, daemon=True)
@@ -142,6 +149,24 @@ class Faulty:
         found = self.run.processes()
         return [pid for pid, title in found.items() if role_of(pid, title) == victim]
 
+    def look(self) -> None:
+        """Keep which processes there are, and where they listen."""
+        for pid in self.run.processes():
+            with suppress(psutil.NoSuchProcess):
+                self.known.add(psutil.Process(pid))
+        self.run.listening()
+
+    def await_end_of_known(self) -> None:
+        """Wait until no process but the driver lives of those that were there when it was hit."""
+        deadline = time.monotonic() + GONE_S
+        while left := [process for process in self.known if self._lives_on(process)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    def _lives_on(self, process: psutil.Process) -> bool:
+        is_driver = process.pid == self.run.process.pid
+        return not is_driver and process.is_running() and state_of(process.pid) not in GONE
+
     def workers(self) -> list[int]:
         """All workers, also those without a rank yet."""
         return [pid for pid, title in self.run.processes().items() if "WorkerHost" in title]
@@ -175,6 +200,7 @@ class Faulty:
             if not victims or not _is_in(reader.read(), fault.phase):
                 os.kill(clock, signal.SIGCONT)
                 return None
+            self.look()
             os.kill(victims[0], fault.signum)
             if victims[0] != clock:
                 os.kill(clock, signal.SIGCONT)
@@ -231,6 +257,9 @@ def told(fault: Fault, pid: int) -> list[str]:
         return [rf"Ray's {fault.victim} \(pid {pid}\) on this machine {how}"]
     phase = fault.phase.removesuffix(STEP_0)
     if fault.signum == signal.SIGSTOP:
+        stopped = rf"pid {pid}: .*stopped by a signal"
+        if fault.phase is Phase.start:
+            return [rf"did not finish {phase} within cluster.start_timeout_s={START_S} s", stopped]
         still = rf"further in .*{phase}.* for cluster.stall_timeout_s={STALL_S} s"
-        return [still, rf"pid {pid}: .*stopped by a signal"]
+        return [still, stopped]
     return [rf"rank \d+ on .* pid {pid} failed in .*{phase}.*: its process died"]

@@ -1,6 +1,7 @@
 """Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
 
-Forty faults. A run that restarts meets several, one after the other; ten of them in `make test`.
+Forty faults and five more. A run that restarts meets several, one after the other; ten of them in
+`make test`, all in `make test_slow`.
 """
 
 import os
@@ -10,12 +11,23 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
-from tests.end_to_end.faults import STALL_S, TOLD_S, Fault, Faulty, Phase, Victim, faulty, told
+from tests.end_to_end.faults import (
+    STALL_S,
+    START_S,
+    TOLD_S,
+    Fault,
+    Faulty,
+    Phase,
+    Victim,
+    faulty,
+    told,
+)
+from tests.end_to_end.sockets import assert_this_machine_alone_reaches
 
 rank0, rank1, reward = Victim.rank0, Victim.rank1, Victim.reward
 driver, raylet, gcs = Victim.driver, Victim.raylet, Victim.gcs
-start, evaluate, reshard, rollout = Phase.start, Phase.evaluate, Phase.reshard, Phase.rollout
-score, update, save = Phase.score, Phase.update, Phase.save
+start, build, evaluate, reshard = Phase.start, Phase.build, Phase.evaluate, Phase.reshard
+rollout, score, update, save = Phase.rollout, Phase.score, Phase.update, Phase.save
 
 IN_SHORT = [
     Fault(rank1, SIGKILL, start),
@@ -49,6 +61,9 @@ HARMLESS = [
     Fault(driver, SIGSTOP, update),
 ]
 DRIVER_KILLED = [Fault(driver, SIGKILL, phase) for phase in (start, rollout, update, save)]
+# Beyond the forty. Ray may end the driver with the raylet that it hands a batch to.
+IN_SETUP = [Fault(rank1, SIGSTOP, start), Fault(rank0, SIGKILL, build)]
+RAYLET_KILLED = [Fault(raylet, SIGKILL, phase) for phase in (rollout, score, update)]
 # A run needs Ray's GCS for nothing but its start and end: steps until it is missed, at most.
 STEPS_WITHOUT_GCS = 4 * STALL_S
 # From which fault of a run on there is a checkpoint to go on from.
@@ -70,12 +85,14 @@ def test_there_are_forty_different_faults():
         pytest.param(RANK_1_KILLED, id="rank 1 killed", marks=pytest.mark.slow),
         pytest.param(RANK_1_STOPPED, id="rank 1 stopped", marks=pytest.mark.slow),
         pytest.param(RAY, id="Ray", marks=pytest.mark.slow),
+        pytest.param(IN_SETUP, id="in the setup", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, faults):
     stopped = [fault for fault in faults if fault.victim is gcs and fault.signum == SIGSTOP]
     last = len(faults) + 4 + STEPS_WITHOUT_GCS * len(stopped)
     overrides = [f"trainer.total_steps={last}", f"trainer.max_restarts={len(faults)}"]
+    overrides += [f"cluster.start_timeout_s={START_S}"] if faults is IN_SETUP else []
     with faulty(tmp_path / "run", *overrides) as run:
         earlier = set()
         for number, fault in enumerate(faults, 1):
@@ -84,8 +101,7 @@ def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, fault
             since = hit_and_hear(run, fault, earlier)
             earlier |= run.present
             where = "step [0-9]+" if number >= SAVED_BEFORE else ".*"
-            anew = f"starts anew from {where}: restart {number} of {len(faults)}"
-            run.await_line(anew, since, 90.0)
+            await_restart(run, since, f"from {where}: restart {number} of {len(faults)}")
         run.reader.join(120.0)
         assert run.run.process.wait() == 0, run.text
         assert run.steps() == list(range(last + 1))
@@ -93,6 +109,9 @@ def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, fault
         after_start = [fault for fault in faults if fault.phase is not start]
         assert len(kept) == len(after_start) + 1, kept
         run.run.assert_nothing_left()
+        assert_this_machine_alone_reaches(run.run.listeners)
+        ranks = {place.pid for place in run.run.listeners if "WorkerHost" in place.command}
+        assert len(ranks) >= 2 * len(after_start), run.run.listeners
 
 
 @pytest.mark.slow
@@ -107,9 +126,11 @@ def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, fau
     limit = f"trainer.max_restarts={len(faults) - 1}"
     with faulty(tmp_path / "run", "trainer.total_steps=500", limit) as run:
         earlier = set()
-        for fault in faults:
+        for number, fault in enumerate(faults, 1):
             since = hit_and_hear(run, fault, earlier)
             earlier |= run.present
+            if number < len(faults):
+                await_restart(run, since, f"restart {number} of {len(faults) - 1}")
         run.reader.join(60.0)
         assert run.run.process.wait() == 1, run.text
         assert time.monotonic() - since < TOLD_S + STALL_S
@@ -152,12 +173,44 @@ def test_a_killed_driver_leaves_nothing(tmp_path, fault):
     overrides = ["trainer.total_steps=500", "rollout.tensor_parallel_size=2"]
     with faulty(tmp_path / "run", *overrides) as run:
         pid = run.hit(fault, set())
-        since = time.monotonic()
         assert run.run.process.wait() == -SIGKILL
-        while run.run.processes() and time.monotonic() < since + ORPHANS_S:
-            time.sleep(0.1)
+        await_end_of_orphans(run)
         run.run.assert_nothing_left()
         assert f"The run's process (pid {pid}) was killed" in run.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.phase) for fault in RAYLET_KILLED])
+def test_a_raylet_killed_beside_calls_costs_a_restart_or_the_driver(tmp_path, fault, capsys):
+    """Either the run starts anew and comes to its end, or the driver goes; nothing is left."""
+    last = 6
+    overrides = [f"trainer.total_steps={last}", "trainer.max_restarts=1"]
+    with faulty(tmp_path / "run", *overrides) as run:
+        pid = run.hit(fault, set())
+        since = time.monotonic()
+        while "starts anew" not in run.text and run.run.process.poll() is None:
+            assert time.monotonic() < since + TOLD_S, run.text
+            time.sleep(0.1)
+        if has_restarted := "starts anew" in run.text:
+            run.await_end_of_known()
+        code = run.run.process.wait(120.0)
+        await_end_of_orphans(run)
+        run.run.assert_nothing_left()
+        if has_restarted:
+            assert code == 0 and run.steps() == list(range(last + 1)), run.text
+            assert f"Ray's raylet (pid {pid}) on this machine died" in run.text
+        else:
+            assert code not in (0, 2, 75), run.text
+            assert f"The run's process (pid {run.run.process.pid}) was killed" in run.text
+        with capsys.disabled():
+            outcome = "a restart" if has_restarted else f"the driver ended with code {code}"
+            print(f"\n{fault}: {outcome}")
+
+
+def await_restart(run: Faulty, since: float, which: str) -> None:
+    """Wait until the run starts anew, and see that nothing of the start before is left."""
+    run.await_line(f"starts anew .*{which}", since, 90.0)
+    run.await_end_of_known()
 
 
 def hit_and_hear(run: Faulty, fault: Fault, earlier: set[int]) -> float:
@@ -176,6 +229,14 @@ def await_checkpoint(run: Faulty) -> None:
     while not latest.exists():
         assert time.monotonic() < deadline and run.reader.is_alive(), run.text
         time.sleep(0.1)
+
+
+def await_end_of_orphans(run: Faulty) -> None:
+    """Give what outlives the driver the time that it may take to end."""
+    deadline = time.monotonic() + ORPHANS_S
+    while run.run.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.reader.join(1.0)
 
 
 def await_replacement(run: Faulty, pid: int) -> None:
