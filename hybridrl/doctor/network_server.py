@@ -67,13 +67,7 @@ class Opened(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A port of another node.
-
-    Attributes:
-        node, address, port: where it is.
-        token: what the greeting from there must hold.
-        service: which service of Ray's listens there; it greets nobody. Empty: a node's agent.
-    """
+    """A port of another node, whose greeting must hold `token`; a `service` of Ray's has none."""
 
     node: str
     address: str
