@@ -12,6 +12,7 @@ from signal import SIGKILL, SIGSTOP
 import pytest
 
 from tests.end_to_end.faults import (
+    RANKS,
     STALL_S,
     START_S,
     TOLD_S,
@@ -95,16 +96,22 @@ def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, fault
     overrides += [f"cluster.start_timeout_s={START_S}"] if faults is IN_SETUP else []
     with faulty(tmp_path / "run", *overrides) as run:
         earlier = set()
+        killed_ranks = []
         for number, fault in enumerate(faults, 1):
             if number == SAVED_BEFORE:
                 await_checkpoint(run)
-            since = hit_and_hear(run, fault, earlier)
+            since, pid = hit_and_hear(run, fault, earlier)
             earlier |= run.present
+            if fault.victim in RANKS and fault.signum == SIGKILL:
+                killed_ranks.append(pid)
             where = "step [0-9]+" if number >= SAVED_BEFORE else ".*"
             await_restart(run, since, f"from {where}: restart {number} of {len(faults)}")
         run.reader.join(120.0)
         assert run.run.process.wait() == 0, run.text
         assert run.steps() == list(range(last + 1))
+        for pid in killed_ranks:
+            told_of = [line for _, line in run.lines if f"pid {pid} failed in" in line]
+            assert len(told_of) == 1, told_of
         kept = [path.name for path in (tmp_path / "run" / "logs").glob("*_rank0.*log")]
         after_start = [fault for fault in faults if fault.phase is not start]
         assert len(kept) == len(after_start) + 1, kept
@@ -127,7 +134,7 @@ def test_a_run_whose_restarts_are_used_up_ends_with_the_last_error(tmp_path, fau
     with faulty(tmp_path / "run", "trainer.total_steps=500", limit) as run:
         earlier = set()
         for number, fault in enumerate(faults, 1):
-            since = hit_and_hear(run, fault, earlier)
+            since, _ = hit_and_hear(run, fault, earlier)
             earlier |= run.present
             if number < len(faults):
                 await_restart(run, since, f"restart {number} of {len(faults) - 1}")
@@ -213,13 +220,13 @@ def await_restart(run: Faulty, since: float, which: str) -> None:
     run.await_end_of_known()
 
 
-def hit_and_hear(run: Faulty, fault: Fault, earlier: set[int]) -> float:
-    """Hit a process and wait until the run has named it; the instant of the signal."""
+def hit_and_hear(run: Faulty, fault: Fault, earlier: set[int]) -> tuple[float, int]:
+    """Hit a process and wait until the run has named it; the instant of the signal, and the pid."""
     pid = run.hit(fault, earlier)
     since = time.monotonic()
     for pattern in told(fault, pid):
         run.await_line(pattern, since, TOLD_S + STALL_S * (fault.signum == SIGSTOP))
-    return since
+    return since, pid
 
 
 def await_checkpoint(run: Faulty) -> None:

@@ -65,6 +65,8 @@ def test_a_training_step_over_two_hosts(hosts, cluster, tmp_path):
     assert process.returncode == 0, output
     for rank, host in enumerate(hosts):
         assert f"rank {rank} on {host.name} ({host.address}, node" in output
+        assert (folder / "logs" / f"{host.name}_rank{rank}.log").stat().st_size > 0
+    assert len(list((folder / "logs").glob("*_rank*.log"))) == len(hosts)
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["actor/first_log_ratio_max"] == 0.0
     assert row["rollout/log_prob_diff_mean"] < 1e-4
