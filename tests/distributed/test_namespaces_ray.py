@@ -4,7 +4,6 @@ What answers as the head is a server of the tests, where nothing but Ray's absen
 Ray itself, on two more hosts, where it is.
 """
 
-import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from hybridrl.doctor.ray_services import examine
 from tests.namespace_agents import driver, network_over_ray, set_environments
 from tests.namespaces import bench, need_namespaces
 
-AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # Where Ray's managers listen.
 SERVICES = ["--node-manager-port=6380", "--object-manager-port=6381"]
 # Answers as Redis does to what is no command of its own.
@@ -37,9 +35,31 @@ server.serve_forever()
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def homes(tmp_path_factory):
+    """Environments with a home that has a token, as a `ray.init()` leaves it, and with an empty."""
+    folder = tmp_path_factory.mktemp("homes")
+    for name in ("one", "none"):
+        (folder / name / ".ray").mkdir(parents=True)
+    (folder / "one" / ".ray" / "auth_token").write_text("c" * 64)
+    return {"HOME": str(folder / "one")}, {"HOME": str(folder / "none")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_mode():
+    """RAY_AUTH_MODE is not set, nor a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def hosts(homes):
+    """Two hosts without a token, whatever the home of these tests has."""
     need_namespaces()
     with bench("10.79.1.2/24", "10.79.2.2/24") as made:
+        for host in made:
+            host.environment |= homes[1]
         yield made
 
 
@@ -50,16 +70,6 @@ def head(hosts):
         address = f"{hosts[0].address}:6379"
         made.call(set_environments, {hosts[0].name: {"RAY_ADDRESS": address}})
         yield made
-
-
-@pytest.fixture(scope="module")
-def homes(tmp_path_factory):
-    """Environments with a home that has a token, as a `ray.init()` leaves it, and with an empty."""
-    folder = tmp_path_factory.mktemp("homes")
-    for name in ("one", "none"):
-        (folder / name / ".ray").mkdir(parents=True)
-    (folder / "one" / ".ray" / "auth_token").write_text("c" * 64)
-    return {"HOME": str(folder / "one")}, {"HOME": str(folder / "none")}
 
 
 @contextmanager
@@ -155,16 +165,14 @@ def test_tokens_that_differ_or_are_missing_are_named(head, hosts, settings, says
 
 def test_a_token_that_a_head_finds_by_itself_is_foretold(head, hosts, homes):
     """The mode is set nowhere: the head would ask for its token, the other would send none."""
-    unset = dict.fromkeys(AUTHENTICATION)
-    by_host = {host.name: home | unset for host, home in zip(hosts, homes, strict=True)}
-    old = {host.name: {name: os.environ.get(name) for name in ("HOME", *unset)} for host in hosts}
-    head.call(set_environments, by_host)
+    first = hosts[0].name
+    head.call(set_environments, {first: homes[0]})
     try:
         found = only(head.call(examine, 2), "ray.token")
     finally:
-        head.call(set_environments, old)
+        head.call(set_environments, {first: homes[1]})
     assert found.verdict is Verdict.fail
-    assert f"RAY_AUTH_MODE unset, and a token on {hosts[0].name}: a head" in found.evidence
+    assert f"RAY_AUTH_MODE unset, and a token on {first}: a head" in found.evidence
     assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=" in found.advice
 
 
@@ -185,11 +193,10 @@ def test_a_head_that_registers_a_loopback_address_is_named(hosts, tmp_path):
 
 @pytest.fixture(scope="module")
 def token_head(homes, tmp_path_factory):
-    """Two hosts, Ray's head on the first, in whose home is a token; RAY_AUTH_MODE is not set."""
+    """Two hosts, Ray's head on the first, in whose home is a token."""
+    need_namespaces()
     log = tmp_path_factory.mktemp("ray") / "head.log"
-    with bench("10.76.1.2/24", "10.76.2.2/24") as made, pytest.MonkeyPatch.context() as patch:
-        for name in AUTHENTICATION:
-            patch.delenv(name, raising=False)
+    with bench("10.76.1.2/24", "10.76.2.2/24") as made:
         place = [f"--node-ip-address={made[0].address}", "--port=6379", *SERVICES]
         made[0].start_ray(log, "--head", *place, "--include-dashboard=false", **homes[0])
         yield made
