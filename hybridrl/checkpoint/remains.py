@@ -1,6 +1,7 @@
 """What crashes left in a run's folder of checkpoints."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from hybridrl.checkpoint.durable import exists, remove, sync_folder
@@ -35,24 +36,34 @@ def hidden_steps_in(folder: Path, suffix: str) -> list[int]:
 def clean(folder: Path) -> None:
     """Remove what an unfinished save or deletion left; nobody may be saving.
 
+    A deletion that cannot be finished is in nobody's way: it is tried again, and told, when the
+    save is over (`retention.Removal`).
+
     Raises:
-        OSError: something cannot be removed.
+        OSError: something of a save cannot be removed.
     """
     for step in hidden_steps_in(folder, PARTIAL):
         remove(folder / hidden_name(step, PARTIAL))
     remove(folder / NEW_LATEST)
-    finish_deletions(folder)
     restore_replaced(folder)
+    with suppress(OSError):
+        finish_deletions(folder)
 
 
 def finish_deletions(folder: Path) -> None:
-    """Remove what an unfinished deletion left.
+    """Remove what an unfinished deletion left, as much of it as can be.
 
     Raises:
         OSError: something cannot be removed.
     """
+    failures = []
     for step in hidden_steps_in(folder, REMOVED):
-        remove(folder / hidden_name(step, REMOVED))
+        try:
+            remove(folder / hidden_name(step, REMOVED))
+        except OSError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
 
 
 def restore_replaced(folder: Path) -> None:

@@ -169,8 +169,8 @@ def full_disks(run_dir: Path) -> dict[str, After]:
     return found
 
 
-def not_removed(run_dir: Path) -> dict[str, After]:
-    """The third save, where the first is to go and cannot: something is mounted there, or in it."""
+def not_removed(run_dir: Path) -> dict[str, list[After]]:
+    """Saves after two, as the first cannot go: something is mounted in its place, or in it."""
     found = {}
     for place in ("", "driver.json"):
         (run_dir / f"run_{place}").mkdir()
@@ -179,7 +179,7 @@ def not_removed(run_dir: Path) -> dict[str, After]:
         run.save(2)
         path = str(checkpoints_folder(run.run_dir) / "step_00000001" / place)
         subprocess.run(["mount", "--bind", path, path], check=True)
-        found[place] = run.save(3)
+        found[place] = [run.save(3), run.save(4)]
     return found
 
 
