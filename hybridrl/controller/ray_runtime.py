@@ -152,7 +152,8 @@ def _join(environment: Mapping[str, str]) -> None:
     except AuthenticationError as error:
         raise ConfigError(
             f"RAY_ADDRESS={address}: the cluster asks for another token or none.\n"
-            "Set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were when its nodes were started."
+            "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's, which may have taken one "
+            "from its ~/.ray/auth_token; or RAY_AUTH_MODE=disabled, if its nodes were started so."
         ) from error
     except (ConnectionError, ValueError, RuntimeError, RaySystemError) as error:
         raise _no_cluster(address, error) from error
