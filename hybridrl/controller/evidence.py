@@ -99,6 +99,12 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger keeps a process from running."""
+    state = state_of(pid)
+    return bool(state) and state in STOPPED
+
+
 def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
     """Have processes write the stacks of all threads to their logs, and their last collectives.
 
@@ -115,7 +121,7 @@ def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> l
         with suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
             os.kill(pid, RECORDER_SIGNAL)
-            if state_of(pid) in STOPPED:
+            if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
     frames = _await_frames(logs, sizes) if asked else [""] * len(pids)
     silent = {

@@ -50,12 +50,12 @@ class Deadlines(NamedTuple):
     Attributes:
         seconds: until all ranks must have answered.
         setting: where that comes from.
-        still_s: without any rank getting further; 0: no limit.
+        tells_movement: whether ranks tell how far they are in it.
     """
 
     seconds: float
     setting: str
-    still_s: float = 0.0
+    tells_movement: bool = False
 
 
 class Pool:
@@ -125,9 +125,8 @@ class Pool:
         Nothing else may be called until then. The deadline counts from the wait.
         """
         refs = self._submit(self.hosts, method, arguments, phase)
-        cluster = self._config.cluster
-        still_s = cluster.stall_timeout_s if method == "call" else 0.0
-        deadlines = Deadlines(cluster.call_timeout_s, CALL_SETTING, still_s)
+        seconds = self._config.cluster.call_timeout_s
+        deadlines = Deadlines(seconds, CALL_SETTING, tells_movement=method == "call")
         return partial(self._wait, self.hosts, refs, phase, deadlines)
 
     def read_ahead(self, model: ModelConfig) -> None:
@@ -262,8 +261,16 @@ class Pool:
         phase: str,
         deadlines: Deadlines,
     ) -> list[Any]:
-        still_s = deadlines.still_s
-        watch = Watch(self._readers, self._nodes, phase, len(hosts), still_s, self._ray_watch)
+        still_s = self._config.cluster.stall_timeout_s
+        watch = Watch(
+            self._readers,
+            self._nodes,
+            phase,
+            len(hosts),
+            still_s,
+            self._ray_watch,
+            tells_movement=deadlines.tells_movement,
+        )
         try:
             with self._ray_watch.guarded(phase):
                 results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
@@ -272,8 +279,8 @@ class Pool:
             setting, limit_s = deadlines.setting, deadlines.seconds
             finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
         except Stalled as stalled:
-            late, setting, limit_s = stalled.late, STALL_SETTING, deadlines.still_s
-            finding = f"nobody has got further in {phase} for {setting}={limit_s:g} s"
+            late, setting = stalled.late, STALL_SETTING
+            finding = f"{stalled.what} in {phase} for {setting}={still_s:g} s"
         except WorkerError:
             self._ray_watch.check_behind(phase)
             raise

@@ -20,9 +20,10 @@ from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.evidence import GONE, STOPPED, state_of
+from hybridrl.controller.evidence import GONE, is_stopped, state_of
 from hybridrl.controller.janitor import SHARED_MEMORY_LIST
 from hybridrl.controller.ray_head import connect, head_place, ray_address
+from hybridrl.controller.watch_clock import WatchClock
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ def local_processes() -> dict[str, int]:
 
 def out_of_order() -> bool:
     """Whether the Ray that was started here has lost a process, or one of them is stopped."""
-    states = [state_of(pid) for pid in local_processes().values()]
-    return any(state in (*GONE, *STOPPED) for state in states)
+    pids = local_processes().values()
+    return any(state_of(pid) in GONE or is_stopped(pid) for pid in pids)
 
 
 def note_shared_memory(paths: list[str]) -> None:
@@ -126,14 +127,14 @@ class RayWatch:
         self._thread.join()
 
     def _watch_processes(self) -> None:
+        clock = WatchClock(longest_gap_s=2 * EVERY_S)
         while not self._closing.wait(EVERY_S):
+            now = clock.now()
             for name, pid in self._pids.items():
-                self._look_whether_stopped(name, pid)
+                self._look_whether_stopped(name, pid, now)
 
-    def _look_whether_stopped(self, name: str, pid: int) -> None:
-        now = time.monotonic()
-        state = state_of(pid)
-        if not state or state not in STOPPED:
+    def _look_whether_stopped(self, name: str, pid: int, now: float) -> None:
+        if not is_stopped(pid):
             self._stopped_since.pop(name, None)
             return
         since = self._stopped_since.setdefault(name, now)

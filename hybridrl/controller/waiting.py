@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.placement import Slot
+from hybridrl.controller.watch_clock import WatchClock
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ T = TypeVar("T")
 ROOT_CAUSE_GRACE_S = 5.0
 # Longest uninterrupted wait, so that signals and deadlines are seen.
 POLL_S = 1.0
+# Of more between two polls, in which the driver was stopped itself, no more counts.
+LONGEST_GAP_S = 60.0
 LOG_TAIL_LINES = 25
 # How a rank that lost a partner in the middle of a collective says so (gloo, NCCL, TCPStore).
 ECHOES = (
@@ -121,12 +123,12 @@ def wait_for_all(
             that is not an echo of another's.
         TimeoutError: the deadline passed; its only argument is the list of hosts still busy.
     """
-    deadline = time.monotonic() + timeout_s
+    clock, deadline = WatchClock(LONGEST_GAP_S), timeout_s
     waiting = dict(zip(refs, hosts, strict=True))
     results: dict[ObjectRef, Any] = {}
     failures: list[Failure] = []
     while waiting:
-        left = max(deadline - time.monotonic(), 0.0)
+        left = max(deadline - clock.now(), 0.0)
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
         if not (ready or left):
             break
@@ -140,7 +142,7 @@ def wait_for_all(
                 failures.append(_failure(host, error, onlooker))
                 if not failures[-1].is_echo:
                     _raise(failures[-1], phase)
-                deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
+                deadline = min(deadline, clock.now() + ROOT_CAUSE_GRACE_S)
     if failures:
         _raise(failures[0], phase)
     if waiting:

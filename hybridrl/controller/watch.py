@@ -1,7 +1,6 @@
 """Notices while a call is waited for that nobody gets further."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -9,30 +8,35 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from hybridrl.controller.evidence import Movement, movement, movements
+from hybridrl.controller.evidence import Movement, is_stopped, movement, movements
 from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.overdue import look_at
 from hybridrl.controller.ray_watch import RayWatch
 from hybridrl.controller.stalls import Scene, report
 from hybridrl.controller.waiting import Host, by_node
+from hybridrl.controller.watch_clock import WatchClock
 from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at other nodes, which cost a Ray task each; at most.
 OTHER_NODES_EVERY_S = 30.0
+# More than the seconds between two looks, unless other nodes are asked.
+LOOK_S = 2.0
 
 
 class Stalled(Exception):
-    """No rank that has not answered got further for too long.
+    """No rank that has not answered got further for too long, or one of them cannot.
 
     Args:
         late: these ranks.
+        what: of it, "nobody has got further".
     """
 
-    def __init__(self, late: Sequence[Host]) -> None:
+    def __init__(self, late: Sequence[Host], what: str) -> None:
         super().__init__(late)
         self.late = late
+        self.what = what
 
 
 class Stillness:
@@ -69,6 +73,8 @@ class Watch:
         num_ranks: all that were called.
         limit_s: seconds without movement that end the run; 0: none do.
         ray_watch: whether Ray is there.
+        tells_movement: whether ranks tell how far they are in the call. Of one in which they do
+            not, it is known which of this node's are stopped by a signal.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class Watch:
         num_ranks: int,
         limit_s: float,
         ray_watch: RayWatch,
+        *,
+        tells_movement: bool,
     ) -> None:
         self._readers = readers
         self._nodes = nodes
@@ -88,7 +96,10 @@ class Watch:
         self._ray_watch = ray_watch
         self._has_warned = False
         self._stillness = Stillness()
+        self._tells_movement = tells_movement
+        self._stopped_since: dict[int, float] = {}
         self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
+        self._clock = WatchClock(max(self._every_s, LOOK_S))
         self._asked: dict[ObjectRef, list[Host]] = {}
         self._asked_at = -float("inf")
 
@@ -102,7 +113,28 @@ class Watch:
         self._ray_watch.check(self._phase)
         if not self._limit_s:
             return
-        now = time.monotonic()
+        if self._tells_movement:
+            self._look_for_movement(busy)
+        else:
+            self._look_for_stopped(busy)
+
+    def last_place(self, host: Host) -> str:
+        """Where a rank of this node was last, also if it is gone; empty if it is not known."""
+        if host.rank not in self._readers:
+            return ""
+        position = self._readers[host.rank].read()
+        return Scene(self._phase, [], self._num_ranks).place(position)
+
+    def _look_for_stopped(self, busy: Sequence[Host]) -> None:
+        now = self._clock.now()
+        for host in busy:
+            if host.rank not in self._readers or not is_stopped(host.pid):
+                self._stopped_since.pop(host.rank, None)
+            elif now - self._stopped_since.setdefault(host.rank, now) >= self._limit_s:
+                raise Stalled(busy, f"rank {host.rank} has been stopped by a signal")
+
+    def _look_for_movement(self, busy: Sequence[Host]) -> None:
+        now = self._clock.now()
         for host in busy:
             if host.rank in self._readers:
                 position = self._readers[host.rank].read()
@@ -113,17 +145,10 @@ class Watch:
         if still_s >= self._limit_s:
             self._ask_again(busy)
             if self._stillness.seconds(ranks) >= self._limit_s:
-                raise Stalled(busy)
+                raise Stalled(busy, "nobody has got further")
         if still_s >= self._limit_s / 2 and not self._has_warned:
             self._has_warned = True
             self._warn(busy, still_s)
-
-    def last_place(self, host: Host) -> str:
-        """Where a rank of this node was last, also if it is gone; empty if it is not known."""
-        if host.rank not in self._readers:
-            return ""
-        position = self._readers[host.rank].read()
-        return Scene(self._phase, [], self._num_ranks).place(position)
 
     def _warn(self, busy: Sequence[Host], still_s: float) -> None:
         scene = look_at(self._nodes, self._phase, busy, self._num_ranks)
@@ -141,7 +166,7 @@ class Watch:
     def _note(self, hosts: Sequence[Host], found: Sequence[Movement | None]) -> None:
         for host, moved in zip(hosts, found, strict=True):
             if moved is not None:
-                self._stillness.note(host.rank, moved, time.monotonic())
+                self._stillness.note(host.rank, moved, self._clock.now())
 
     def _look_elsewhere(self, busy: Sequence[Host], now: float) -> None:
         """Note what other nodes have answered, and ask them again when it is time."""

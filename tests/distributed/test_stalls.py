@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 
@@ -97,6 +98,17 @@ def test_who_gets_further_or_goes_on_in_time_is_left_alone(pool, group, caplog, 
     helper.join()
 
 
+def test_a_job_that_was_suspended_as_a_whole_goes_on(pool, group):
+    """As by `scontrol suspend`: this process looks at the ranks before they have moved again."""
+    workers = " ".join(str(host.pid) for host in pool.hosts)
+    pause = f"kill -STOP {workers} {os.getpid()}; sleep {LIMIT_S + 2}; kill -CONT {os.getpid()}"
+    suspend = subprocess.Popen(["sh", "-c", f"sleep 1; {pause}; sleep 1.5; kill -CONT {workers}"])
+    start = time.monotonic()
+    group.call("walk", 5, 0.5)
+    assert time.monotonic() - start > LIMIT_S + 2
+    assert suspend.wait() == 0
+
+
 def test_a_rank_stopped_in_the_middle_of_a_reshard_is_named(pool, group, folder, caplog):
     pids = [host.pid for host in pool.hosts]
     start = time.monotonic()
@@ -135,17 +147,38 @@ class WithoutRankOne(Pool):
     """Rank 1 stops before it can join the others."""
 
     def _meet(self) -> None:
-        self._nodes.driver, self._readers = "another node", {}
         os.kill(self.hosts[1].pid, signal.SIGSTOP)
-        self._config.cluster.start_timeout_s = 4.0
-        self.pids = [host.pid for host in self.hosts]
         super()._meet()
+
+
+class WithoutRankOneElsewhere(WithoutRankOne):
+    """It is on another node than the driver."""
+
+    def _meet(self) -> None:
+        self._nodes.driver, self._readers = "another node", {}
+        self._config.cluster.start_timeout_s = 4.0
+        super()._meet()
+
+
+def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        WithoutRankOne(pool_config(tmp_path, stall_s=LIMIT_S))
+    assert time.monotonic() - start < 45.0
+    message = str(caught.value)
+    assert (caught.value.ranks, caught.value.phase) == ([1], "start: join_rendezvous")
+    assert re.match(
+        r"rank 1 has been stopped by a signal in start: join_rendezvous for "
+        r"cluster\.stall_timeout_s=4 s: rank 1 is idle after start: import_ahead, .*\n"
+        r"  rank 1 on .* \([\d.]+, node \w+\), slot 1, .* stopped by a signal",
+        message,
+    ), message
 
 
 def test_a_rank_that_never_arrives_is_named_within_the_deadline(tmp_path):
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        WithoutRankOne(pool_config(tmp_path))
+        WithoutRankOneElsewhere(pool_config(tmp_path))
     assert time.monotonic() - start < 45.0
     message = str(caught.value)
     assert (caught.value.ranks, caught.value.phase) == ([1], "start: join_rendezvous")
