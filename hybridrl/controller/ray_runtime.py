@@ -36,7 +36,7 @@ from hybridrl.controller.janitor import Janitor
 from hybridrl.controller.ray_head import connect, head_place, ray_address
 from hybridrl.controller.ray_watch import out_of_order
 from hybridrl.controller.signals import SignalGuard, shielded
-from hybridrl.controller.waiting import give_up_after
+from hybridrl.controller.waiting import give_up_after, wait_for_given_up
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ MAX_TEMP_ROOT = 24
 STOP_GRACE_S = 3.0
 # Ray takes a second, and about five where its processes are gone.
 SHUTDOWN_LIMIT_S = 20.0
+# Seconds that calls into a joined cluster get to come back before it is left.
+CALLS_LIMIT_S = 3.0
 # Set by users for libraries in the workers; processes on other nodes would not inherit it.
 PASSED_ON = (
     "CUDA_",
@@ -89,7 +91,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
     """
     with SignalGuard(), _ray_messages_in_our_log(), ExitStack() as stack:
         if ray_address():
-            stack.callback(ray.shutdown)
+            stack.callback(_leave)
             _join(worker_environment(os.environ))
         else:
             with shielded():  # a signal in between would leave the folder behind
@@ -125,9 +127,19 @@ def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
         ConfigError: the cluster cannot be joined.
     """
     with ExitStack() as stack:
-        stack.callback(ray.shutdown)
+        stack.callback(_leave)
         _join(environment)
         yield
+
+
+def _leave() -> None:
+    """Leave a cluster that was joined.
+
+    Ray ends a process to which a call comes back afterwards, without a word: calls that were given
+    up get a moment to come back before.
+    """
+    wait_for_given_up(CALLS_LIMIT_S)
+    ray.shutdown()
 
 
 def _join(environment: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +28,8 @@ ROOT_CAUSE_GRACE_S = 5.0
 POLL_S = 1.0
 # Of more between two polls, in which the driver was stopped itself, no more counts.
 LONGEST_GAP_S = 60.0
+# Of threads in which calls may block for ever.
+MAY_BLOCK = "may block"
 LOG_TAIL_LINES = 25
 # How a rank that lost a partner in the middle of a collective says so (gloo, NCCL, TCPStore).
 ECHOES = (
@@ -194,8 +197,16 @@ def give_up_after(timeout_s: float, function: Callable[[], T]) -> T:
         except BaseException as error:  # is raised where it is waited for
             ended.set_exception(error)
 
-    threading.Thread(target=run, name="may block", daemon=True).start()
+    threading.Thread(target=run, name=MAY_BLOCK, daemon=True).start()
     return ended.result(timeout_s)
+
+
+def wait_for_given_up(timeout_s: float) -> None:
+    """Wait until all that was given up (`give_up_after`) has come to its end, or for a time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threading.enumerate():
+        if thread.name == MAY_BLOCK:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def log_tail(host: Host) -> str:
