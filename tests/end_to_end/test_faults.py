@@ -14,7 +14,6 @@ import pytest
 from tests.end_to_end.faults import (
     RANKS,
     STALL_S,
-    START_S,
     TOLD_S,
     Fault,
     Faulty,
@@ -93,7 +92,6 @@ def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, fault
     stopped = [fault for fault in faults if fault.victim is gcs and fault.signum == SIGSTOP]
     last = len(faults) + 4 + STEPS_WITHOUT_GCS * len(stopped)
     overrides = [f"trainer.total_steps={last}", f"trainer.max_restarts={len(faults)}"]
-    overrides += [f"cluster.start_timeout_s={START_S}"] if faults is IN_SETUP else []
     with faulty(tmp_path / "run", *overrides) as run:
         earlier = set()
         killed_ranks = []
