@@ -23,7 +23,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.evidence import GONE, is_stopped, state_of
 from hybridrl.controller.janitor import SHARED_MEMORY_LIST
 from hybridrl.controller.ray_head import connect, head_place, ray_address
-from hybridrl.controller.watch_clock import WatchClock
+from hybridrl.controller.watch_clock import StoppedTimes, WatchClock
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class RayWatch:
     def __init__(self, still_s: float) -> None:
         self._pids = local_processes()
         self._still_s = still_s
-        self._stopped_since: dict[str, float] = {}
+        self._stopped = StoppedTimes()
         self._finding = ""
         self._closing = threading.Event()
         watch = self._watch_processes if self._pids else self._watch_head
@@ -134,11 +134,7 @@ class RayWatch:
                 self._look_whether_stopped(name, pid, now)
 
     def _look_whether_stopped(self, name: str, pid: int, now: float) -> None:
-        if not is_stopped(pid):
-            self._stopped_since.pop(name, None)
-            return
-        since = self._stopped_since.setdefault(name, now)
-        if self._still_s and now - since >= self._still_s:
+        if self._stopped.seconds(pid, now) >= self._still_s > 0:
             self._finding = (
                 f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
                 f"cluster.stall_timeout_s={self._still_s:g} s; the run noticed"

@@ -8,13 +8,13 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from hybridrl.controller.evidence import Movement, is_stopped, movement, movements
+from hybridrl.controller.evidence import Movement, movement, movements
 from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.overdue import look_at
 from hybridrl.controller.ray_watch import RayWatch
 from hybridrl.controller.stalls import Scene, report
 from hybridrl.controller.waiting import Host, by_node
-from hybridrl.controller.watch_clock import WatchClock
+from hybridrl.controller.watch_clock import StoppedTimes, WatchClock
 from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Watch:
         self._has_warned = False
         self._stillness = Stillness()
         self._tells_movement = tells_movement
-        self._stopped_since: dict[int, float] = {}
+        self._stopped = StoppedTimes()
         self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
         self._clock = WatchClock(max(self._every_s, LOOK_S))
         self._asked: dict[ObjectRef, list[Host]] = {}
@@ -128,9 +128,8 @@ class Watch:
     def _look_for_stopped(self, busy: Sequence[Host]) -> None:
         now = self._clock.now()
         for host in busy:
-            if host.rank not in self._readers or not is_stopped(host.pid):
-                self._stopped_since.pop(host.rank, None)
-            elif now - self._stopped_since.setdefault(host.rank, now) >= self._limit_s:
+            is_here = host.rank in self._readers
+            if is_here and self._stopped.seconds(host.pid, now) >= self._limit_s:
                 raise Stalled(busy, f"rank {host.rank} has been stopped by a signal")
 
     def _look_for_movement(self, busy: Sequence[Host]) -> None:

@@ -2,6 +2,8 @@
 
 import time
 
+from hybridrl.controller.evidence import is_stopped
+
 
 class WatchClock:
     """Seconds of a watcher, which may have been stopped itself.
@@ -24,3 +26,17 @@ class WatchClock:
         self._seconds += min(asked_at - self._asked_at, self._longest_gap_s)
         self._asked_at = asked_at
         return self._seconds
+
+
+class StoppedTimes:
+    """For how long each of some processes of this node has been stopped by a signal."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def seconds(self, pid: int, now: float) -> float:
+        """Since it was first seen so; 0 where it is not. `now` is of a `WatchClock`."""
+        if not is_stopped(pid):
+            self._since.pop(pid, None)
+            return 0.0
+        return now - self._since.setdefault(pid, now)
