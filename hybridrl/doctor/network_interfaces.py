@@ -23,12 +23,11 @@ from hybridrl.doctor.network_choices import (
     unusable_variables,
 )
 from hybridrl.doctor.network_nodes import NodeView
-from hybridrl.doctor.network_server import Target, answer_on, close_ports, reach
+from hybridrl.doctor.network_ports import reach_all
+from hybridrl.doctor.network_server import Target, answer_on, close_ports
 
 CHECK = "network.interfaces"
 OPEN_S = 15.0
-# Seconds for all connections of a node, and how many more each second is enough for.
-WITHIN_S, PER_SECOND = 4.0, 500
 # More than these are counted, not shown.
 MAX_SHOWN = 20
 
@@ -105,9 +104,7 @@ def _connect(
             for choice, port in zip(by_node[node], ports, strict=True)
         ]
         tried = {node: [one for one in targets if one[0].node != node] for node in nodes}
-        within_s = WITHIN_S + len(targets) / PER_SECOND
-        arguments = {node: ([t for _, t in those], within_s) for node, those in tried.items()}
-        answers = agents.call_each(reach, arguments, within_s + 10.0)
+        answers = reach_all(agents, {node: [t for _, t in those] for node, those in tried.items()})
     finally:
         closing = {node: (token,) for node, (token, _) in opened.items()}
         agents.call_each(close_ports, closing, OPEN_S)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.controller.agents import Agents
+from hybridrl.controller.agents import Agents, Answer
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_ray import running_services
@@ -49,15 +49,20 @@ def check(
         ]
         for node in opened
     }
-    within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
-    arguments = {node: (those, within_s) for node, those in targets.items()}
-    results, findings = heard(CHECK, agents.call_each(reach, arguments, within_s + 10.0))
+    results, findings = heard(CHECK, reach_all(agents, targets))
     attempts = [
         Attempt(node, target, problem)
         for node, problems in results.items()
         for target, problem in zip(targets[node], problems, strict=True)
     ]
     return findings + judge(attempts, opened, addresses) + judge_taken(opened)
+
+
+def reach_all(agents: Agents, targets: Mapping[str, list[Target]]) -> dict[str, Answer]:
+    """What went wrong with the connections of each node, made at the same time (`reach`)."""
+    within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
+    arguments = {node: (those, within_s) for node, those in targets.items()}
+    return agents.call_each(reach, arguments, within_s + 10.0)
 
 
 def _targets(
