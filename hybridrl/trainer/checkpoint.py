@@ -6,8 +6,8 @@
     meanwhile    the files of checkpoints that do not stay are removed, in the background
 
 One checkpoint at a time is being written: the next waits for it, and for the room of those that
-go. What goes wrong on a disk costs
-that checkpoint alone: the run goes on, says so, and keeps the ones before.
+go. What goes wrong on a disk costs that checkpoint alone: the run goes on, says so, and keeps the
+ones before.
 """
 
 import difflib
