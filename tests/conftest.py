@@ -7,6 +7,7 @@ import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from hybridrl.controller.command_process import KERNEL_FOLDERS
 from hybridrl.models.cache import cache_folder
 
 # Programs that a shell runs in the background inherit a Ctrl-C that is ignored. The tests of
@@ -23,6 +24,7 @@ tempfile.tempdir = str(TEMPORARY)
 os.environ["TMPDIR"] = str(TEMPORARY)
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", USUAL)
 # As in a run: torch would make a folder of compiled kernels there, to be compiled anew next time.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+for variable, folder in KERNEL_FOLDERS.items():
+    os.environ.setdefault(variable, str(cache_folder() / folder))
 # After multiprocessing's own folder there, whose removal is a finalizer of priority -100.
 Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-200)

@@ -1,6 +1,7 @@
 """Checks against what is there: the machine, files on disk, installed packages."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
             return
         there = gpus_on_each(machine, config.cluster.nodes)
         if machine.gpus and wanted > there:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
+            shown = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
             yield (
-                f"cluster.gpus_per_node = {wanted}, but there are {there} GPUs on each node "
-                f"({machine.describe()}).\n"
+                f"cluster.gpus_per_node = {wanted}, expected at most {there}, the GPUs on each "
+                f"node ({machine.describe()}{shown}).\n"
                 f"Set cluster.gpus_per_node={there} or less."
             )
         return

@@ -12,14 +12,18 @@ from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
 from hybridrl.models.cache import cache_folder
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
+# Where compiled kernels are kept for the next run, in hybridrl's cache; workers inherit the
+# variables. torch would make a folder among the temporary files and leave it behind. Triton would
+# put kernels that have nothing to do with a model, those of vLLM's sampling, beside what a first
+# start compiles of one model, and compile them again in the next start, which looks elsewhere.
+KERNEL_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def set_up_process() -> None:
     """Let SIGTERM end the process as Ctrl-C does, kernels be cached and modules be found."""
     signal.signal(signal.SIGTERM, interrupt)
-    # torch makes a folder for compiled kernels when it is imported; among the temporary files it
-    # would be left behind. Workers inherit the variable.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    for variable, folder in KERNEL_FOLDERS.items():
+        os.environ.setdefault(variable, str(cache_folder() / folder))
     import_from_here()
 
 

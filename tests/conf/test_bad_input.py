@@ -352,7 +352,18 @@ def test_gpus_are_counted_per_node():
     args = ["hardware=gpu", "cluster.nodes=2"]
     assert examined(args, machine=two).config.fsdp.dp_shard == 8
     (found,) = problems(*args, "cluster.gpus_per_node=8", machine=two)
-    assert "cluster.gpus_per_node = 8" in found and "4 GPUs on each node" in found
+    assert "cluster.gpus_per_node = 8, expected at most 4" in found
+
+
+def test_the_variable_that_hides_gpus_is_named(monkeypatch):
+    one = Machine((Node("a", 32, 512 * GIB, (GPU("H", 80 * GIB),) * 2),))
+    args = ["hardware=gpu", "cluster.gpus_per_node=4"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (found,) = problems(*args, machine=one)
+    assert "CUDA_VISIBLE_DEVICES" not in found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (found,) = problems(*args, machine=one)
+    assert "CUDA_VISIBLE_DEVICES=0,1 shows no more" in found
 
 
 def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned():

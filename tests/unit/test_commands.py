@@ -23,7 +23,7 @@ from hybridrl.commands.running import (
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.controller.command_process import exit_codes
+from hybridrl.controller.command_process import exit_codes, set_up_process
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.resolve import resolve_model
@@ -123,3 +123,15 @@ def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):
 def test_a_failure_with_the_folder_in_its_place_stays_what_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="mine"), while_it_stays(tmp_path):
         raise RuntimeError("mine")
+
+
+def test_compiled_kernels_are_kept_in_the_cache_but_where_the_user_says(
+    own_process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(os, "environ", {"HYBRIDRL_CACHE": str(tmp_path), "TRITON_CACHE_DIR": "/t"})
+    set_up_process()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torchinductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "/t"
+    del os.environ["TRITON_CACHE_DIR"]
+    set_up_process()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
