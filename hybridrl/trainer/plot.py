@@ -1,5 +1,6 @@
 """A picture of a run: reward, KL, response length and held-out accuracy over the steps."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -56,6 +57,8 @@ def plot_run(run_dir: Path, title: str) -> Path:
     Raises:
         OSError: the disk does not take it; an older one stays.
     """
+    # A user has no use for its messages, of the fonts it found for one.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Imported here: it takes most of a second, and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

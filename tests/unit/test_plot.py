@@ -1,6 +1,9 @@
 """metrics.png holds the curves: ink where there are points, less where there are none."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ from matplotlib.image import imread
 
 from hybridrl.trainer.plot import plot_run
 
+ROOT = Path(__file__).resolve().parents[2]
 BLUE = np.array([0x1F, 0x6F, 0xB2]) / 255
 
 
@@ -78,3 +82,22 @@ def test_a_rule_of_the_users_own_is_drawn(tmp_path):
     paths = [plot_run(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", own))]
     before, after = (imread(path)[..., :3] for path in paths)
     assert (np.abs(before - after).max(axis=-1) > 0.05).sum() > 1000
+
+
+FIRST_PLOT = """
+import logging, sys
+from pathlib import Path
+from hybridrl.trainer.plot import plot_run
+logging.basicConfig(level=logging.INFO)
+plot_run(Path(sys.argv[1]), "title")
+"""
+
+
+def test_the_first_picture_on_a_machine_says_nothing(tmp_path):
+    """matplotlib looks for all fonts then, and logs it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    environment = os.environ | {"MPLCONFIGDIR": str(tmp_path / "none_yet")}
+    command = [sys.executable, "-c", FIRST_PLOT, tmp_path]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "metrics.png").exists()
