@@ -12,12 +12,13 @@ Workload   The real command, in a process of its own, on GSM8K problems. Qwen2's
                           151,936 (7b: 152,064)
 Measures   Medians over the steps after the first, without the last, which evaluates: seconds of
            the step, of sampling, forwards and updates; milliseconds of the weight sync (prepare,
-           move, verify, their sum; the whole switch; from there until all engines have a first
-           token; and from the last update to that); share of the GPUs' time that is idle, share
-           of the step outside sampling, forwards and updates (docs/metrics.md). Once: seconds
-           from the program's start to the first step; what torch and vLLM compile is kept from
-           one run to the next, so the second is a warm one. Beside them the preset's aims for
-           GRPO on 1.5B, and what verl and TRL took for `field` on the same hardware.
+           move, verify, their sum; apart from it the wait for the slowest rank; the whole switch;
+           from there until all engines have a first token; and from the last update to that);
+           share of the GPUs' time that is idle, share of the step outside sampling, forwards and
+           updates (docs/metrics.md). Once: seconds from the program's start to the first step;
+           what torch and vLLM compile is kept from one run to the next, so the second is a warm
+           one. Beside them the preset's aims for GRPO on 1.5B, and what verl and TRL took for
+           `field` on the same hardware.
 Run        python benchmarks/grpo_step.py --data gsm8k/train.jsonl                 (2 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --preset whole_step   (4 H200s)
            python benchmarks/grpo_step.py --data gsm8k/train.jsonl --recipe gsm8k_ppo    (2 H200s)
@@ -210,10 +211,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def sync_ms(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians of the sync's parts and of their sum in each step, of each part's slowest rank.
 
-    A rank that is ready before others waits for them, which is their time of `prepare`.
+    A rank that is ready before others waits for them. That is `wait`, which the sum leaves out.
     """
-    parts = {name: [row.get(f"reshard/{name}_s") or 0.0 for row in rows] for name in SYNC}
-    parts["sum"] = [sum(one) for one in zip(*parts.values(), strict=True)]
+    names = (*SYNC, "wait")
+    parts = {name: [row.get(f"reshard/{name}_s") or 0.0 for row in rows] for name in names}
+    parts["sum"] = [sum(one) for one in zip(*(parts[name] for name in SYNC), strict=True)]
     return {name: round(1e3 * statistics.median(times), 2) for name, times in parts.items()}
 
 

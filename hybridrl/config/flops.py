@@ -15,7 +15,8 @@ from hybridrl.config.model_shape import ModelShape
 HOPPER_BF16_PEAK = 989e12
 # Time of an operation in attention over that of one in the weights: FlashAttention-2, all that
 # torch 2.11 has for packed sequences, against matrix products with the elementwise work around
-# them, 198 and 589 TFLOP/s at 4,096 tokens on an H200 (benchmarks/RESULTS.md).
+# them, 198 and 589 TFLOP/s by the kernels' times in an update (350 and 1,030 ms of four
+# micro-batches of 4,096-token sequences, Qwen2.5-1.5B's shape, H200; benchmarks/RESULTS.md).
 ATTENTION_TIME = 3.0
 
 

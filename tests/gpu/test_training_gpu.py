@@ -1,4 +1,4 @@
-"""Training on GPUs: the packed kernel, forward and backward, and gradients on 1 and 2 of them."""
+"""Training on GPUs: the packed kernel, forward and backward, and gradients on 1, 2 and 4."""
 
 import pytest
 import torch

@@ -48,11 +48,11 @@ def test_the_plan_is_the_validators_without_the_process(tmp_path):
 
 
 def test_a_sync_is_the_sum_of_its_parts_in_each_step():
-    # Sums: 1 + 2 + 3 = 6, 10 + 0 + 0 = 10, 0 + 3 + 4 = 7 ms, whose median is 7.
-    rows = [(1, 2, 3), (10, 0, 0), (0, 3, 4)]
-    keys = [f"reshard/{part}_s" for part in ("prepare", "move", "verify")]
+    # Sums: 1 + 2 + 3 = 6, 10 + 0 + 0 = 10, 0 + 3 + 4 = 7 ms, whose median is 7; waiting is apart.
+    rows = [(1, 2, 3, 8), (10, 0, 0, 9), (0, 3, 4, 7)]
+    keys = [f"reshard/{part}_s" for part in ("prepare", "move", "verify", "wait")]
     found = sync_ms([dict(zip(keys, (ms / 1e3 for ms in row), strict=True)) for row in rows])
-    assert found == {"prepare": 1.0, "move": 2.0, "verify": 3.0, "sum": 7.0}
+    assert found == {"prepare": 1.0, "move": 2.0, "verify": 3.0, "wait": 8.0, "sum": 7.0}
 
 
 def test_a_preset_has_its_own_aims():
