@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
@@ -165,11 +166,11 @@ def betas_problems(config: RunConfig) -> Iterator[str]:
 def step_problems(config: RunConfig) -> Iterator[str]:
     """Whether warm-ups end before the run does."""
     total = config.trainer.total_steps
-    for key, steps in (
-        ("trainer.critic_warmup_steps", config.trainer.critic_warmup_steps),
-        ("actor.optim.warmup_steps", config.actor.optim.warmup_steps),
-        ("critic.optim.warmup_steps", config.critic.optim.warmup_steps),
-    ):
+    warm_ups = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
+    if uses_critic(config):
+        warm_ups["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
+        warm_ups["critic.optim.warmup_steps"] = config.critic.optim.warmup_steps
+    for key, steps in warm_ups.items():
         if steps >= total and steps > 0:
             yield (
                 f"{key} = {steps}, expected less than trainer.total_steps = {total}: the run would "

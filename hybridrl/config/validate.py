@@ -86,6 +86,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (
         sizes.step_problems,
         (
+            "algorithm.advantage",
             "trainer.total_steps",
             "trainer.critic_warmup_steps",
             "actor.optim.warmup_steps",

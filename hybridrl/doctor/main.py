@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.config.command_line import parse_argv
+from hybridrl.config.command_line import CommandLine, parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import given_keys
 from hybridrl.config.installation import ray_problem, ray_version
@@ -131,11 +131,17 @@ def _case(overrides: list[str], agents: Agents) -> Case:
     """What the overrides ask for, checked as the run would.
 
     Raises:
-        ConfigError: every problem of the config.
+        ConfigError: every problem of the config, or an option that does not begin one run.
     """
+    line = parse_argv(overrides)
+    others = [option for option in line.options if not _is_config_dir(option, line)]
+    if others:
+        raise ConfigError(
+            f"{' '.join(others)}: the doctor examines one run of hybridrl's own config.\n"
+            f"Leave it out, and give the run's overrides, and --config-dir if it has one."
+        )
     answers = call_all(agents, local_machine, timeout_s=LOOK_S)
     nodes = [a.value.nodes[0] for a in answers.values() if not a.error]
-    line = parse_argv(overrides)
     found = composed(line, lambda: Machine(tuple(nodes)))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
@@ -145,4 +151,16 @@ def _case(overrides: list[str], agents: Agents) -> Case:
     result = examined(found.cfg, machine, given_keys(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
-    return Case.of(result, Machine(tuple(nodes)), found.overrides, agents, quick=False)
+    return Case.of(
+        result,
+        Machine(tuple(nodes)),
+        found.overrides,
+        agents,
+        quick=False,
+        config_dir=line.args.config_dir,
+    )
+
+
+def _is_config_dir(option: str, line: CommandLine) -> bool:
+    """Whether an option, or an option's value, names the folder of the user's own groups."""
+    return option == line.args.config_dir or option.split("=")[0] in ("--config-dir", "-cd")

@@ -29,6 +29,7 @@ class Case:
         overrides: the command line's, for the last stage.
         agents: the nodes.
         quick: only what takes a moment; a stage leaves the rest out, without a word.
+        config_dir: the folder of the user's own groups, which the overrides choose from.
         unfit: nodes that failed in an earlier stage, and that the run finds room without.
     """
 
@@ -39,6 +40,7 @@ class Case:
     overrides: Sequence[str]
     agents: Agents
     quick: bool
+    config_dir: str | None = None
     unfit: frozenset[str] = frozenset()
 
     @classmethod
@@ -50,6 +52,7 @@ class Case:
         agents: Agents,
         *,
         quick: bool,
+        config_dir: str | None = None,
     ) -> "Case":
         """The case of a config that has passed its checks."""
         assert result.shape is not None
@@ -61,6 +64,7 @@ class Case:
             overrides=overrides,
             agents=agents,
             quick=quick,
+            config_dir=config_dir,
         )
 
     @cached_property

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.check_sizes import world_size
+from hybridrl.config.estimators import uses_critic
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.stages import Case
@@ -30,7 +31,9 @@ def check(case: Case) -> list[Finding]:
         return [skipped(CHECK, "all", "Ray does not run yet")]
     with tempfile.TemporaryDirectory(prefix="hybridrl-doctor-") as folder:
         run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "hybridrl.main", *case.overrides, *shrunk(case, run_dir)]
+        own = [] if case.config_dir is None else [f"--config-dir={case.config_dir}"]
+        main = [sys.executable, "-m", "hybridrl.main", *own]
+        command = [*main, *case.overrides, *shrunk(case, run_dir)]
         return [_outcome(command, Path(folder) / "output.log")]
 
 
@@ -40,7 +43,18 @@ def shrunk(case: Case, run_dir: Path) -> list[str]:
     prompts = world_size(config)
     responses = config.rollout.responses_per_prompt
     tokens = min(MAX_RESPONSE_TOKENS, config.rollout.max_response_tokens)
+    # What is given, and how much of it two steps and few tokens have room for.
+    longest = {
+        "actor.optim.warmup_steps": (config.actor.optim.warmup_steps, STEPS - 1),
+        "algorithm.overlong.buffer_tokens": (config.algorithm.overlong.buffer_tokens, tokens),
+    }
+    if uses_critic(config):
+        longest |= {
+            "trainer.critic_warmup_steps": (config.trainer.critic_warmup_steps, STEPS - 1),
+            "critic.optim.warmup_steps": (config.critic.optim.warmup_steps, STEPS - 1),
+        }
     return [
+        *(f"{key}={room}" for key, (value, room) in longest.items() if value > room),
         f"trainer.total_steps={STEPS}",
         f"data.prompts_per_step={prompts}",
         f"actor.mini_batch_size={prompts * responses}",
@@ -53,6 +67,7 @@ def shrunk(case: Case, run_dir: Path) -> list[str]:
         "trainer.profile_steps=[]",
         "trainer.max_restarts=0",
         "checkpoint.every_steps=0",
+        "checkpoint.keep_best=null",
         "resume=none",
         "tracking.tensorboard=false",
         "tracking.wandb_project=null",

@@ -262,6 +262,17 @@ def test_a_recipe_that_copies_the_sharding_spec_is_refused(tmp_path):
     assert "actor.fsdp is a copy of the shared fsdp: same values" in found
 
 
+def test_a_critic_that_is_not_there_has_no_warm_up_too_long(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ntrainer: {total_steps: 20, critic_warmup_steps: 15}\n"
+        "critic: {optim: {warmup_steps: 15}}\n"
+    )
+    shorter = ["+recipe=mine", "hardware=cpu", "trainer.total_steps=10"]
+    assert len(problems(*shorter, "algorithm=ppo", config_dir=tmp_path)) == 2
+    assert problems(*shorter, "algorithm=grpo", config_dir=tmp_path) == []
+
+
 def test_switching_off_what_a_recipe_sets_is_no_mistake(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(

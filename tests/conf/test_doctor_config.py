@@ -27,7 +27,33 @@ def test_the_choices_are_quick_full_and_off(override, checks):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
-    overrides = [f"+recipe={recipe}", "hardware=cpu", f"cluster.gpus_per_node={ranks}"]
+    small = two_steps_of([f"+recipe={recipe}", f"cluster.gpus_per_node={ranks}"], tmp_path)
+    assert small.trainer.total_steps == 2
+    assert small.data.prompts_per_step == ranks
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.critic_warmup_steps=5"],
+        ["actor.optim.warmup_steps=10", "critic.optim.warmup_steps=10"],
+        ["algorithm.overlong.buffer_tokens=40"],
+        ["checkpoint.keep_best=eval/accuracy_greedy"],
+        ["checkpoint.keep_best=eval/accuracy", "checkpoint.every_steps=5", "eval.every_steps=5"],
+        ["algorithm.kl.target=0.1", "algorithm.kl.horizon=10000"],
+        ["trainer.profile_steps=[3]"],
+        ["trainer.max_restarts=2", "checkpoint.every_steps=5"],
+        ["algorithm.max_sampling_rounds=4"],
+        ["algorithm=grpo", "trainer.total_steps=5"],
+    ],
+)
+def test_two_steps_can_be_had_of_what_belongs_to_long_runs(overrides, tmp_path):
+    two_steps_of(["+recipe=gsm8k_ppo", *overrides], tmp_path)
+
+
+def two_steps_of(overrides, tmp_path):
+    """The config of the doctor's last stage for a run that has no problem."""
+    overrides = [*overrides, "hardware=cpu"]
     whole = examined(overrides)
     case = Case(
         config=whole.config,
@@ -38,7 +64,7 @@ def test_two_steps_of_every_recipe_can_be_had(recipe, ranks, tmp_path):
         agents=LocalAgents("here"),
         quick=False,
     )
+    assert whole.report.problems == []
     small = examined([*overrides, *shrunk(case, tmp_path)])
     assert small.report.problems == []
-    assert small.config.trainer.total_steps == 2
-    assert small.config.data.prompts_per_step == ranks
+    return small.config

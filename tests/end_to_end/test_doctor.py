@@ -85,6 +85,13 @@ def test_a_run_looks_at_its_machine_by_itself(tmp_path):
     assert "-- workers" not in done.stdout
 
 
+def test_a_sweep_or_another_primary_config_is_refused(tmp_path):
+    done = doctor(tmp_path, "+recipe=gsm8k_ppo", "hardware=cpu", "-m", "seed=1,2")
+    assert done.returncode == 2 and "-m: the doctor examines one run" in done.stderr, done.stderr
+    done = doctor(tmp_path, "--config-name", "mine", "hardware=cpu")
+    assert done.returncode == 2 and "--config-name mine: the doctor examines" in done.stderr
+
+
 def test_a_wrong_key_is_answered_as_by_the_run(tmp_path):
     done = doctor(tmp_path, "+recipe=gsm8k_ppo", "trainer.totl_steps=3")
     assert done.returncode == 2
@@ -122,11 +129,17 @@ def test_an_interrupted_doctor_reports_what_it_has_found(tmp_path, stage, signum
 
 @pytest.mark.slow
 def test_the_last_stage_trains_two_steps_of_the_recipe_and_leaves_nothing(tmp_path):
-    done = doctor(tmp_path, *SMALL, "--output", "report")
+    """With a group of the user's own, of a run whose warm-up is longer than two steps."""
+    (tmp_path / "conf" / "mine").mkdir(parents=True)
+    (tmp_path / "conf" / "mine" / "own.yaml").write_text(
+        "# @package _global_\ntrainer: {total_steps: 9, critic_warmup_steps: 5}\n"
+    )
+    longer = [given for given in SMALL if not given.startswith("trainer.total_steps=")]
+    done = doctor(tmp_path, *longer, "--config-dir", "conf", "+mine=own", "--output", "report")
     assert done.returncode == 0, done.stdout + done.stderr
     (trained,) = [f for f in findings(tmp_path / "report") if f["check"] == "training.steps"]
     assert trained["verdict"] == "ok" and "step 2/2" in trained["evidence"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["conf", "report"]
 
 
 @pytest.mark.slow
