@@ -44,8 +44,8 @@ class RankOrder:
         rank, world_size: among all nodes.
         address, port: of the store on rank 0's node.
         nodes: the ranks of each node.
-        rounds: pairs of ranks that measure NCCL (without a GPU gloo), within nodes and between,
-            round by round.
+        rounds: pairs of ranks that measure NCCL, within nodes and between, or without GPUs
+            gloo, between nodes; round by round.
         interface: for gloo, unless the environment names another.
         device: index of its GPU; None: gloo alone.
         limit_s: for everything after the meeting.
@@ -102,7 +102,7 @@ def plan(
     for node in nodes:
         ranks.append(tuple(range(start, start + counts[node])))
         start += counts[node]
-    rounds = _rounds(ranks) if on_gpu else ()
+    rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
     return {
         node: [
             RankOrder(

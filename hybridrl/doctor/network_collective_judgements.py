@@ -11,6 +11,12 @@ from hybridrl.doctor.network_server import Speed
 CHECK = "network.collective"
 # What a rank measured over all ranks, by its name there, and what it is called.
 NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
+ADVICE = {
+    "gloo": "gloo is TCP: see network.bandwidth and network.interfaces; GLOO_SOCKET_IFNAME names "
+    "the interface.",
+    "NCCL": "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it "
+    "takes, and says NET/Socket where it fell back to TCP.",
+}
 
 
 class RankResult(NamedTuple):
@@ -50,37 +56,40 @@ def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
         for measured in [_worst([rank.measured[key] for rank in everyone if key in rank.measured])]
         if measured
     ]
-    between, within, node_of = _pairs(results)
+    over = "NCCL" if any("nccl_from" in rank.measured for rank in everyone) else "gloo"
+    between, within, node_of = _pairs(results, f"{over.lower()}_from")
     for what, pairs in (("nodes", between), ("GPUs of a node", within)):
         if pairs:
             (a, b), least = min(pairs.items(), key=lambda item: item[1].bytes_per_s)
             (c, d), most = max(pairs.items(), key=lambda item: item[1].round_trip_s)
             texts.append(
-                f"NCCL between {what} at least {_rate(least)} ({a} -> {b}), round trip at most "
+                f"{over} between {what} at least {_rate(least)} ({a} -> {b}), round trip at most "
                 f"{_trip(most)} ({c} -> {d})"
             )
     summary = f"{len(everyone)} ranks, {len(results)} node(s): {'; '.join(texts)}"
-    slow = _judge_pairs(
-        between,
-        lambda a, b: f"{a} -> {b}",
-        "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO names the adapters it takes, "
-        "and says NET/Socket where it fell back to TCP.",
-    ) + _judge_pairs(
+    slow = _judge_pairs(over, between, lambda a, b: f"{a} -> {b}", ADVICE[over])
+    slow += _judge_pairs(
+        over,
         within,
         lambda a, _: node_of[a],
         "`nvidia-smi topo -m` shows the way between them, `nvidia-smi nvlink -s` links that are "
         "down; NCCL_DEBUG=INFO says whether it takes P2P or shared memory.",
     )
     first, *others = slow or [ok(CHECK, "all", summary)]
-    titles = {"NCCL": between, "NCCL within nodes": within}
+    titles = {over: between, f"{over} within nodes": within}
     tables = {title: matrix(pairs) for title, pairs in titles.items() if pairs}
     return [replace(first, tables=tables or None), *others]
 
 
 def _pairs(
-    results: Mapping[str, Sequence[RankResult]],
+    results: Mapping[str, Sequence[RankResult]], received: str
 ) -> tuple[dict[Pair, Speed], dict[Pair, Speed], dict[str, str]]:
-    """Speeds over NCCL from one node to another, and between GPUs of a node; each GPU's node."""
+    """Speeds from one node to another, and between GPUs of a node; each GPU's node.
+
+    Args:
+        results: of the ranks of all nodes.
+        received: under which name a rank measured what the others sent.
+    """
     place_of = {
         rank.rank: (node, f"{node} GPU {index}")
         for node, ranks in results.items()
@@ -90,7 +99,7 @@ def _pairs(
         (int(sender), rank.rank, Speed(measured["round_trip_s"], measured["bytes_per_s"]))
         for ranks in results.values()
         for rank in ranks
-        for sender, measured in rank.measured.get("nccl_from", {}).items()
+        for sender, measured in rank.measured.get(received, {}).items()
     )
     between, within = {}, {}
     for sender, receiver, speed in speeds:
@@ -103,11 +112,16 @@ def _pairs(
 
 
 def _judge_pairs(
+    over: str,
     pairs: Mapping[Pair, Speed], about: Callable[[str, str], str], advice: str
 ) -> list[Finding]:
-    """Pairs that are slow over NCCL, which may take another way than TCP, by the rule for TCP.
+    """Pairs that are slow by the rule for one TCP stream, than which NCCL may go another way.
+
+    Over gloo only those that are broken: its rates follow how busy the hosts are, and of what it
+    goes over network.bandwidth tells, which looks at slow pairs twice.
 
     Args:
+        over: NCCL or gloo.
         pairs: what was measured.
         about: what a finding about two of them is about.
         advice: what to do about it.
@@ -115,15 +129,18 @@ def _judge_pairs(
     if not pairs:
         return []
     typical = typical_of(pairs)
+    slow = suspects(pairs)
+    if over == "gloo":
+        slow = {pair: speed for pair, speed in slow.items() if is_broken(speed, typical)}
     return [
         (fail if is_broken(speed, typical) else warn)(
             CHECK,
             about(a, b),
-            f"NCCL moves {_rate(speed)}, round trip {_trip(speed)}, {a} -> {b}; the median of all "
+            f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {a} -> {b}; the median of all "
             f"pairs is {_rate(typical)}, round trip {_trip(typical)}",
             advice,
         )
-        for (a, b), speed in sorted(suspects(pairs).items(), key=lambda item: item[1].bytes_per_s)
+        for (a, b), speed in sorted(slow.items(), key=lambda item: item[1].bytes_per_s)
     ]
 
 

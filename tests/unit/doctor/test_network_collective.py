@@ -78,22 +78,40 @@ def test_ranks_are_dealt_node_by_node_from_rank_zeros_node():
 def test_two_ranks_measure_each_other_both_ways():
     """Over gloo, by the same code as over NCCL, which needs GPUs."""
     port = network_collective.open_meeting("127.0.0.1")
-    views, addresses = {"a": view(eth0="127.0.0.1/8")}, {"a": "127.0.0.1"}
-    planned = network_collective.plan(["a"], {"a": 2}, addresses, port, views, on_gpu=False)
-    orders = [dataclasses.replace(order, rounds=(((0, 1),), ((1, 0),))) for order in planned["a"]]
-    ranks = network_collective.run_ranks(orders)
+    nodes = ["a", "b"]
+    views = {node: view(node, eth0="127.0.0.1/8") for node in nodes}
+    orders = network_collective.plan(
+        nodes, dict.fromkeys(nodes, 1), dict.fromkeys(nodes, "127.0.0.1"), port, views, on_gpu=False
+    )
+    assert orders["a"][0].rounds == (((0, 1),), ((1, 0),))
+    ranks = network_collective.run_ranks(orders["a"] + orders["b"])
     assert [one.error for one in ranks] == ["", ""]
     found = [one.measured["gloo_from"] for one in ranks]
     assert [list(senders) for senders in found] == [["1"], ["0"]]
     for senders in found:
         (speed,) = senders.values()
         assert 1e-6 < speed["round_trip_s"] < 1.0 and 1e6 < speed["bytes_per_s"] < 1e12
-    as_nccl = [
-        one._replace(measured=one.measured | {"nccl_from": senders})
-        for one, senders in zip(ranks, found, strict=True)
-    ]
-    table = network_collective.judge({"a": as_nccl})[0].tables["NCCL within nodes"]
-    assert table == {"a GPU 0": {"a GPU 1": found[1]["0"]}, "a GPU 1": {"a GPU 0": found[0]["1"]}}
+    judged = network_collective.judge({"a": ranks[:1], "b": ranks[1:]})[0]
+    assert judged.tables["gloo"] == {"a": {"b": found[1]["0"]}, "b": {"a": found[0]["1"]}}
+
+
+def test_a_pair_that_gloo_serves_slower_than_others_is_named():
+    rates = [{"1": 1.0, "2": 1.1}, {"0": 1.0, "2": 0.05}, {"0": 1.2, "1": 1.1}]
+    results = {node: [over_gloo(k, **rates[k])] for k, node in enumerate("abc")}
+    (found,) = network_collective.judge(results)
+    assert (found.node, found.verdict) == ("c -> b", Verdict.fail)
+    assert "gloo moves 0.05 GB/s" in found.evidence and "network.bandwidth" in found.advice
+    results["b"] = [over_gloo(1, **{"0": 1.0, "2": 0.2})]  # as a busy host's may be
+    (found,) = network_collective.judge(results)
+    assert found.verdict is Verdict.ok and "gloo between nodes at least 0.2 GB/s" in found.evidence
+
+
+def over_gloo(number, **received):
+    """What a rank measured without GPUs."""
+    measured = rank(number, **received).measured
+    return RankResult(
+        number, "done", "", {"gloo": measured["gloo"], "gloo_from": measured["nccl_from"]}
+    )
 
 
 def rank(number, **received):
