@@ -112,8 +112,7 @@ def _pairs(
 
 
 def _judge_pairs(
-    over: str,
-    pairs: Mapping[Pair, Speed], about: Callable[[str, str], str], advice: str
+    over: str, pairs: Mapping[Pair, Speed], about: Callable[[str, str], str], advice: str
 ) -> list[Finding]:
     """Pairs that are slow by the rule for one TCP stream, than which NCCL may go another way.
 
@@ -136,8 +135,8 @@ def _judge_pairs(
         (fail if is_broken(speed, typical) else warn)(
             CHECK,
             about(a, b),
-            f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {a} -> {b}; the median of all "
-            f"pairs is {_rate(typical)}, round trip {_trip(typical)}",
+            f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {a} -> {b}; the median of "
+            f"all pairs is {_rate(typical)}, round trip {_trip(typical)}",
             advice,
         )
         for (a, b), speed in sorted(slow.items(), key=lambda item: item[1].bytes_per_s)

@@ -190,6 +190,14 @@ def finished(run_dir: Path, *overrides: str, env: Env = None) -> str:
         return output
 
 
+def resumed(run_dir: Path, *overrides: str) -> None:
+    """Run to the end; it must have gone on from the newest whole checkpoint that is there."""
+    found = newest_good(run_dir)
+    assert found is not None, "killed before the first checkpoint"
+    output = " ".join(finished(run_dir, *overrides).split())
+    assert f"{found.folder.name}: step {found.manifest.step}, of" in output, output
+
+
 def assert_same_end(run_dir: Path, reference: Path, after: int = 0) -> None:
     """Final checkpoint, metrics and rollouts of two runs are equal, times and rates left out.
 

@@ -154,7 +154,8 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
             if fault.victim is reward:
                 await_replacement(run, pid)
         failed = [row["reward/failed"] for row in run.run.metrics()[1:]]
-        assert 1 <= sum(failed) <= len(failed), failed
+        # A process has one response at a time, and none outside the scoring.
+        assert 1 <= sum(failed) <= sum(fault.victim is reward for fault in HARMLESS), failed
         os.killpg(run.run.process.pid, signal.SIGTERM)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text

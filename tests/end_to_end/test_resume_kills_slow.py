@@ -9,8 +9,8 @@ from tests.end_to_end.kill_and_resume import (
     Timeline,
     assert_same_end,
     draw_kill,
-    finished,
     killed,
+    resumed,
     undisturbed,
 )
 
@@ -39,7 +39,7 @@ def reference(tmp_path_factory) -> tuple[Path, Timeline]:
 def test_a_killed_run_ends_like_the_undisturbed_one(reference, tmp_path, seed):
     run_dir, timeline = reference
     killed(tmp_path, draw_kill(timeline, seed), *EVERYTHING)
-    finished(tmp_path, *EVERYTHING)
+    resumed(tmp_path, *EVERYTHING)
     assert_same_end(tmp_path, run_dir)
 
 
@@ -49,5 +49,5 @@ def test_other_runs_end_like_undisturbed_ones(tmp_path, how):
     timeline = undisturbed(tmp_path / "reference", *overrides)
     for seed in (1, 6):
         killed(tmp_path / str(seed), draw_kill(timeline, seed), *overrides)
-        finished(tmp_path / str(seed), *overrides)
+        resumed(tmp_path / str(seed), *overrides)
         assert_same_end(tmp_path / str(seed), tmp_path / "reference")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.doctor.host_cases import require
+
 ROOT = Path(__file__).resolve().parents[2]
 
 FILL = """
@@ -122,8 +124,7 @@ for step in range(3000):
 def on_small_disk(folder: Path, code: str, output: str = "") -> subprocess.CompletedProcess[str]:
     """Run code with a tmpfs of 256 KiB at `folder`, which is shown on stdout of `sh` at the end."""
     can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
-    if can.returncode:
-        pytest.skip("needs mount namespaces (unshare -m)")
+    require(can.returncode == 0, "needs mount namespaces (unshare -m)")
     script = (
         f'mount -t tmpfs -o size=256k tmpfs {folder}; cd /; "$0" -c "$1" {folder} {output}; '
         f"code=$?; cat {folder}/*.log 2>/dev/null || true; exit $code"
