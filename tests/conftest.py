@@ -14,6 +14,9 @@ from hybridrl.models.cache import cache_folder
 # interruption need the usual one, in this process and in those it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So they do with a hang-up that nohup ignores.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Libraries leave sockets and folders among the temporary files when processes end hard. All of a
 # session's lie in one folder, which goes with it, but pytest's own, which it keeps for readers. The
