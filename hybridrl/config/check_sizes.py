@@ -163,14 +163,19 @@ def betas_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
+def warm_ups(config: RunConfig) -> dict[str, int]:
+    """The steps of each warm-up of the run, by its key."""
+    found = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
+    if uses_critic(config):
+        found["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
+        found["critic.optim.warmup_steps"] = config.critic.optim.warmup_steps
+    return found
+
+
 def step_problems(config: RunConfig) -> Iterator[str]:
     """Whether warm-ups end before the run does."""
     total = config.trainer.total_steps
-    warm_ups = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
-    if uses_critic(config):
-        warm_ups["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
-        warm_ups["critic.optim.warmup_steps"] = config.critic.optim.warmup_steps
-    for key, steps in warm_ups.items():
+    for key, steps in warm_ups(config).items():
         if steps >= total and steps > 0:
             yield (
                 f"{key} = {steps}, expected less than trainer.total_steps = {total}: the run would "

@@ -8,8 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybridrl.config.check_sizes import world_size
-from hybridrl.config.estimators import uses_critic
+from hybridrl.config.check_sizes import warm_ups, world_size
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.stages import Case
@@ -43,18 +42,10 @@ def shrunk(case: Case, run_dir: Path) -> list[str]:
     prompts = world_size(config)
     responses = config.rollout.responses_per_prompt
     tokens = min(MAX_RESPONSE_TOKENS, config.rollout.max_response_tokens)
-    # What is given, and how much of it two steps and few tokens have room for.
-    longest = {
-        "actor.optim.warmup_steps": (config.actor.optim.warmup_steps, STEPS - 1),
-        "algorithm.overlong.buffer_tokens": (config.algorithm.overlong.buffer_tokens, tokens),
-    }
-    if uses_critic(config):
-        longest |= {
-            "trainer.critic_warmup_steps": (config.trainer.critic_warmup_steps, STEPS - 1),
-            "critic.optim.warmup_steps": (config.critic.optim.warmup_steps, STEPS - 1),
-        }
+    buffer = config.algorithm.overlong.buffer_tokens
     return [
-        *(f"{key}={room}" for key, (value, room) in longest.items() if value > room),
+        *(f"{key}={STEPS - 1}" for key, steps in warm_ups(config).items() if steps >= STEPS),
+        *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
         f"trainer.total_steps={STEPS}",
         f"data.prompts_per_step={prompts}",
         f"actor.mini_batch_size={prompts * responses}",
