@@ -141,6 +141,7 @@ def _worker(args: argparse.Namespace, device_type: str, folder: Path) -> Endless
     config = RolloutConfig(
         worker="",
         model=ModelConfig(path=str(folder), init=Init.random, seed=1),
+        lora=None,
         seed=1,
         tensor_parallel_size=args.tp,
         responses_per_prompt=args.responses,

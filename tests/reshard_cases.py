@@ -112,6 +112,7 @@ def rollout_config(case: Case, folder: Path, **changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "worker": "hybridrl.workers.rollout.RolloutWorker",
         "model": model_config(folder),
+        "lora": None,
         "seed": 5,
         "tensor_parallel_size": case.tp,
         "responses_per_prompt": 2,
@@ -171,8 +172,9 @@ def forget_tensor_parallel_groups() -> None:
     destroy_model_parallel()
 
 
-def build_worker(case: Case, folder: Path, device_type: str) -> RolloutWorker:
-    return RolloutWorker(rollout_config(case, folder / "A"), build_mesh(case.spec(), device_type))
+def build_worker(case: Case, folder: Path, device_type: str, **changes: Any) -> RolloutWorker:
+    config = rollout_config(case, folder / "A", **changes)
+    return RolloutWorker(config, build_mesh(case.spec(), device_type))
 
 
 def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tests.toy_engine import SOURCES, ToyEngine
 
 BFLOAT = torch.bfloat16
 # What has adapters where some weights have them: parts of fused parameters, and columns.
-MERGED = ("q", "v", "o", "up", "experts")
+LIVE = ("q", "v", "o", "up", "experts")
 LATE_S = 0.5
 EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank takes columns
 
@@ -67,15 +68,12 @@ class Side:
         )
         self.local: dict[str, Tensor] = {}
 
-    def resharder(self, bucket_elements: int, merged: Collection[str] | None = None) -> Resharder:
-        """All weights live; or those named merged, and the others frozen."""
+    def resharder(self, bucket_elements: int, live: Collection[str] | None = None) -> Resharder:
+        """All weights live; or those that are named, and the others frozen."""
         shards = []
         for c in self.layouts:
-            get, kind = (lambda name=c.name: self.local[name]), ShardKind.live
-            if merged is not None and c.name in merged:
-                get, kind = (lambda name=c.name: self.local[name].clone()), ShardKind.merged
-            elif merged is not None:
-                kind = ShardKind.frozen
+            kind = ShardKind.live if live is None or c.name in live else ShardKind.frozen
+            get = partial(self.local.__getitem__, c.name)
             shards.append(NamedShard(c.name, c.shape, get, c.dim, kind))
         destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
         return SmallBuckets(shards, destination, self.mesh, bucket_elements)
@@ -214,10 +212,10 @@ def plan_of(resharder: Resharder) -> Any:
 
 @torch.no_grad()
 def run_adapted(tp: int, replicas: int, device: str) -> dict[str, Any]:
-    """What one rank sees where some weights are frozen and some are merged at each sync."""
+    """What one rank sees where some weights are frozen and the others move at each sync."""
     spec = fsdp_config(dist.get_world_size() // replicas, replicas, tensor_parallel_size=tp)
     side = Side(tp, build_mesh(spec, device), by_columns=True, device=device)
-    resharder = side.resharder(bucket_elements=64, merged=MERGED)
+    resharder = side.resharder(bucket_elements=64, live=LIVE)
     seen: dict[str, Any] = {"wrong": []}
     whole = side.take_weights(0)
     # The first sync is a full one, whatever is kept; a change of what is frozen would show.
@@ -225,8 +223,8 @@ def run_adapted(tp: int, replicas: int, device: str) -> dict[str, Any]:
     seen["wrong"] += side.wrong(whole)
     later = side.take_weights(1)
     side.take_weights(0)
-    changed = whole | {name: later[name] for name in MERGED}
-    side.cut_in_place({name: later[name] for name in MERGED})
+    changed = whole | {name: later[name] for name in LIVE}
+    side.cut_in_place({name: later[name] for name in LIVE})
     seen["second"] = resharder.sync(1, verify=True, kept=True)
     seen["wrong"] += side.wrong(changed)
     seen["missed"] = missed_flips(side, resharder, kept=True)

@@ -15,14 +15,14 @@ LINKS: dict[str, dict[str, str]] = {
     },
     "critic": {"model": "model", "fsdp": "fsdp"},
     "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
-    "rollout": {"model": "model"},
+    "rollout": {"model": "model", "lora": "lora"},
     "reward_model": {"fsdp": "fsdp"},
 }
 REASONS = {
     "model": "every role must start from the same weights",
     "fsdp": "roles must shard alike, or the reshard plan is wrong",
     "algorithm": "loss and penalty are checked, and reported, as algorithm has them",
-    "lora": "the reference is the model under the actor's adapters",
+    "lora": "the reference is the model under the actor's adapters, and vLLM samples with them",
 }
 
 

@@ -110,7 +110,7 @@ def rank_phases(
         process["checkpoint's copy"] = staged_bytes(config, shape)
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
-    weights = {"rollout weights": rollout["rollout weights"]} | _merged(config, shape)
+    weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
     # vLLM's share of a GPU includes what its process needs.
     awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
@@ -214,15 +214,6 @@ def _resident(
         if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
             parts[f"{role.name} AdamW"] = ADAM_BYTES * role.trained // shards
     return parts
-
-
-def _merged(config: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """A rank's shards of the weights that have adapters, merged, in the rollout's dtype."""
-    assert config.fsdp.dp_shard is not None
-    if config.lora is None:
-        return {}
-    adapted = shape.layers * shape.adapted_parameters(config.lora.target_modules)
-    return {"merged weights": BYTES[config.rollout.dtype] * adapted // config.fsdp.dp_shard}
 
 
 def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:

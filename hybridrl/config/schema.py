@@ -189,6 +189,7 @@ class RolloutConfig(RoleConfig):
     """conf/rollout. max_num_seqs may be null before it is resolved."""
 
     model: ModelConfig
+    lora: LoRAConfig | None
     seed: int
     tensor_parallel_size: int
     responses_per_prompt: int

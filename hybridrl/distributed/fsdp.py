@@ -128,28 +128,26 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     """This rank's shards of the causal LM under their checkpoint names, tied duplicates included.
 
-    The getters stay valid over optimizer steps and forwards; those of adapted weights merge.
+    Under adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
+    lora_B.weight. The getters stay valid over optimizer steps and forwards.
     """
     reshard(root)
-    merger = merger_of(root.lm)
-    rest = ShardKind.frozen if adapters(root.lm) else ShardKind.live
-    shards = []
-    for name, param in checkpoint_parameters(root.lm, tied_twice=True):
-        shape, dim = tuple(param.shape), _dim_cut(param)
-        if name in merger:
-            merged = partial(merger.shard, name)
-            shard = NamedShard(name, shape, merged, dim, ShardKind.merged, merger.gather)
-        else:
-            shard = NamedShard(name, shape, partial(_local_shard, param), dim, rest)
-        shards.append(shard)
-    return shards
+    factors = [
+        (f"{name}.{factor}.weight", layer.get_parameter(f"{factor}.weight"))
+        for name, layer in adapters(root.lm).items()
+        for factor in ("lora_A", "lora_B")
+    ]
+    rest = ShardKind.frozen if factors else ShardKind.live
+    named = checkpoint_parameters(root.lm, tied_twice=True)
+    return [_named_shard(name, param, rest) for name, param in named] + [
+        _named_shard(name, param, ShardKind.live) for name, param in factors
+    ]
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     """The causal LM's weights under checkpoint names, float32 on CPU; a collective.
 
-    Tied tensors appear once, as in a checkpoint. Adapters are merged, to the bits that
-    `named_shards` has.
+    Tied tensors appear once, as in a checkpoint. Adapters are merged.
 
     Returns:
         Every weight on rank 0, nothing on the other ranks.
@@ -186,6 +184,10 @@ def _on_first_rank(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if is_first:
             kept[name] = tensor.to("cpu", copy=True)
     return kept
+
+
+def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
+    return NamedShard(name, tuple(param.shape), partial(_local_shard, param), _dim_cut(param), kind)
 
 
 def _local_shard(param: DTensor) -> Tensor:

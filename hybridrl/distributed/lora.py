@@ -90,7 +90,7 @@ class Adapted:
 
 
 class Merger:
-    """Merges adapters into shards of the weights they adapt, for a reshard or a checkpoint.
+    """Merges adapters into shards of the weights they adapt, for an export.
 
     Args:
         weights: by checkpoint name.

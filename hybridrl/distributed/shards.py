@@ -3,7 +3,7 @@
 Plain data, so that whoever plans a reshard need not know who trains the weights.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,12 +15,10 @@ class ShardKind(Enum):
 
     live: a view of live storage, whose content changes as training goes on.
     frozen: a view of storage whose content never changes.
-    merged: a new tensor, float32, computed from what changes.
     """
 
     live = "live"
     frozen = "frozen"
-    merged = "merged"
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,7 @@ class NamedShard:
         local: this rank's shard as it is when called: contiguous, float32, without FSDP2's
             padding; for a DTensor, its `to_local()`.
         dim: which dim is cut, 0 or 1.
-        kind: whether that is a view of live storage, and whether it changes.
-        gather: to be called once, on all ranks of the shard group, before the getters of all
-            shards that share it, whenever what they are computed from has changed; None: nothing
-            has to be.
+        kind: whether its content changes.
     """
 
     name: str
@@ -48,11 +43,3 @@ class NamedShard:
     local: Callable[[], Tensor]
     dim: int = 0
     kind: ShardKind = ShardKind.live
-    gather: Callable[[], None] | None = None
-
-
-def gather_factors(shards: Iterable[NamedShard]) -> None:
-    """Call what the getters of these shards need to have been called, each once; a collective."""
-    for gather in dict.fromkeys(shard.gather for shard in shards):
-        if gather is not None:
-            gather()

@@ -43,8 +43,7 @@ class Resharder:
         mesh: the training mesh with axes dp_replicate and dp_shard. Data moves within a copy of
             the weights only, that is, between the ranks of one dp_shard group.
         bucket_mb: MiB of a bucket: what a rank sends and receives at a time. Staging memory is
-            at most twice that, and exists during `sync` only. So do merged shards, in the
-            engine's dtype.
+            at most twice that, and exists during `sync` only.
 
     Raises:
         ReshardError: the ranks would compute different plans.
@@ -84,11 +83,10 @@ class Resharder:
                 change are not moved again.
 
         Returns:
-            Seconds of looking up where everything lies, taking staging memory and merging
-            (`prepare_s`; with adapters it waits for their other shards), until the other ranks of
-            its group had done so, too (`wait_s`), of moving (`move_s`) and of comparing
-            (`verify_s`), each until the device was done; the bytes that this rank received from
-            others and those that it wrote into its parameters.
+            Seconds of looking up where everything lies and taking staging memory (`prepare_s`),
+            until the other ranks of its group had done so, too (`wait_s`), of moving (`move_s`) and
+            of comparing (`verify_s`), each until the device was done; the bytes that this rank
+            received from others and those that it wrote into its parameters.
 
         Raises:
             ReshardError: on all ranks, if a parameter did not arrive as it was sent on any; or a

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.distributed import position
 from hybridrl.distributed.regions import Region, Trace
-from hybridrl.distributed.shards import NamedShard, ShardKind, gather_factors
+from hybridrl.distributed.shards import NamedShard
 from hybridrl.reshard.copies import Buffers
 from hybridrl.reshard.exchange import Staging, gather
 from hybridrl.reshard.fingerprint import Hashes
@@ -92,7 +92,7 @@ class Mover:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Take staging memory, merge what is to be merged, and look up where everything lies."""
+        """Take staging memory and look up where everything lies."""
         self.staging.allocate()
         shards = self._local_shards()
         parameters = [self._destination.tensors[name] for name in self.plan.parameters]
@@ -122,7 +122,6 @@ class Mover:
         self.staging.free()
 
     def _local_shards(self) -> list[Tensor]:
-        gather_factors(self._shards)
         tensors = []
         for shard, expected in zip(self._shards, self._shapes, strict=True):
             tensor = shard.local()
@@ -131,9 +130,7 @@ class Mover:
                     f"{shard.name}: this rank's shard has shape {tuple(tensor.shape)}, "
                     f"planned was {tuple(expected)} of {shard.shape}, contiguous"
                 )
-            # All merged shards are kept until they have moved, so they are cast at once.
-            is_new = shard.kind is ShardKind.merged
-            tensors.append(tensor.to(self._destination.dtype) if is_new else tensor)
+            tensors.append(tensor)
         return tensors
 
     def _gathered(self, shard: NamedShard, source: SourceLayout) -> Tensor:

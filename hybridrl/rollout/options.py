@@ -34,6 +34,9 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
+    if config.lora is not None:
+        # Part of the key of vLLM's cache of compiled models, which cannot see the adapters.
+        options["additional_config"] = {"adapters": [config.lora.rank, config.lora.target_modules]}
     return options | (_on_gpu(config) if device_type == "cuda" else _on_cpu(config))
 
 

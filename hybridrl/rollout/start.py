@@ -61,14 +61,40 @@ class StartTimes:
         return f"{sum(self.seconds.values()):.1f} s ({parts})"
 
 
-def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_type: str) -> Any:
-    """vLLM's `LLM` in this process, awake, with weights that mean nothing; a collective."""
+def start_vllm(
+    folder: Path,
+    options: dict[str, Any],
+    times: StartTimes,
+    device_type: str,
+    adapt: Callable[[Any], None],
+) -> Any:
+    """vLLM's `LLM` in this process, awake, with weights that mean nothing; a collective.
+
+    Args:
+        folder: the model in Hugging Face format.
+        options: of vLLM's `LLM`.
+        times: takes the seconds of each part.
+        device_type: "cuda" or "cpu".
+        adapt: changes the loaded model before anything is compiled; what it allocates sleeps and
+            wakes with the weights.
+    """
     with times.part("imports"):
         from vllm import LLM
 
         worker = _worker_class(device_type)
 
-    warm_up = worker.compile_or_warm_up_model
+    load, warm_up = worker.load_model, worker.compile_or_warm_up_model
+
+    def with_adapters(self: Any, **kwargs: Any) -> Any:
+        runner = self.model_runner
+        load_into_runner = runner.load_model
+
+        def load_and_adapt(**kwargs: Any) -> None:
+            load_into_runner(**kwargs)
+            adapt(runner.get_model())
+
+        with replaced(runner, {"load_model": load_and_adapt}):
+            return load(self, **kwargs)
 
     def with_graphs_apart(self: Any) -> Any:
         capture = times.counted(self.model_runner.capture_model, GRAPHS)
@@ -76,7 +102,7 @@ def start_vllm(folder: Path, options: dict[str, Any], times: StartTimes, device_
             return warm_up(self)
 
     methods = {name: getattr(worker, name) for name in WORKER_PARTS}
-    methods["compile_or_warm_up_model"] = with_graphs_apart
+    methods |= {"load_model": with_adapters, "compile_or_warm_up_model": with_graphs_apart}
     counted = {name: times.counted(methods[name], part) for name, part in WORKER_PARTS.items()}
     module = sys.modules[worker.__module__]
     functions = {

@@ -17,7 +17,9 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
+from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.rollout import compat
+from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.engine import EnginePart, Generated
 from hybridrl.rollout.options import engine_options
 from hybridrl.rollout.sampling import sample_seeds
@@ -86,7 +88,7 @@ class VLLMEngine:
         times = StartTimes()
         with nullcontext() if self._on_gpu else compat.cpu_start():
             options = engine_options(config, device_type)
-            self._llm = start_vllm(folder, options, times, device_type)
+            self._llm = start_vllm(folder, options, times, device_type, self._adapt)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = _places(self._model)
         with times.part("first sampling"):
@@ -107,9 +109,12 @@ class VLLMEngine:
         return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
 
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
-        """What vLLM's loader would write on this rank; the parameters are not touched."""
-        dtype = getattr(torch, self._config.dtype.value)
-        return trace_loader(self._model, self._model.load_weights, sources, dtype)
+        """What vLLM's loader, given a checkpoint, and the adapters' sources write on this rank.
+
+        The parameters are not touched.
+        """
+        trace, lora = self._trace(self._model, sources), self._config.lora
+        return trace if lora is None else trace_with_adapters(trace, lora)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live parameters by vLLM's names."""
@@ -199,6 +204,16 @@ class VLLMEngine:
             requests.Limits(max_tokens, stop_token_ids),
             call=self._calls,
         )
+
+    def _trace(self, model: nn.Module, sources: Iterable[tuple[str, tuple[int, ...]]]) -> Trace:
+        dtype = getattr(torch, self._config.dtype.value)
+        return trace_loader(model, model.load_weights, list(sources), dtype)  # type: ignore[arg-type]
+
+    def _adapt(self, model: nn.Module) -> None:
+        """Add the adapters of the config, if any, to a model that vLLM has just loaded."""
+        if self._config.lora is not None:
+            sources = checkpoint_shapes(self._config.model)
+            add_adapters(model, self._trace(model, sources.items()), self._config.lora)
 
     def _warm_up(self) -> None:
         """Sample a little from the weights vLLM made up: kernels are compiled at first use.

@@ -31,8 +31,7 @@ def test_the_default_adapts_every_linear_layer_of_actor_and_reference():
 def test_memory_of_adapters_is_worked_by_hand():
     """Qwen2.5-0.5B on 8 GPUs, r = 16, N tokens: 24 layers of hidden 896, MLP 4864, 14 + 2 heads.
 
-    r (in + out): q and o 2 x 1792, k and v 2 x 1024, gate, up and down 3 x 5760. Weights under
-    adapters: 2 x 896 x 896, 2 x 128 x 896, 3 x 4864 x 896.
+    r (in + out): q and o 2 x 1792, k and v 2 x 1024, gate, up and down 3 x 5760.
     """
     config = examined(["hardware=gpu", "lora=default"], machine=GPU_NODE).config
     phases = {p.name: p.parts for p in rank_phases(config, model_shape(QWEN), 140 * GIB)}
@@ -42,8 +41,6 @@ def test_memory_of_adapters_is_worked_by_hand():
     assert update["actor AdamW"] == 8 * adapters // 8
     assert update["gradient of the head"] == 0
     assert "ref weights" not in update
-    adapted = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
-    assert phases["reshard"]["merged weights"] == 2 * adapted // 8
     plain = examined(["hardware=gpu", "lora=none"], machine=GPU_NODE).config
     all_of_it = {p.name: p.total for p in rank_phases(plain, model_shape(QWEN), 140 * GIB)}
     assert sum(update.values()) < all_of_it["update actor"] - 11 * 494_032_768 // 8

@@ -15,6 +15,7 @@ def config(**changes):
     values = {
         "worker": "",
         "model": ModelConfig(path="", init=Init.random, seed=1),
+        "lora": None,
         "seed": 1,
         "tensor_parallel_size": 1,
         "responses_per_prompt": 2,
