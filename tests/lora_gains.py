@@ -4,6 +4,7 @@ The policy gains log-prob on responses that it has sampled itself: every token h
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class Gains(NamedTuple):
     Attributes:
         share: vLLM's mean gain over the trainer's, both as they compute it.
         error: standard error of the share: kernels round differently with every change of weights.
-        held: the same of the weights that each of them holds, computed in float64.
+        held: the same of the weights that each of them computes with, in float64.
         trained: the trainer's mean gain, nats per token.
         difference: mean |log-prob of vLLM - log-prob of the trainer|, nats.
     """
@@ -101,6 +102,17 @@ def gains(
             gains_held = [now - then for now, then in zip(held, held_before, strict=True)]
             found.held[step] = float(gains_held[0].mean() / gains_held[1].mean())
     return found
+
+
+def write_bfloat16(folder: Path, target: Path) -> Path:
+    """A copy of a model whose weights bfloat16 can hold, as those of published models are.
+
+    There a merge loses updates below half an ulp; weights in float32 would dither them.
+    """
+    shutil.copytree(folder, target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(target)
+    return target
 
 
 def build(
@@ -229,8 +241,9 @@ def in_engine(worker: RolloutWorker) -> dict[str, Tensor]:
 
 
 def in_actor(actor: ActorWorker) -> dict[str, Tensor]:
-    """The trainer's master weights in the same form."""
-    whole = {shard.name: shard.local().double().cpu() for shard in actor.named_shards()}
+    """What the trainer's forward makes of its master weights, in the same form."""
+    shards = actor.named_shards()
+    whole = {shard.name: shard.local().bfloat16().double().cpu() for shard in shards}
     return merged(whole, actor.config.lora)
 
 

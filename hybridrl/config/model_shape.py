@@ -82,11 +82,6 @@ class ModelShape:
         layers = self.linear_layers.items()
         return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
 
-    def adapted_parameters(self, target_modules: Sequence[str]) -> int:
-        """Elements of one decoder layer's weights that have adapters."""
-        layers = self.linear_layers.items()
-        return sum(out * into for name, (out, into) in layers if name in target_modules)
-
     @property
     def parameters(self) -> int:
         """Elements of the causal language model, a tied lm_head counted once."""
