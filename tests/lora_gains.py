@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType, SleepMode
@@ -31,7 +32,9 @@ from tests.role_configs import (
 )
 from tests.training_batches import scheduled
 
-PROMPT_TOKENS = 24
+PROMPT_TOKENS, MAX_TOKENS = 24, 16384
+# Sequences of one forward in float64, padded at their ends.
+EXACT_ROWS = 16
 
 
 class Size(NamedTuple):
@@ -140,7 +143,7 @@ def build(
         lora=lora,
         temperature=1.0,
         mini_batch_size=size.responses,
-        max_tokens_per_gpu=2048,
+        max_tokens_per_gpu=MAX_TOKENS,
         max_response_tokens=size.tokens,
         log_prob_chunk_tokens=512,
         entropy_coef=0.0,
@@ -173,7 +176,7 @@ def learn(actor: ActorWorker, batch: RolloutBatch, step: int) -> None:
 
 def dealt(batch: RolloutBatch) -> ScheduledBatch:
     """The batch as one mini-batch of one rank."""
-    return scheduled(batch, num_ranks=1, mini_batch_size=len(batch), max_tokens=2048)
+    return scheduled(batch, num_ranks=1, mini_batch_size=len(batch), max_tokens=MAX_TOKENS)
 
 
 def sides(worker: RolloutWorker, actor: ActorWorker, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -221,10 +224,14 @@ class ExactLogProbs:
         """[N] float64, nats."""
         self.model.load_state_dict(weights, strict=False)
         found = []
-        for prompt, response in self.rows:
-            tokens = torch.cat([prompt, response]).to(self.device)
-            log_p = self.model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            found.append(log_p.gather(-1, tokens[len(prompt) :, None])[:, 0].cpu())
+        for start in range(0, len(self.rows), EXACT_ROWS):
+            rows = self.rows[start : start + EXACT_ROWS]
+            tokens = [torch.cat(row) for row in rows]
+            padded = pad_sequence(tokens, batch_first=True).to(self.device)
+            log_p = self.model(padded).logits.log_softmax(-1)[:, :-1]
+            log_p = log_p.gather(-1, padded[:, 1:, None])[..., 0].cpu()
+            for row, (prompt, response) in zip(log_p, rows, strict=True):
+                found.append(row[len(prompt) - 1 :][: len(response)])
         return torch.cat(found)
 
 

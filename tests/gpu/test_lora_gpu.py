@@ -18,7 +18,7 @@ pytestmark = [
 
 def found_at(rank, lr, target):
     folder = write_bfloat16(resolve_model("smollm2_135m"), target / str(rank))
-    arguments = (folder, rank, lr, AT, Size(64, 8, 128), "cuda")
+    arguments = (folder, rank, lr, AT, Size(16, 8, 128), "cuda")
     found = run_on_ranks(gains, 1, *arguments, device_type="cuda", time_limit_s=190)[0]
     print(found)
     assert all(abs(held - 1) < 1e-6 for held in found.held.values()), found
