@@ -67,11 +67,11 @@ class PromptBatch(Shardable):
             for prompt in range(len(self))
             for sample in range(self.responses_per_prompt)
         ]
-        engine_of = {prompt: engine for engine, part in enumerate(parts) for prompt in part}
+        engines = [torch.full((len(r.batch),), engine) for engine, r in enumerate(results)]
+        batch = RolloutBatch.concat([result.batch for result in results])
         return Rollout(
-            RolloutBatch.concat([result.batch for result in results]).select(order),
+            replace(batch, engine=torch.cat(engines)).select(order),
             tuple(engine for result in results for engine in result.engines),
-            torch.tensor([engine_of[prompt] for prompt in range(len(self))], dtype=torch.int64),
         )
 
     def _select(self, part: list[int]) -> "PromptBatch":
@@ -123,14 +123,11 @@ class Rollout:
     Attributes:
         batch: the responses, those of each prompt together.
         engines: in engine order; one from an engine, all of them from `PromptBatch.join`.
-        engine_of: [P] int64, by prompt, the index of the engine that answered it; None from an
-            engine.
         environment_s: seconds that the engines waited for the environments.
     """
 
     batch: "RolloutBatch"
     engines: tuple[EngineStats, ...]
-    engine_of: Tensor | None = None
     environment_s: float = 0.0
 
 
@@ -152,6 +149,7 @@ class RolloutBatch:
         weight_version: [B] int64, the reshard whose weights sampled the response.
         truncated: [B] bool, true where max_response_tokens cut the response off, or
             environment.max_turns the conversation.
+        engine: [B] int64, index of the engine that sampled the response; None from an engine.
         turns: [B] int64, how often the policy's turn came in each conversation.
         environment_rewards: [B] float64, the sum of what each conversation's steps earned.
         environment_failures: [B] int64, above 0 where the environment failed, which ended the
@@ -176,6 +174,7 @@ class RolloutBatch:
     group_id: Tensor
     weight_version: Tensor
     truncated: Tensor
+    engine: Tensor | None = None
     turns: Tensor | None = None
     environment_rewards: Tensor | None = None
     environment_failures: Tensor | None = None

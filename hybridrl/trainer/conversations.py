@@ -143,17 +143,19 @@ class Conversations:
         first, conversations = self._open(request)
         rollouts = [self._generate(first)]
         self._take(conversations, rollouts[0].batch)
+        engine_of = rollouts[0].batch.engine
         while unfinished := [c for c in conversations if c.is_open]:
-            turn = _continued(request, unfinished, len(rollouts), rollouts[0].engine_of)
+            turn = _continued(request, unfinished, len(rollouts), engine_of)
             left = [self._limits.max_tokens - c.length for c in unfinished]
             rollouts.append(self._generate(replace(turn, max_tokens=torch.tensor(left))))
             self._take(unfinished, rollouts[-1].batch)
         versions = torch.cat([rollout.batch.weight_version for rollout in rollouts])
         assert (versions == versions[0]).all(), "the weights changed within a conversation"
         return Rollout(
-            _batch(request, conversations, int(versions[0]), self._failures),
+            replace(
+                _batch(request, conversations, int(versions[0]), self._failures), engine=engine_of
+            ),
             tuple(_over_turns(each) for each in zip(*(r.engines for r in rollouts), strict=True)),
-            rollouts[0].engine_of,
             self._seconds,
         )
 
@@ -245,9 +247,17 @@ def _continued(
     turn: int,
     engine_of: Tensor | None,
 ) -> PromptBatch:
-    """The prompts of a later turn: each conversation's tokens so far."""
+    """The prompts of a later turn: each conversation's tokens so far.
+
+    Args:
+        request: of the first turn.
+        conversations: those that go on.
+        turn: which it is.
+        engine_of: who answered in the first turn, by response; None: that is not known.
+    """
     rows = request.prompts.rows()
     which = [conversation.prompt for conversation in conversations]
+    first = [prompt * request.responses_per_prompt for prompt in which]
     return replace(
         request,
         prompts=Ragged.from_rows(
@@ -258,7 +268,7 @@ def _continued(
         expected_tokens=None,
         first_sample=torch.tensor([conversation.sample for conversation in conversations]),
         turn=turn,
-        engine=None if engine_of is None else engine_of[which],
+        engine=None if engine_of is None else engine_of[first],
     )
 
 

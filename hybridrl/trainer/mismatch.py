@@ -1,7 +1,9 @@
 """Does vLLM sample from the weights that are trained? Compared on every step's tokens."""
 
 import math
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import masked_mean
@@ -13,39 +15,57 @@ class RolloutMismatch(RuntimeError):
 
 
 def check_rollout_log_probs(
-    batch: RolloutBatch, *, top_p: float, limit: float
+    batch: RolloutBatch, *, top_p: float, limit: float, where: Callable[[int], str]
 ) -> dict[str, float | None]:
-    """Compare rollout_log_probs with old_log_probs on the sampled tokens.
+    """Compare rollout_log_probs with old_log_probs on the sampled tokens of each engine.
 
     Args:
         batch: responses with both.
         top_p: what vLLM sampled from.
-        limit: largest mean difference, nats per token.
+        limit: largest mean difference of an engine, nats per token.
+        where: engine index -> the ranks it runs on, for the error.
 
     Returns:
-        rollout/log_prob_diff_mean and rollout/log_prob_diff_max, nats.
+        rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
+        rollout/log_prob_diff_engine_max, the largest mean of an engine; nats.
 
     Raises:
-        RolloutMismatch: the mean is above the limit, or NaN.
+        RolloutMismatch: the mean of an engine is above the limit, or NaN.
     """
     assert batch.old_log_probs is not None
     mask = batch.response_mask.values
     difference = log_prob_difference(
         batch.rollout_log_probs.values, batch.old_log_probs.values, top_p
     )
-    mean = float(masked_mean(difference, mask))
-    if not mean <= limit:  # NaN is no agreement either
+    means = _mean_by_engine(batch, difference)
+    wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
+    if wrong:
         versions = ", ".join(map(str, batch.weight_version.unique().tolist()))
+        found = "".join(
+            f"\n  rollout engine {k} ({where(k)}): {mean:.3g} nats per token in the mean"
+            for k, mean in wrong.items()
+        )
         raise RolloutMismatch(
-            f"rollout_log_probs and old_log_probs differ by {mean:.3g} nats per token in the mean, "
-            f"above trainer.max_log_prob_diff = {limit:g}. vLLM (weight version {versions}) does "
-            "not sample from the actor's weights: training on would learn from noise. (Between "
-            "bfloat16 kernels 0.02 to 0.05 is usual.)"
+            f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
+            f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{found}\n"
+            f"There vLLM (weight version {versions}) does not sample from the actor's weights: "
+            "training on would learn from noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
         )
     return {
-        "rollout/log_prob_diff_mean": mean,
+        "rollout/log_prob_diff_mean": float(masked_mean(difference, mask)),
+        "rollout/log_prob_diff_engine_max": max(means.values()),
         "rollout/log_prob_diff_max": float(difference[mask].max()),
     }
+
+
+def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]:
+    """The mean over the sampled tokens of each engine that sampled any, by its index."""
+    assert batch.engine is not None
+    mask = batch.response_mask.values
+    engine = batch.engine[batch.responses.row_ids()][mask]
+    totals = torch.bincount(engine, weights=difference[mask].double())
+    counts = torch.bincount(engine)
+    return {k: float(totals[k] / counts[k]) for k in counts.nonzero().flatten().tolist()}
 
 
 def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:

@@ -13,6 +13,7 @@ The trainer runs in the driver process: it holds no weights and calls the roles 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,7 +108,8 @@ class PPOTrainer:
         self.reporter = reporter
         shape = model_shape(read_model_config(config.model.path))
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
-        self.stragglers = StragglerAlarm(lambda engine: engine_place(workers.rollout, engine))
+        self.engine_place = partial(engine_place, workers.rollout)
+        self.stragglers = StragglerAlarm(self.engine_place)
         self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
         self.profiler = StepProfiler(
@@ -256,6 +258,7 @@ class PPOTrainer:
             scheduled.batch,
             top_p=self.config.rollout.top_p,
             limit=self.config.trainer.max_log_prob_diff,
+            where=self.engine_place,
         )
         return scheduled
 

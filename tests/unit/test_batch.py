@@ -104,7 +104,7 @@ def test_conversations_stay_on_their_engines():
     assert [part.first_sample.tolist() for part in parts] == [[1, 3], [], [0, 2]]
     joined = prompts.join([answer(part) for part in parts])
     assert joined.batch.responses.values.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
-    assert joined.engine_of.tolist() == [2, 0, 2, 0]
+    assert joined.batch.engine.tolist() == [2, 2, 0, 0, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
@@ -113,7 +113,8 @@ def test_who_answered_is_known(engines):
     parts = prompts.shard(engines)
     joined = prompts.join([answer(part) for part in parts])
     for engine, part in enumerate(parts):
-        assert (joined.engine_of[part.prompt_id] == engine).all()
+        rows = torch.isin(joined.batch.group_id, part.prompt_id)
+        assert (joined.batch.engine[rows] == engine).all() and rows.sum() == 2 * len(part)
 
 
 def test_speed_of_an_engine():

@@ -96,9 +96,10 @@ class Engines:
             group_id=request.prompt_id[which],
             weight_version=torch.full((len(rows),), 5),
             truncated=torch.tensor(cut),
+            engine=request.prompt_id[which] % 2,
         )
         stats = EngineStats(len(responses.values), 2.0, 0.5 + request.turn)
-        return Rollout(batch, (stats, stats), request.prompt_id % 2)
+        return Rollout(batch, (stats, stats))
 
 
 def request(ids: Sequence[int] = (3,), each: int = 1, **more: Any) -> PromptBatch:
@@ -332,7 +333,7 @@ def test_engines_and_environments_are_timed_over_all_turns():
     rollout, *_ = talk(always(A, STOP))
     for engine in rollout.engines:
         assert (engine.tokens, engine.seconds, engine.first_token_s) == (6, 6.0, 0.5)
-    assert rollout.engine_of.tolist() == [1]
+    assert rollout.batch.engine.tolist() == [1]
     metrics = turn_metrics(rollout)
     assert metrics["environment/seconds"] == rollout.environment_s > 0.0
     heard = len(rollout.batch.responses.values) - 6

@@ -1,10 +1,13 @@
 """The tripwire between vLLM's log-probs and the trainer's."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.mismatch import (
     RolloutMismatch,
     check_rollout_log_probs,
@@ -13,32 +16,50 @@ from hybridrl.trainer.mismatch import (
 from tests.batches import batch_of
 
 
-def batch_with(rollout: list[float], old: list[float]):
+def batch_with(rollout: list[float], old: list[float], engine: tuple[int, int] = (0, 0)):
     batch = batch_of([2, 1])
     lengths = batch.responses
-    return batch_of([2, 1]).adding(
+    return replace(batch, engine=torch.tensor(engine)).adding(
         rollout_log_probs=lengths.like(torch.tensor(rollout)),
         old_log_probs=lengths.like(torch.tensor(old)),
     )
 
 
+def check(batch: RolloutBatch, limit: float) -> dict[str, float | None]:
+    return check_rollout_log_probs(batch, top_p=1.0, limit=limit, where=lambda k: f"rank {2 * k}")
+
+
 def test_mean_and_maximum_hand_worked():
-    batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.25, -2.5])
-    found = check_rollout_log_probs(batch, top_p=1.0, limit=0.25)
-    assert found == {"rollout/log_prob_diff_mean": 0.25, "rollout/log_prob_diff_max": 0.5}
+    batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.25, -2.5], engine=(1, 0))
+    assert check(batch, limit=0.5) == {
+        "rollout/log_prob_diff_mean": 0.25,
+        "rollout/log_prob_diff_engine_max": 0.5,
+        "rollout/log_prob_diff_max": 0.5,
+    }
 
 
 def test_stale_weights_stop_the_run_and_are_named():
     batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.25, -2.5])
-    with pytest.raises(RolloutMismatch, match=r"0\.25 nats.*weight version 0"):
-        check_rollout_log_probs(batch, top_p=1.0, limit=0.2)
+    with pytest.raises(RolloutMismatch, match=r"0\.25 nats(?s:.*)weight version 0"):
+        check(batch, limit=0.2)
 
 
 def test_nan_is_no_agreement():
     with pytest.raises(RolloutMismatch, match="nan nats"):
-        check_rollout_log_probs(
-            batch_with([-1.0, -2.0, -3.0], [-1.0, math.nan, -3.0]), top_p=1.0, limit=0.5
-        )
+        check(batch_with([-1.0, -2.0, -3.0], [-1.0, math.nan, -3.0]), limit=0.5)
+
+
+def test_one_of_many_engines_off_by_a_nat_is_named_with_its_ranks():
+    """Over all tokens the difference is 1/128, far below the limit."""
+    batch = batch_of([4] * 128)
+    off = (batch.responses.row_ids() == 70).float()
+    batch = replace(batch, engine=torch.arange(128).flip(0)).adding(
+        old_log_probs=batch.responses.like(batch.rollout_log_probs.values - off)
+    )
+    with pytest.raises(RolloutMismatch, match=r"on 1 of 128 rollout engines") as caught:
+        check(batch, limit=0.1)
+    (named,) = re.findall(r"engine (\d+) \((.*)\): ([\d.]+) nats", str(caught.value))
+    assert named == ("57", "rank 114", "1")
 
 
 def test_a_nucleus_may_raise_but_not_lower():
