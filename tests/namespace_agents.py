@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,16 +22,18 @@ class Driver:
         place = f"{head.address}:{JOIN_PORT}"
         code = "import sys; from tests.namespace_agents import {0}; {0}(*sys.argv[1:])"
         command = [sys.executable, "-c"]
+        key = {"HYBRIDRL_DOCTOR_KEY": secrets.token_hex(32)}
         self._head = head.start(
             *command,
             code.format("drive"),
             place,
             str(len(hosts)),
+            env=key,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         self._others = [
-            host.start(*command, code.format("join"), place, stdin=subprocess.DEVNULL)
+            host.start(*command, code.format("join"), place, env=key, stdin=subprocess.DEVNULL)
             for host in others
         ]
 

@@ -5,8 +5,6 @@ HEAD listens there, the others connect to it and run what it sends, which is Pyt
 that they know the same key first.
 """
 
-import ipaddress
-import logging
 import os
 import pickle
 import socket
@@ -33,17 +31,14 @@ from hybridrl.controller.agents import (
 )
 from hybridrl.doctor.joined_wire import (
     KEY,
-    NO_KEY,
     admit,
     connect,
     family,
     hides_behind_loopback,
-    key,
+    key_for,
     parse_place,
     resolved,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def listens_here(address: str) -> bool:
@@ -69,7 +64,8 @@ class JoinedAgents:
         timeout_s: seconds until all must have called in.
 
     Raises:
-        ConfigError: on entering: a node is missing, or the port is in use.
+        ConfigError: on entering: a node is missing, the port is in use, or there is no key and
+            other machines reach the address.
     """
 
     def __init__(self, address: str, nodes: int, timeout_s: float) -> None:
@@ -133,16 +129,10 @@ class JoinedAgents:
         return collect(futures, timeout_s)
 
     def _peers_that_call(self, own: str) -> "list[_Peer]":
-        if key() == NO_KEY.encode() and not ipaddress.ip_address(own).is_loopback:
-            logger.warning(
-                "until all nodes have called in, who reaches %s may run programs here; set %s to "
-                "the same secret word on all nodes where others share the network",
-                self._address,
-                KEY,
-            )
+        key = key_for(self._address)
         with self._listen(own) as listener:
             try:
-                return self._wait_for_peers(listener)
+                return self._wait_for_peers(listener, key)
             finally:
                 listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread
 
@@ -156,10 +146,10 @@ class JoinedAgents:
                 f"`ss -ltnp sport = :{port}` says who does; give all nodes another port."
             ) from error
 
-    def _wait_for_peers(self, listener: socket.socket) -> "list[_Peer]":
+    def _wait_for_peers(self, listener: socket.socket, key: bytes) -> "list[_Peer]":
         deadline = time.monotonic() + self._timeout_s
         admitted: Queue[_Peer | str] = Queue()
-        Thread(target=_accept, args=(listener, admitted), daemon=True).start()
+        Thread(target=_accept, args=(listener, key, admitted), daemon=True).start()
         peers: list[_Peer] = []
         strangers: set[str] = set()
         while len(peers) < self._number - 1:
@@ -268,17 +258,18 @@ class _Peer:
             future.set_result(Answer(error="hung up: its process has ended or the network is gone"))
 
 
-def _accept(listener: socket.socket, admitted: "Queue[_Peer | str]") -> None:
+def _accept(listener: socket.socket, key: bytes, admitted: "Queue[_Peer | str]") -> None:
     """Admit callers until the listener is closed; one that says nothing holds up no other."""
     with suppress(OSError):
         while True:
             caller, peer = listener.accept()
-            Thread(target=_admit, args=(caller, peer[0], admitted), daemon=True).start()
+            arguments = (caller, peer[0], key, admitted)
+            Thread(target=_admit, args=arguments, daemon=True).start()
 
 
-def _admit(caller: socket.socket, address: str, admitted: "Queue[_Peer | str]") -> None:
+def _admit(caller: socket.socket, address: str, key: bytes, admitted: "Queue[_Peer | str]") -> None:
     try:
-        connection, (host, pid) = admit(caller)
+        connection, (host, pid) = admit(caller, key)
     except AuthenticationError:
         admitted.put(f"{address} has another key (set {KEY} to the same word on all nodes)")
     except (EOFError, OSError, AssertionError):

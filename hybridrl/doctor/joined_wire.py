@@ -13,7 +13,8 @@ from hybridrl.config.errors import ConfigError
 
 KEY = "HYBRIDRL_DOCTOR_KEY"
 RAY_KEY = "RAY_AUTH_TOKEN"
-NO_KEY = "hybridrl-doctor"
+# Who connects within a machine needs none.
+LOOPBACK_KEY = b"hybridrl-doctor"
 # Seconds for one attempt to connect, and for both ends to prove the key.
 ATTEMPT_S = 3.0
 RETRY_S = 0.3
@@ -40,8 +41,12 @@ def parse_place(text: str) -> Place:
     return Place(host.removeprefix("[").removesuffix("]"), int(port))
 
 
-def admit(caller: socket.socket) -> tuple[Connection, Any]:
+def admit(caller: socket.socket, key: bytes) -> tuple[Connection, Any]:
     """The head's side: a caller's connection and the first that it says, both ends proven.
+
+    Args:
+        caller: an accepted connection.
+        key: that both ends must know.
 
     Raises:
         AuthenticationError: it has another key.
@@ -50,8 +55,8 @@ def admit(caller: socket.socket) -> tuple[Connection, Any]:
     _limit_waiting(caller, ATTEMPT_S)
     connection = Connection(caller.detach())
     try:
-        deliver_challenge(connection, key())
-        answer_challenge(connection, key())
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
         greeting = connection.recv()
     except BaseException:
         connection.close()
@@ -64,14 +69,15 @@ def connect(address: str, timeout_s: float) -> Connection:
     """A node's side: the connection to the head, tried again and again until the time is over.
 
     Raises:
-        ConfigError: the head is not reached, or has another key.
+        ConfigError: the head is not reached, or has another key; or there is no key, and the head
+            is another machine.
     """
-    place = parse_place(address)
+    place, key = parse_place(address), key_for(address)
     deadline = time.monotonic() + timeout_s
     why = "no time to try"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _attempt(place, min(ATTEMPT_S, left))
+            return _attempt(place, key, min(ATTEMPT_S, left))
         except AuthenticationError as error:
             raise ConfigError(
                 f"the head at {address} has another key.\nSet {KEY} to the same word on all nodes."
@@ -89,14 +95,14 @@ def connect(address: str, timeout_s: float) -> Connection:
     )
 
 
-def _attempt(place: Place, timeout_s: float) -> Connection:
+def _attempt(place: Place, key: bytes, timeout_s: float) -> Connection:
     stream = socket.create_connection(place, timeout_s)
     stream.setblocking(True)
     _limit_waiting(stream, timeout_s)
     connection = Connection(stream.detach())
     try:
-        answer_challenge(connection, key())
-        deliver_challenge(connection, key())
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
     except BaseException:
         connection.close()
         raise
@@ -119,9 +125,25 @@ def _limit_waiting(stream: socket.socket, seconds: float) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def key() -> bytes:
-    """What both ends must know: HYBRIDRL_DOCTOR_KEY, else Ray's token, else a word of our own."""
-    return (os.environ.get(KEY) or os.environ.get(RAY_KEY) or NO_KEY).encode()
+def key_for(address: str) -> bytes:
+    """What both ends must know: HYBRIDRL_DOCTOR_KEY, else Ray's token; a constant on loopback.
+
+    Args:
+        address: HEAD:PORT.
+
+    Raises:
+        ConfigError: neither is set, and other machines reach HEAD.
+    """
+    given = os.environ.get(KEY) or os.environ.get(RAY_KEY)
+    if given:
+        return given.encode()
+    if ipaddress.ip_address(resolved(address)).is_loopback:
+        return LOOPBACK_KEY
+    raise ConfigError(
+        f"--join {address}: {KEY} is not set. Both ends run programs that the other sends, so they "
+        f"must prove a key.\nSet it to the same secret on all nodes: `openssl rand -hex 32` prints "
+        f"one, and `export {KEY}=...` sets it."
+    )
 
 
 def resolved(address: str) -> str:

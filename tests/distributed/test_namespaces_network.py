@@ -362,7 +362,8 @@ def test_a_node_that_cannot_reach_the_head_says_why(hosts):
         (ExitStack(), "Connection refused"),
     ):
         with fault:
-            process = last.start(*command, stderr=subprocess.PIPE, text=True)
+            key = {"HYBRIDRL_DOCTOR_KEY": "a" * 64}
+            process = last.start(*command, env=key, stderr=subprocess.PIPE, text=True)
             _, error = process.communicate(timeout=20)
         assert f"cannot reach the head at {place}" in error and says in error
 

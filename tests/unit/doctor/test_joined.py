@@ -134,6 +134,23 @@ def test_rays_token_is_the_key_where_there_is_one(address, monkeypatch):
         assert len(call_all(agents, os.getpid)) == 2
 
 
+def test_off_loopback_neither_side_speaks_without_a_key(monkeypatch):
+    """192.0.2.1 is no machine's: who would listen or connect there fails in another way."""
+    for name in ("HYBRIDRL_DOCTOR_KEY", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    address = "192.0.2.1:29400"
+    for keyed, head, node in (
+        (False, "HYBRIDRL_DOCTOR_KEY is not set", "HYBRIDRL_DOCTOR_KEY is not set"),
+        (True, "cannot listen there", "cannot reach the head"),
+    ):
+        if keyed:
+            monkeypatch.setenv("HYBRIDRL_DOCTOR_KEY", "a" * 64)
+        with pytest.raises(ConfigError, match=head):
+            JoinedAgents(address, 2, timeout_s=0.5).__enter__()
+        with pytest.raises(ConfigError, match=node):
+            serve(address, timeout_s=0.5)
+
+
 def test_a_silent_caller_holds_up_nobody(address):
     agents = JoinedAgents(address, 2, timeout_s=20)
     with ExitStack() as stack:
@@ -166,6 +183,7 @@ def test_a_head_that_is_not_there_is_named(address):
 def test_a_signal_ends_a_node_that_waits_for_its_head_with_its_own_code(signum):
     command = [sys.executable, "-c", CALLER, "--join", "192.0.2.1:29400", "--nodes", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["env"] = os.environ | {"HYBRIDRL_DOCTOR_KEY": "a" * 64}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as node:
         assert node.stdout.readline() == "socket.connect\n"
         node.send_signal(signum)
