@@ -5,9 +5,9 @@
     python -m hybridrl.main +recipe=gsm8k_ppo run.dry=true             the plan alone
     python -m hybridrl.main +recipe=gsm8k_ppo --cfg job                the composed config
 
-Exit codes: 0 done, 1 failed, 2 the config is wrong, 75 SIGTERM, and a checkpoint was written, 130
-Ctrl-C, 143 SIGTERM. Nothing heavy is imported before the config has passed its checks, so that a
-wrong key is answered at once.
+Exit codes: 0 done, 1 failed, 2 the config is wrong, 75 SIGTERM or SIGHUP, and a checkpoint was
+written, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. Nothing heavy is imported before the config has passed
+its checks, so that a wrong key is answered at once.
 """
 
 import logging

@@ -38,7 +38,8 @@ Needs neither GPU nor Ray. Host memory: 10 GB (two shards) or the model, whichev
 adapters also the model that they adapt, 4 bytes a parameter.
 """
 EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 130 Ctrl-C, 143 SIGTERM."
+    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 129 SIGHUP, 130 Ctrl-C, "
+    "143 SIGTERM."
 )
 
 

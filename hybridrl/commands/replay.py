@@ -5,7 +5,7 @@ loss and gradients of exactly that update, prints what is not finite, and writes
 the folder. Takes no step.
 
 Exit codes: 0 everything is finite, 1 failed, 2 the folder or the config is wrong, 3 something is
-not finite, 130 Ctrl-C, 143 SIGTERM.
+not finite, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import argparse

@@ -25,8 +25,8 @@ class UsageError(ConfigError):
 def run_command(command: Callable[[], None]) -> None:
     """Run a command; leaves by SystemExit unless all goes well.
 
-    Exit codes: 1 failed, 2 what the user can fix, 130 Ctrl-C, 143 SIGTERM; others are a command's
-    own, by sys.exit.
+    Exit codes: 1 failed, 2 what the user can fix, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM; others
+    are a command's own, by sys.exit.
     """
     set_up_process()
     with exit_codes():

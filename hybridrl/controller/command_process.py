@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.signals import Interrupted, interrupt, written_in_time
+from hybridrl.controller.signals import Interrupted, interrupt_on_termination, preemption_behind
 from hybridrl.models.cache import cache_folder
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
@@ -20,8 +20,8 @@ KERNEL_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR"
 
 
 def set_up_process() -> None:
-    """Let SIGTERM end the process as Ctrl-C does, kernels be cached and modules be found."""
-    signal.signal(signal.SIGTERM, interrupt)
+    """Let signals end the process as Ctrl-C does, kernels be cached and modules be found."""
+    interrupt_on_termination()
     for variable, folder in KERNEL_FOLDERS.items():
         os.environ.setdefault(variable, str(cache_folder() / folder))
     import_from_here()
@@ -37,8 +37,8 @@ def import_from_here() -> None:
 def exit_codes() -> Iterator[None]:
     """Leave by SystemExit, and say why, where the block ends by one of the errors below.
 
-    Exit codes: 1 workers failed, 2 what the user can fix, 75 SIGTERM, and a checkpoint was
-    written, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 1 workers failed, 2 what the user can fix, 75 SIGTERM or SIGHUP, and a checkpoint
+    was written, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
     """
     try:
         yield
@@ -49,12 +49,13 @@ def exit_codes() -> Iterator[None]:
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt as error:
-        checkpoint = written_in_time(error)
-        if checkpoint is not None:
-            sys.stderr.write(f"Stopped by SIGTERM; the run goes on from {checkpoint}\n")
-            sys.exit(EXIT_PREEMPTED)
+        preempted = preemption_behind(error)
         signum = error.signum if isinstance(error, Interrupted) else signal.SIGINT
-        sys.stderr.write(f"Stopped by {signal.Signals(signum).name}\n")
+        name = signal.Signals(preempted.signum if preempted else signum).name
+        if preempted is not None and preempted.checkpoint is not None:
+            sys.stderr.write(f"Stopped by {name}; the run goes on from {preempted.checkpoint}\n")
+            sys.exit(EXIT_PREEMPTED)
+        sys.stderr.write(f"Stopped by {name}\n")
         sys.exit(128 + signum)
 
 

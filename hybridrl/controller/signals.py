@@ -1,8 +1,12 @@
-"""SIGINT and SIGTERM as one exception in the main thread."""
+"""SIGINT, SIGTERM and SIGHUP as one exception in the main thread.
+
+SIGHUP says that the terminal is gone, and means what SIGTERM means. Both the kernel and the shell
+send it then, so it counts once: from the first on it is ignored. Under nohup it always is.
+"""
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -10,7 +14,9 @@ from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Those that a scheduler or a terminal ends a program with.
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, *TERMINATING)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,11 +40,24 @@ def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     Raises:
         Interrupted: always.
     """
+    _count_once(signum)
     raise Interrupted(signum)
 
 
+def interrupt_on_termination() -> None:
+    """Let SIGTERM, and SIGHUP unless it is ignored, end this process as Ctrl-C does."""
+    for signum in TERMINATING:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, interrupt)
+
+
+def _count_once(signum: int) -> None:
+    if signum == signal.SIGHUP:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 class SignalGuard:
-    """While it is entered, SIGINT and SIGTERM raise `Interrupted`; then old handlers return.
+    """While it is entered, signals raise `Interrupted`; then old handlers return.
 
     A plain KeyboardInterrupt (Ray forgets the subclass) leaves it as `Interrupted` too. To be
     entered in the main thread.
@@ -56,6 +75,7 @@ class SignalGuard:
         return self
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        _count_once(signum)
         self._received = signum
         raise Interrupted(signum)
 
@@ -65,55 +85,69 @@ class SignalGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for signum, previous in self._previous.items():
-            signal.signal(signum, previous)
+        _restore(self._previous)
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             raise Interrupted(self._received or signal.SIGINT) from None
 
 
+def _restore(previous: Mapping[int, Any]) -> None:
+    """Give signals their handlers back, but for a SIGHUP that has come."""
+    for signum, handler in previous.items():
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
 class Preempted(Interrupted):
-    """The run has ended as SIGTERM asked it to, in time for a checkpoint.
+    """The run has ended as SIGTERM or SIGHUP asked it to, in time for a checkpoint.
 
     Args:
+        signum: the signal.
         checkpoint: to go on from; None: it could not be written.
     """
 
-    def __init__(self, checkpoint: Path | None) -> None:
-        super().__init__(signal.SIGTERM)
+    def __init__(self, signum: int, checkpoint: Path | None) -> None:
+        super().__init__(signum)
         self.checkpoint = checkpoint
 
 
-def written_in_time(error: BaseException | None) -> Path | None:
-    """The checkpoint with which a preempted run ended, whatever came while it was ending."""
+def preemption_behind(error: BaseException | None) -> Preempted | None:
+    """With what a preempted run ended, whatever came while it was ending."""
     while error is not None and not isinstance(error, Preempted):
         error = error.__context__
-    return None if error is None else error.checkpoint
+    return error
 
 
 class Preemption:
-    """While it is entered, SIGTERM asks for an end within a time instead of ending at once.
+    """While it is entered, SIGTERM and SIGHUP ask for an end within a time, not at once.
 
-    When the time is over, or at the next SIGTERM, `Interrupted` is raised wherever the program is.
+    When the time is over, or at a second SIGTERM, `Interrupted` is raised wherever the program is.
     An error in that time may come of processes that got it, too, and leaves as `Interrupted`.
     To be entered in the main thread, inside a `SignalGuard`.
 
     Args:
-        grace_s: the time, in seconds; 0: SIGTERM ends at once.
+        grace_s: the time, in seconds; 0: they end at once.
 
     Attributes:
-        is_asked: whether SIGTERM has come.
+        asked_by: the signals that have come, in order.
     """
 
     def __init__(self, grace_s: float) -> None:
-        self.is_asked = False
+        self.asked_by: list[int] = []
         self._has_ended = False
         self._grace_s = grace_s
         self._previous: dict[int, Any] = {}
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run is asked to end."""
+        return bool(self.asked_by)
+
     def __enter__(self) -> "Preemption":
         if self._grace_s > 0:
-            for signum, handler in ((signal.SIGTERM, self._ask), (signal.SIGALRM, self._end)):
-                self._previous[signum] = signal.signal(signum, handler)
+            for signum in TERMINATING:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._previous[signum] = signal.signal(signum, self._ask)
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
         return self
 
     def __exit__(
@@ -124,27 +158,29 @@ class Preemption:
     ) -> None:
         if self._previous:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
+        _restore(self._previous)
         if self._has_ended and type(error) is KeyboardInterrupt:  # Ray forgets the subclass
-            raise Interrupted(signal.SIGTERM) from None
+            raise Interrupted(self.asked_by[0]) from None
         if self.is_asked and isinstance(error, Exception):
-            logger.error("after SIGTERM: %s", error)
-            raise Interrupted(signal.SIGTERM) from error
+            logger.error("after %s: %s", signal.Signals(self.asked_by[0]).name, error)
+            raise Interrupted(self.asked_by[0]) from error
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+        _count_once(signum)
+        self.asked_by.append(signum)
+        if self.asked_by.count(signum) > 1:
             self._end(signum, frame)
-        self.is_asked = True
-        logger.warning(
-            "SIGTERM: what is under way is ended, and a checkpoint written, within %g s",
-            self._grace_s,
-        )
-        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        if len(self.asked_by) == 1:
+            logger.warning(
+                "%s: what is under way is ended, and a checkpoint written, within %g s",
+                signal.Signals(signum).name,
+                self._grace_s,
+            )
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
     def _end(self, signum: int, frame: FrameType | None) -> None:
         self._has_ended = True
-        raise Interrupted(signal.SIGTERM)
+        raise Interrupted(self.asked_by[0])
 
 
 @contextmanager
@@ -156,6 +192,7 @@ def shielded() -> Iterator[None]:
     received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
+        _count_once(signum)
         logger.warning("%s: will be heeded in a moment", signal.Signals(signum).name)
         received.append(signum)
 
@@ -164,7 +201,6 @@ def shielded() -> Iterator[None]:
     try:
         yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        _restore(previous)
     if received:
         raise Interrupted(received[0])

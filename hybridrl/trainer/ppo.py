@@ -130,7 +130,7 @@ class PPOTrainer:
             resume: what to go on from; None: the run begins.
 
         Raises:
-            Preempted: SIGTERM has come, and a checkpoint was written.
+            Preempted: SIGTERM or SIGHUP has come, and a checkpoint was written.
             RunStopped: too many updates in a row were not finite.
         """
         last = self.config.trainer.total_steps
@@ -178,14 +178,15 @@ class PPOTrainer:
         self.checkpoints.load_generators()
 
     def pause(self) -> None:
-        """Between phases: commit a checkpoint that is written; end here if SIGTERM has come.
+        """Between phases: commit a checkpoint that is written; end here if the run is asked to.
 
         Until the update, weights and moments are those of the step before.
         """
         self.checkpoints.poll()
         if self.preemption.is_asked:
             self.engine.make_room_for_moments()
-            raise Preempted(self.checkpoints.leave(self.state.finished()))
+            checkpoint = self.checkpoints.leave(self.state.finished())
+            raise Preempted(self.preemption.asked_by[0], checkpoint)
 
     def reshard(self) -> None:
         """Bring vLLM's weights up to the actor's, unless they are."""
@@ -292,7 +293,7 @@ class PPOTrainer:
         self.metrics |= self.kl.adapt(scheduled.batch)
 
     def evaluates(self, step: int) -> bool:
-        """Whether a step ends with an evaluation; where SIGTERM waits, only the last one does."""
+        """Whether a step ends with an evaluation; where a signal waits, only the last one does."""
         if step == self.config.trainer.total_steps:
             return True
         return is_due(self.config.eval.every_steps, step) and not self.preemption.is_asked

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.sockets import Listener, listening, still_open
 
@@ -129,17 +130,28 @@ def mapped_by_somebody() -> set[str]:
 
 
 @contextlib.contextmanager
-def started(run_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> Iterator[Run]:
+def started(
+    run_dir: Path, *overrides: str, env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Run]:
     """Start a run; whatever of it is left at the end of the block is killed and removed."""
-    with launched(run_dir, "hybridrl.main", *overrides, f"hydra.run.dir={run_dir}", env=env) as run:
+    arguments = [*overrides, f"hydra.run.dir={run_dir}"]
+    with launched(run_dir, "hybridrl.main", *arguments, env=env, **options) as run:
         yield run
 
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, module: str, *arguments: str, env: dict[str, str] | None = None
+    folder: Path, module: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
 ) -> Iterator[Run]:
-    """Start a module of ours as a program in a folder; else as `started`."""
+    """Start a module of ours as a program in a folder; else as `started`.
+
+    Args:
+        folder: where.
+        module: which.
+        arguments: of the program.
+        env: variables to be added.
+        options: of Popen, in place of a session of its own whose output is a pipe.
+    """
     token = f"hybridrl-test-{uuid.uuid4()}"
     temporary = Path(tempfile.mkdtemp(prefix="h"))  # short: sockets have length limits
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,10 +161,13 @@ def launched(
         env=os.environ
         | {"HYBRIDRL_TEST_RUN": token, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
         | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        **{
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
+        | options,
     )
     run = Run(process, token, temporary, shared_memory(), folder)
     try:

@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+from hybridrl.checkpoint.find import newest_good
 from tests.end_to_end.faults import Fault, Phase, Victim, faulty
 from tests.end_to_end.kill_and_resume import assert_same_end
 from tests.end_to_end.runs import SMALL, started
+from tests.terminals import terminal
 
 LONG = [*SMALL, "trainer.total_steps=500", "trainer.save_final_model=false"]
 STOP = signal.SIGSTOP
@@ -110,6 +112,20 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path):
     with faulty(tmp_path / "whole", *command) as run:
         run.reader.join(120.0)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    with terminal() as window, started(folder, *LONG, **window.options) as run:
+        run.wait_for('"step": 1')
+        window.hang_up()
+        assert run.process.wait(60) == 75
+        newest = run.metrics()[-1]["step"]
+        found = newest_good(folder)
+        assert found is not None and found.manifest.step == newest
+        assert not any("Traceback" in log.read_text() for log in folder.rglob("*.log"))
+        run.assert_nothing_left()
 
 
 FAILING = """

@@ -20,7 +20,10 @@ completions.
 A checkpoint is scored as its run's evaluations do: data, reward, limits and seed are the run's.
 Overrides come on top, as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
 """
-EPILOG = "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 130 Ctrl-C, 143 SIGTERM."
+EPILOG = (
+    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 129 SIGHUP, 130 Ctrl-C, "
+    "143 SIGTERM."
+)
 
 
 class Split(StrEnum):

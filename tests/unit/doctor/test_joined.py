@@ -179,7 +179,7 @@ def test_a_head_that_is_not_there_is_named(address):
         serve(address, 0.5)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_node_that_waits_for_its_head_with_its_own_code(signum):
     command = [sys.executable, "-c", CALLER, "--join", "192.0.2.1:29400", "--nodes", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
