@@ -40,6 +40,7 @@ from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import hardware, wait_for_all
 from benchmarks.training_workload import SMALL, Size, actor_config, draw_lengths, random_batch
 from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import SaverConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, schedule, update_sizes
@@ -72,7 +73,7 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
         torch.set_num_threads(1)
     else:
         # Multicast over NVLink can take a shared host's GPUs out of service.
-        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        turn_off_multicast()
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "gloo" if arguments.small else "cpu:gloo,cuda:nccl",

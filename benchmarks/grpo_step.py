@@ -85,6 +85,7 @@ COMMON = [
 ]
 ON_GPU = [
     "hardware=gpu",
+    "cluster.nvlink_multicast=off",
     "model.init=random",
     "rollout.max_prompt_tokens=256",
     "data.too_long_prompts=drop",

@@ -56,12 +56,12 @@ from benchmarks.timing import (
 )
 from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path
 from hybridrl.config.choices import Layout
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.token_models import TokenLogProbs
-from hybridrl.rollout import compat
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
@@ -119,7 +119,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     """What one rank does."""
     on_gpu = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.gpus))
-    os.environ.update(compat.NO_MULTICAST)
+    turn_off_multicast()
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # its sockets would stay otherwise
     if on_gpu:
         torch.cuda.set_device(rank)

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
 from hybridrl.config.choices import DType, Init, SleepMode
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
@@ -114,6 +115,7 @@ def _join_group(device_type: str, folder: Path) -> None:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     if device_type == "cuda":
+        turn_off_multicast()  # it can take a shared host's GPUs out of service
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))

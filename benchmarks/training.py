@@ -25,7 +25,6 @@ Prints one JSON line; paste it, with the command, into benchmarks/RESULTS.md.
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -60,6 +59,7 @@ from hybridrl.config.choices import Accumulation
 from hybridrl.config.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.memory import rank_phases
 from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
@@ -109,7 +109,7 @@ def _run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
         torch.set_num_threads(1)
     else:
         # Multicast over NVLink can take a shared host's GPUs out of service.
-        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        turn_off_multicast()
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "gloo" if arguments.small else "cpu:gloo,cuda:nccl",

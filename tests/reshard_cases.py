@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config.choices import DType, Layout, Offload, SleepMode
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
@@ -21,7 +22,6 @@ from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.reshard.engine import Resharder
-from hybridrl.rollout import compat
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
 
@@ -148,7 +148,7 @@ def run_cases(cases: list[Case], root: Path, device_type: str) -> dict[str, dict
     """What each case showed on this rank, by the case's text."""
     set_rank_environment()
     if device_type == "cuda":
-        os.environ.update(compat.NO_MULTICAST)
+        turn_off_multicast()
     seen: dict[str, dict[str, Any]] = {}
     workers: list[RolloutWorker] = []
     for case in cases:

@@ -89,6 +89,13 @@ class Offload(StrEnum):
     idle_all = "idle_all"
 
 
+class NVLinkMulticast(StrEnum):
+    """Whether NCCL and vLLM may reduce inside the NVLink switches (config/multicast.py)."""
+
+    auto = "auto"
+    off = "off"
+
+
 class DoctorChecks(StrEnum):
     """What a run checks of its machines by itself."""
 

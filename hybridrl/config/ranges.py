@@ -73,7 +73,6 @@ RANGES: dict[str, Range] = {
     "cluster.rendezvous_ports": Range(1024, high=65535, why="lower ports are the system's"),
     "placement.slots_on_nodes": _count("a node of the run has a process"),
     "cluster.start_timeout_s": _seconds("workers need time to start"),
-    "cluster.call_timeout_s": _seconds("calls need time to return"),
     "cluster.stall_timeout_s": Range(0, why="it is a length of time; 0 never ends a run for it"),
     "algorithm.gamma": Range(0, high=1, low_open=True, why="it is a discount per token"),
     "algorithm.lam": Range(0, high=1, why="1 is Monte Carlo, 0 is one-step TD"),

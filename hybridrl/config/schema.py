@@ -15,6 +15,7 @@ from hybridrl.config.choices import (
     Init,
     Layout,
     LRSchedule,
+    NVLinkMulticast,
     Offload,
     SleepMode,
 )
@@ -76,8 +77,8 @@ class ClusterConfig:
     gpus_per_node: int | None
     rendezvous_ports: list[int]
     start_timeout_s: float
-    call_timeout_s: float
     stall_timeout_s: float
+    nvlink_multicast: NVLinkMulticast
 
 
 @dataclass(kw_only=True)

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import ray
 
-from hybridrl.config.choices import Accelerator, Init
+from hybridrl.config.choices import Accelerator, Init, NVLinkMulticast
 from hybridrl.config.machine import torch_threads
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.config.secrets import secret_values
 from hybridrl.controller import recorder, rendezvous
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds the timeouts of torch come later than the controller's, whose error says more.
+# Seconds the store's timeout comes later than the controller's, whose error says more.
 TIMEOUT_MARGIN_S = 30.0
 
 
@@ -71,7 +71,7 @@ class HostConfig:
         import_path: the driver's sys.path, so that workers find the user's modules.
         omp_threads: OMP_NUM_THREADS as the user set it; None: what `torch_threads` says.
         start_timeout_s: seconds the rendezvous may take.
-        call_timeout_s: seconds one call may take.
+        nvlink_multicast: whether libraries may use it.
     """
 
     accelerator: Accelerator
@@ -80,7 +80,7 @@ class HostConfig:
     import_path: tuple[str, ...]
     omp_threads: str | None
     start_timeout_s: float
-    call_timeout_s: float
+    nvlink_multicast: NVLinkMulticast
 
 
 @contextmanager
@@ -100,6 +100,8 @@ class WorkerHost:
 
     def __init__(self, config: HostConfig) -> None:
         self._config = config
+        if config.nvlink_multicast is NVLinkMulticast.off:
+            turn_off_multicast()
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
@@ -180,21 +182,25 @@ class WorkerHost:
         import torch
         from torch import distributed as dist
 
+        from hybridrl.distributed.groups import NO_LIMIT, lift_limits
         from hybridrl.distributed.mesh import build_mesh
 
         on_gpu = self._config.accelerator is Accelerator.gpu
         device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
         if device is not None:
             torch.cuda.set_device(device)
+        assert self._store is not None, "ranks meet before they join"
+        self._store.set_timeout(NO_LIMIT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=self._store,
             rank=self._rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=self._config.call_timeout_s + TIMEOUT_MARGIN_S),
+            timeout=NO_LIMIT,
             device_id=device,
         )
         self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
+        lift_limits()
 
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
@@ -207,6 +213,8 @@ class WorkerHost:
 
     def build(self, role: str, worker: str, config: Any) -> None:
         """Construct one role: `worker` is the dotted path of its class; a collective."""
+        from hybridrl.distributed.groups import lift_limits
+
         start = time.perf_counter()
         self._secrets |= {*secret_values(asdict(config))}
         guard_logging(self._secrets)
@@ -215,6 +223,7 @@ class WorkerHost:
                 self._importing.result()
             with reading_once(self._read):
                 self._roles[role] = import_class(worker)(config, self._mesh)
+            lift_limits()
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
     @_step("connect")

@@ -1,12 +1,13 @@
 """A pool: the processes in which roles live, one a rank, started, called and ended together."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -40,22 +41,7 @@ CLOSE_TIMEOUT_S = 5.0
 END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
 START_SETTING = "cluster.start_timeout_s"
-CALL_SETTING = "cluster.call_timeout_s"
 STALL_SETTING = "cluster.stall_timeout_s"
-
-
-class Deadlines(NamedTuple):
-    """How long a call may take.
-
-    Attributes:
-        seconds: until all ranks must have answered.
-        setting: where that comes from.
-        tells_movement: whether ranks tell how far they are in it.
-    """
-
-    seconds: float
-    setting: str
-    tells_movement: bool = False
 
 
 class Pool:
@@ -114,20 +100,17 @@ class Pool:
             Results by rank.
 
         Raises:
-            WorkerError: a rank failed, died or is late (cluster.call_timeout_s); or, in methods of
-                roles, nobody gets further (cluster.stall_timeout_s).
+            WorkerError: a rank failed or died, or no rank gets further (cluster.stall_timeout_s).
         """
         return self.begin(method, arguments, phase)()
 
     def begin(self, method: str, arguments: Sequence[tuple], phase: str) -> Callable[[], list[Any]]:
         """Call a host method on every rank; what is returned waits, as `run` does.
 
-        Nothing else may be called until then. The deadline counts from the wait.
+        Nothing else may be called until then.
         """
         refs = self._submit(self.hosts, method, arguments, phase)
-        seconds = self._config.cluster.call_timeout_s
-        deadlines = Deadlines(seconds, CALL_SETTING, tells_movement=method == "call")
-        return partial(self._wait, self.hosts, refs, phase, deadlines)
+        return partial(self._wait, self.hosts, refs, phase)
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Let rank 0, which reads checkpoints for all, begin with the model's; returns at once."""
@@ -238,10 +221,9 @@ class Pool:
     def _starting(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        deadlines = Deadlines(self._config.cluster.start_timeout_s, START_SETTING)
         phase = f"start: {method}"
         refs = self._submit(hosts, method, arguments, phase)
-        return self._wait(hosts, refs, phase, deadlines)
+        return self._wait(hosts, refs, phase, self._config.cluster.start_timeout_s)
 
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
@@ -259,8 +241,17 @@ class Pool:
         hosts: Sequence[Host],
         refs: Sequence[ObjectRef],
         phase: str,
-        deadlines: Deadlines,
+        limit_s: float = math.inf,
     ) -> list[Any]:
+        """Wait for a call's results.
+
+        Args:
+            hosts: who was called.
+            refs: their answers.
+            phase: what it is, for messages.
+            limit_s: cluster.start_timeout_s in the steps of the start, in which ranks do not tell
+                how far they are. Other calls have no limit as long as a rank gets further.
+        """
         still_s = self._config.cluster.stall_timeout_s
         watch = Watch(
             self._readers,
@@ -269,14 +260,14 @@ class Pool:
             len(hosts),
             still_s,
             self._ray_watch,
-            tells_movement=deadlines.tells_movement,
+            tells_movement=limit_s == math.inf,
         )
         try:
             with self._ray_watch.guarded(phase):
-                results = wait_for_all(hosts, refs, phase, deadlines.seconds, watch)
+                results = wait_for_all(hosts, refs, phase, limit_s, watch)
         except TimeoutError as error:
             (late,) = error.args
-            setting, limit_s = deadlines.setting, deadlines.seconds
+            setting = START_SETTING
             finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
         except Stalled as stalled:
             late, setting = stalled.late, STALL_SETTING

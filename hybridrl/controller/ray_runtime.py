@@ -238,8 +238,9 @@ def _stop(folder: Path) -> None:
 def _environment(folder: Path) -> Iterator[None]:
     """The environment Ray's processes are born with, taken back in this one afterwards."""
     new = ALL_GPUS_VISIBLE | {MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
-    # Sockets between the ranks of a vLLM engine; among the temporary files they would stay.
-    new |= {"VLLM_RPC_BASE_PATH": str(folder)}
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        # Sockets between the ranks of a vLLM engine; among the temporary files they would stay.
+        new |= {"VLLM_RPC_BASE_PATH": str(folder)}
     if "RAY_AUTH_MODE" not in os.environ:
         new |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     old = {name: os.environ.get(name) for name in new}

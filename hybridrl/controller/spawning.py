@@ -66,7 +66,7 @@ def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
         import_path=tuple(sys.path),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
         start_timeout_s=cluster.start_timeout_s,
-        call_timeout_s=cluster.call_timeout_s,
+        nvlink_multicast=cluster.nvlink_multicast,
     )
     actor = ray.remote(WorkerHost)
     bundles = zip(reservation.bundle_specs, config.slots_on_nodes, strict=True)

@@ -117,7 +117,7 @@ def wait_for_all(
         hosts: who was called.
         refs: the call on each.
         phase: for messages, "actor.update".
-        timeout_s: seconds until all must have answered.
+        timeout_s: seconds until all must have answered; infinite: there is no limit.
         onlooker: what it raises leaves this.
 
     Raises:

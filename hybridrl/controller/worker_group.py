@@ -56,7 +56,7 @@ class WorkerGroup:
 
         Raises:
             AttributeError: the method is not marked with `@on_all_ranks`.
-            WorkerError: a rank raised, died, or took longer than cluster.call_timeout_s.
+            WorkerError: a rank raised or died, or no rank got further for cluster.stall_timeout_s.
         """
         dispatch = dispatch_of(self.worker_class, method)
         if dispatch in SHARDED:

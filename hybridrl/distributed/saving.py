@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
@@ -23,13 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.manifest import FileRecord
+from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.shard_files import ShardPlanner, ShardWriter
 from hybridrl.distributed.staging import Staging
 
 logger = logging.getLogger(__name__)
-
-# A rank waits so long for the slowest disk.
-WRITE_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Saver:
 
     def __init__(self, device: torch.device) -> None:
         self.staging = Staging(device)
-        self.group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         self._writer: ShardWriter | None = None
         self._thread: Thread | None = None
         self._result: Future[SaveResult] = Future()

@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, NVLinkMulticast
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.multicast import turn_off_multicast
 from hybridrl.controller.agents import Agents, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
 from hybridrl.doctor import (
@@ -43,6 +44,8 @@ Dispensable = Callable[[Sequence[Finding]], frozenset[str]]
 def check(case: Case) -> list[Finding]:
     """Findings of the stage network."""
     hosts = SomeAgents(case.agents, [node for node, slots in case.slots.items() if slots])
+    if case.config.cluster.nvlink_multicast is NVLinkMulticast.off:
+        call_all(hosts, turn_off_multicast)
     return examine(
         hosts,
         case.config.cluster.rendezvous_ports,

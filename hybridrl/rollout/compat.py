@@ -17,27 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-# NVLink multicast can hang on multi-GPU hosts that are shared through virtualisation. NCCL reads
-# its variable when it makes a communicator: whoever starts processes should set these, too.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-    "VLLM_USE_NCCL_SYMM_MEM": "0",
-}
 
-
-def set_environment(device_type: str, *, tensor_parallel: bool, enforce_eager: bool) -> None:
+def set_environment(device_type: str, *, enforce_eager: bool) -> None:
     """Set the switches that vLLM and what it imports read once. Call before `import vllm`.
 
     The log level stays as the user set it; the rest is not a matter of taste.
     """
     switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    if tensor_parallel and device_type == "cuda":
-        switches |= NO_MULTICAST
     late = [name for name, value in switches.items() if os.environ.get(name) != value]
     assert "vllm" not in sys.modules or not late, f"vllm was imported before {late} were set"
     os.environ.update(switches)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.choices import SleepMode
+from hybridrl.config.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
     if not config.enforce_eager:
         compilation["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
     if config.tensor_parallel_size > 1:
-        # FlashInfer's fused all-reduce would use NVLink multicast (compat.NO_MULTICAST).
-        compilation["pass_config"] = {"fuse_allreduce_rms": False}
+        if not uses_flashinfer_all_reduce():  # the fused one is FlashInfer's, too
+            compilation["pass_config"] = {"fuse_allreduce_rms": False}
         if torch.cuda.device_count() < config.tensor_parallel_size:
             logger.warning(
                 "vLLM's custom all-reduce is off, which slows generation: this process sees "

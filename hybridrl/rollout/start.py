@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridrl.distributed import position
+
 logger = logging.getLogger(__name__)
 
 # Methods of vLLM's worker that are called once each, and what the log calls their time.
@@ -38,6 +40,7 @@ class StartTimes:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the time inside under `name`, but for parts that begin and end inside."""
+        position.at(name)
         self.seconds.setdefault(name, 0.0)
         before = sum(self.seconds.values())
         start = time.perf_counter()

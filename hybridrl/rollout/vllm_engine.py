@@ -46,11 +46,7 @@ def prepare(config: RolloutConfig, device_type: str) -> None:
         ConfigError: this installation of vLLM cannot be used.
     """
     check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
-    compat.set_environment(
-        device_type,
-        tensor_parallel=config.tensor_parallel_size > 1,
-        enforce_eager=config.enforce_eager,
-    )
+    compat.set_environment(device_type, enforce_eager=config.enforce_eager)
 
 
 class VLLMEngine:

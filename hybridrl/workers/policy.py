@@ -11,6 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
 from hybridrl.distributed.checkpoint import differences, load_in_place, stored_tensors
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.stored_policy import PREFIX
@@ -68,4 +69,4 @@ class PolicyWorker(ModelWorker):
                 f"{checkpoint} holds other weights than model.path = {self.config.model.path} "
                 f"has:\n" + "\n".join(found) + "\nSet model.path to the model that was trained."
             )
-        load_in_place(state, folder, dist.new_group(backend="gloo"))
+        load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))

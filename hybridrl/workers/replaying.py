@@ -18,6 +18,7 @@ from hybridrl.data.totals import Totals
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.checkpoint import differences, load_in_place, stored_tensors
+from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import WEIGHTS, TrainedWorker
 from hybridrl.workers.training import Loss
@@ -100,7 +101,7 @@ class ReplayedWorker(TrainedWorker):
         if found:
             raise ConfigError(f"{path} holds other weights than the config's:\n" + "\n".join(found))
         with self.state_at_hand():
-            load_in_place(state, path, dist.new_group(backend="gloo"))
+            load_in_place(state, path, dist.new_group(backend="gloo", timeout=NO_LIMIT))
 
     def _examine(
         self, micro: RolloutBatch, mini: MiniBatch, loss: Loss

@@ -64,6 +64,8 @@ ONE_PROBLEM = [
         ["+eval.rules.greedy_right={function: hybridrl.rewards.gsm8k.score, args: {mode: strict}}"],
         ["eval.rules.greedy_right", "does not begin with greedy"],
     ),
+    (["+cluster.call_timeout_s=60"], ["cluster.call_timeout_s = 60", "cluster.stall_timeout_s"]),
+    (["cluster.nvlink_multicast=on"], ["cluster.nvlink_multicast = on", "one of auto, off"]),
     (["cluster.rendezvous_ports=[29500]"], ["rendezvous_ports = [29500]", "first and the last"]),
     (["cluster.rendezvous_ports=[30000,29500]"], ["rendezvous_ports", "first and the last"]),
     (["cluster.rendezvous_ports=[80,90]"], ["cluster.rendezvous_ports = [80, 90]", "1024"]),

@@ -108,7 +108,7 @@ class Adder(Worker):
             "OMP_NUM_THREADS",
         )
         return {name: os.environ[name] for name in names} | {
-            "HYBRIDRL_FROM_USER": os.environ.get("HYBRIDRL_FROM_USER"),
+            "environment": dict(os.environ),
             "threads": torch.get_num_threads(),
             "imported_by": sys.modules["controller_ahead"].THREAD,
             "main_thread": threading.current_thread() is threading.main_thread(),

@@ -10,7 +10,14 @@ from pathlib import Path
 import ray
 from controller_roles import AdderConfig, Numbers
 
-from hybridrl.config.choices import Accelerator, Accumulation, DType, Layout, Offload
+from hybridrl.config.choices import (
+    Accelerator,
+    Accumulation,
+    DType,
+    Layout,
+    NVLinkMulticast,
+    Offload,
+)
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
@@ -20,7 +27,12 @@ from hybridrl.controller.worker_group import build_roles
 
 
 def pool_config(
-    folder: Path, *, nodes: int = 1, timeout_s: float = 60.0, stall_s=0.0, engine: int = 1
+    folder: Path,
+    *,
+    nodes: int = 1,
+    stall_s=0.0,
+    engine: int = 1,
+    multicast: NVLinkMulticast = NVLinkMulticast.auto,
 ):
     """Two slots on each node."""
     return PoolConfig(
@@ -29,8 +41,8 @@ def pool_config(
             gpus_per_node=2,
             rendezvous_ports=[29500, 29599],
             start_timeout_s=120.0,
-            call_timeout_s=timeout_s,
             stall_timeout_s=stall_s,
+            nvlink_multicast=multicast,
         ),
         slots_on_nodes=[2] * nodes,
         allow_straddle=False,

@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import distributed as dist
 
 from hybridrl.distributed import position
+from hybridrl.distributed.sequence_parallel import sequence_group
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from tests.reshard_ranks import Side
@@ -16,7 +18,10 @@ from tests.reshard_ranks import Side
 
 @dataclass(kw_only=True)
 class StallConfig:
+    """With `hangs`, rank 1 hangs while the role is built."""
+
     worker: str = "stall_roles.Staller"
+    hangs: bool = False
 
 
 class Staller(Worker):
@@ -24,6 +29,10 @@ class Staller(Worker):
 
     def __init__(self, config, mesh):
         super().__init__(config, mesh)
+        self.impatient = dist.new_group(timeout=timedelta(seconds=1), group_desc="impatient")
+        sequence_group(2)
+        if config.hangs and dist.get_rank() == 1:
+            time.sleep(600)
         self.side = Side(1, mesh, by_columns=False, device="cpu")
         self.side.take_weights(seed=0)
         self.resharder = self.side.resharder(bucket_elements=64)
@@ -55,8 +64,15 @@ class Staller(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def walk(self, steps, seconds):
-        """Get further, slowly."""
-        for step in range(steps):
+        """Get further, slowly, on rank 1; the others wait for it."""
+        for step in range(steps if dist.get_rank() == 1 else 0):
             position.at("step", step + 1, steps)
             time.sleep(seconds)
-        dist.barrier()
+        dist.barrier(self.impatient)
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def limits(self):
+        """After how long collectives of each process group give up, by its description."""
+        cpu = torch.device("cpu")
+        groups = dist.distributed_c10d._pg_map
+        return {g.group_desc: g._get_backend(cpu).options._timeout for g in groups}

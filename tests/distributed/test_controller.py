@@ -13,7 +13,9 @@ import pytest
 from controller_roles import AdderConfig, Numbers
 from controller_run import pool_config
 
+from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.multicast import SWITCHES
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
@@ -21,14 +23,22 @@ from hybridrl.controller.rendezvous import open_store, port_band
 from hybridrl.controller.worker_group import Call, begin_together, build_roles, call_together
 from hybridrl.data.shardable import Piece
 
+PREFIXES = ("CUDA", "HYBRIDRL", "NCCL", "NVSHMEM", "PYTORCH", "TORCH", "VLLM")
+# What the user sets: variables of libraries, and of NVLink multicast the opposite of NCCL's switch.
+OF_USER = {f"{prefix}_FROM_USER": "4 2" for prefix in PREFIXES} | {"NCCL_NVLS_ENABLE": "1"}
+OTHER_SWITCHES = {name: value for name, value in SWITCHES.items() if name not in OF_USER}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """What the user sets reaches the workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("HYBRIDRL_FROM_USER", "42")
         patch.delenv("RAY_ADDRESS", raising=False)
+        for name in SWITCHES:
+            patch.delenv(name, raising=False)
+        for name, value in OF_USER.items():
+            patch.setenv(name, value)
         yield
 
 
@@ -50,7 +60,7 @@ def groups(runtime, folder):
     """Roles `single` and `second` with one rank per shard, `engine` with both ranks in one."""
     single = AdderConfig(api_key="hunter22-of-a-role")
     roles = {"single": single, "second": AdderConfig(), "engine": AdderConfig(engine=2)}
-    with Pool(pool_config(folder, engine=2)) as pool:
+    with Pool(pool_config(folder, engine=2, multicast=NVLinkMulticast.off)) as pool:
         yield build_roles(pool, roles)
 
 
@@ -172,7 +182,7 @@ def test_process_environment(groups):
     assert int(first["MASTER_PORT"]) in port_band(29500, 29599)
     for entry in (first, second):
         assert entry["WORLD_SIZE"] == "2"
-        assert entry["HYBRIDRL_FROM_USER"] == "42"
+        assert (OF_USER | OTHER_SWITCHES).items() <= entry["environment"].items()
         assert (entry["OMP_NUM_THREADS"], entry["threads"]) == ("1", 1)
         assert entry["mesh"] == (1, 2)
         assert entry["others"] == ["engine", "second", "single"]
@@ -255,15 +265,21 @@ def test_config_error_of_a_worker_stays_one(groups):
         ("raise", "ValueError: the first domino"),
         ("die", "its process died"),
         ("exit", "SystemExit: 3"),
-        ("hang", "did not finish adder.fail_in_collective within cluster.call_timeout_s=8 s"),
+        (
+            "hang",
+            "nobody has got further in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
+        ),
     ],
 )
 def test_the_rank_at_fault_is_named(runtime, tmp_path, how, says):
     """The others wait for it in a barrier; their complaints are not the story."""
     memory = f"/dev/shm/hybridrl_test_{os.getpid()}_{how}"
-    with Pool(pool_config(tmp_path, timeout_s=8.0)) as pool:
+    with Pool(pool_config(tmp_path, stall_s=5.0)) as pool:
         group = build_roles(pool, {"adder": AdderConfig(shared_memory=memory)})["adder"]
         pids = [host.pid for host in pool.hosts]
+        for entry in group.call("about"):
+            assert OF_USER.items() <= entry["environment"].items()
+            assert not OTHER_SWITCHES.keys() & entry["environment"].keys()
         assert Path(f"{memory}_1").exists()
         start = time.monotonic()
         with pytest.raises(WorkerError) as caught:
@@ -281,7 +297,7 @@ def test_the_rank_at_fault_is_named(runtime, tmp_path, how, says):
         assert "sleep_at_this_place" in log.read_text()
     else:
         assert caught.value.ranks == [1]
-        assert failing < 8.0
+        assert failing < 5.0
     assert closing < 10.0
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not list(Path("/dev/shm").glob(f"{Path(memory).name}*"))

@@ -19,6 +19,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray_runtime import ray_runtime
 from hybridrl.controller.worker_group import build_roles
+from hybridrl.distributed.groups import NO_LIMIT
 
 LIMIT_S = 4.0
 
@@ -87,6 +88,9 @@ def test_who_gets_further_or_goes_on_in_time_is_left_alone(pool, group, caplog, 
     group.call("walk", 9, 0.5)
     assert time.monotonic() - start > LIMIT_S
     assert not caplog.records
+    limits, others = group.call("limits")
+    assert limits == others and len(limits) >= 4
+    assert {*limits.values()} == {NO_LIMIT}, limits
 
     def let_go_on():
         while f"kill -CONT {pool.hosts[1].pid}" not in caplog.text:
@@ -191,6 +195,16 @@ def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
         r"rank 1 has been stopped by a signal in start: join_rendezvous for "
         r"cluster\.stall_timeout_s=4 s",
     )
+
+
+def test_a_role_that_hangs_while_it_is_built_is_named(tmp_path):
+    start = time.monotonic()
+    with Pool(pool_config(tmp_path, stall_s=LIMIT_S)) as pool, pytest.raises(WorkerError) as caught:
+        build_roles(pool, {"rollout": StallConfig(hangs=True)})
+    assert time.monotonic() - start < 60.0
+    assert caught.value.phase == "start: rollout"
+    assert "nobody has got further in start: rollout for cluster.stall_t" in str(caught.value)
+    assert re.search(r"rank 1 on .*__init__ \(stall_roles\.py:\d+\)", str(caught.value))
 
 
 def test_a_rank_that_never_arrives_is_named_within_the_deadline(tmp_path):

@@ -257,7 +257,7 @@ def told(fault: Fault, pid: int) -> list[str]:
     if fault.signum == signal.SIGSTOP:
         stopped = rf"pid {pid}: .*stopped by a signal"
         limit = rf"for cluster.stall_timeout_s={STALL_S} s"
-        if fault.phase in (Phase.start, Phase.build):  # where nobody tells how far he is
+        if fault.phase is Phase.start:  # where nobody tells how far he is
             return [rf"has been stopped by a signal in .*{phase}.* {limit}", stopped]
         return [rf"further in .*{phase}.* {limit}", stopped]
     return [rf"rank \d+ on .* pid {pid} failed in .*{phase}.*: its process died"]

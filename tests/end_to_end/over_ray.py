@@ -22,6 +22,7 @@ class Told(NamedTuple):
         processes: the id of the process that answers on each node, asked twice.
         failing: answers of functions that raise, are late, or return what cannot travel.
         findings: of the stages network (quick) and ray.
+        variable: of the caller's environment, on each node.
         rooms: for a rank on a CPU, and for one on a GPU.
     """
 
@@ -30,6 +31,7 @@ class Told(NamedTuple):
     processes: list[dict[str, Answer]]
     failing: list[dict[str, Answer]]
     findings: list[Finding]
+    variable: dict[str, Answer]
     rooms: list[dict[str, int]]
 
 
@@ -47,6 +49,7 @@ def everything(wanted: int) -> Told:
             ],
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
+            call_all(agents, os.getenv, "NCCL_OF_CALLER"),
             [agents.rooms([1], on_gpu=on_gpu) for on_gpu in (False, True)],
         )
 

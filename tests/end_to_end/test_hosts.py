@@ -75,12 +75,16 @@ def test_a_training_step_over_two_hosts(hosts, cluster, tmp_path):
 @pytest.fixture(scope="module")
 def told(hosts, cluster):
     """What the doctor is told over Ray."""
-    return hosts[0].call(over_ray.everything, 2, env=cluster)
+    return hosts[0].call(over_ray.everything, 2, env=cluster | {"NCCL_OF_CALLER": "4 2"})
 
 
 def test_the_doctor_reaches_every_node_over_ray(hosts, told):
     assert told.nodes == [host.name for host in hosts]
     assert told.addresses == {host.name: host.address for host in hosts}
+
+
+def test_what_the_caller_sets_for_libraries_reaches_every_node(told):
+    assert [answer.value for answer in told.variable.values()] == ["4 2"] * 2
 
 
 def test_rooms_are_what_ray_may_hand_out(hosts, told):

@@ -49,6 +49,7 @@ def test_what_is_computed_matters(key):
             "checkpoint.every_steps",
             "actor.max_tokens_per_gpu",
             "trainer.max_restarts",
+            "cluster.call_timeout_s",  # of earlier versions
         ),
     ],
 )

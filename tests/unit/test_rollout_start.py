@@ -68,6 +68,17 @@ def test_sleeping_memory_is_asked_for_where_something_sleeps(mode):
     assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24]}
 
 
+@pytest.mark.parametrize(("all_reduce", "passes"), [(None, None), ("1", None), ("0", False)])
+def test_the_fused_all_reduce_is_vllms_choice_unless_flashinfers_is_off(
+    all_reduce, passes, monkeypatch
+):
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER", raising=False)
+    if all_reduce is not None:
+        monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", all_reduce)
+    compilation = engine_options(config(tensor_parallel_size=2), "cuda")["compilation_config"]
+    assert compilation.get("pass_config", {}).get("fuse_allreduce_rms") is passes
+
+
 def test_without_a_gpu_the_cache_has_a_size_and_prompts_are_whole():
     options = engine_options(config(kv_cache_mb=3), "cpu")
     assert options["kv_cache_memory_bytes"] == 3 * 2**20
