@@ -40,7 +40,7 @@ from hybridrl.distributed import position
 from hybridrl.distributed.reading_once import Read, reading_once
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore, TCPStore
     from torch.distributed.device_mesh import DeviceMesh
 
     from hybridrl.controller.profiler import RankProfiler
@@ -113,7 +113,7 @@ class WorkerHost:
         )
         os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
         self._rank = -1
-        self._store: TCPStore | None = None
+        self._store: TCPStore | FileStore | None = None
         self._mesh: DeviceMesh | None = None
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
@@ -145,11 +145,21 @@ class WorkerHost:
 
     @_step("open_rendezvous")
     def open_rendezvous(
-        self, address: str, port: int | None, band: tuple[int, int], world_size: int
+        self, address: str | None, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
-        """On rank 0: listen on a port, or on a free one of a band, and say where."""
-        ports = rendezvous.port_band(*band) if port is None else [port]
+        """On rank 0: make a store and say where it is.
+
+        Args:
+            address: where it listens; None: in a file.
+            port: on which; None: on a free one of the band.
+            band: first and last.
+            world_size: how many ranks there are.
+        """
         timeout_s = self._config.start_timeout_s
+        if address is None:
+            self._store, where = rendezvous.open_file_store(world_size, timeout_s)
+            return where
+        ports = rendezvous.port_band(*band) if port is None else [port]
         self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
         return where
 

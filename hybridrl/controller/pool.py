@@ -121,8 +121,7 @@ class Pool:
         with self.start_times.part("connect"):
             files = self.run("connect", [()] * self.size, "start: connect")
         for host, paths in zip(self.hosts, files, strict=True):
-            self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
-        note_shared_memory(self._shared_memory.get(self._nodes.driver, []))
+            self._note_shared_memory(host, paths)
 
     def close(self) -> None:
         """End roles and processes, unlink their shared memory, give the reservation back.
@@ -195,13 +194,20 @@ class Pool:
         )
 
     def _meet(self) -> None:
-        """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win."""
+        """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win.
+
+        Ranks of one node meet in a file, which nobody else can open.
+        """
         first = self.hosts[0]
-        address = os.environ.get("MASTER_ADDR", first.slot.node_ip)
+        address = os.environ.get("MASTER_ADDR")
+        if address is None and (self._port is not None or len(by_node(self.hosts)) > 1):
+            address = first.slot.node_ip
         low, high = self._config.cluster.rendezvous_ports
         request = (address, self._port, (low, high), self.size)
         (where,) = self._starting([first], "open_rendezvous", [request])
-        if self._port is None and not low <= where.port <= high:
+        if where.is_file:
+            self._note_shared_memory(first, [where.address])
+        elif self._port is None and not low <= where.port <= high:
             logger.warning(
                 "the rendezvous is on port %d, not in cluster.rendezvous_ports: on rank 0's node "
                 "the kernel gives ports of %d to %d to connections (ip_local_port_range)",
@@ -217,6 +223,12 @@ class Pool:
         difference = disagreement(where, reports)
         if difference is not None:
             raise WorkerError([0], "start: rendezvous", difference)
+
+    def _note_shared_memory(self, host: Host, paths: Sequence[str]) -> None:
+        """Have files of a rank's node removed when the pool, or the run, comes to its end."""
+        self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
+        if host.slot.node_id == self._nodes.driver:
+            note_shared_memory(paths)
 
     def _starting(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def out_of_order() -> bool:
     return any(state_of(pid) in GONE or is_stopped(pid) for pid in pids)
 
 
-def note_shared_memory(paths: list[str]) -> None:
+def note_shared_memory(paths: Sequence[str]) -> None:
     """Have files removed with the folder of the Ray that was started here, whoever ends it."""
     if local_processes():
         folder = Path(ray_worker._global_node.temp_dir).parent

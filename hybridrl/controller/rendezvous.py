@@ -1,27 +1,34 @@
-"""One address and one port on which all ranks meet, chosen on rank 0's node and held open.
+"""Where all ranks meet: a file of rank 0's where they share a node, else an address and a port.
 
-A port that was merely free a moment ago can be taken by the time it is used; here the socket that
-found it is the one the store listens on, and the process group is built on that store. torch is
-imported inside functions: the number of threads must be set before (host.py).
+A store that listens asks nobody who it is, so any user of the node could join the ranks; the file
+is open to the run's user alone. A port that was merely free a moment ago can be taken by the time
+it is used; here the socket that found it is the one the store listens on, and the process group is
+built on that store. torch is imported inside functions: the number of threads must be set before
+(host.py).
 """
 
 import errno
 import ipaddress
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.processes import SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore, TCPStore
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Under which rank 0's store keeps whose it is, and for how many ranks.
 HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
+# By which libraries find a rendezvous.
+VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FILE_PREFIX = "hybridrl-rendezvous-"
 # Below, ports are the system's.
 FIRST_USER_PORT = 1024
 
@@ -30,7 +37,7 @@ class Rendezvous(NamedTuple):
     """Where the ranks meet, and how many they are.
 
     Attributes:
-        address, port: of rank 0's store.
+        address, port: of rank 0's store; of one in a file its path, and 0.
         world_size: how many ranks there are.
         holder: rank 0's host and process: other runs may listen at an address which, like
             localhost, is another machine's on every node.
@@ -41,13 +48,18 @@ class Rendezvous(NamedTuple):
     world_size: int
     holder: str
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the ranks meet in a file."""
+        return self.port == 0
+
 
 class Joined(NamedTuple):
     """What a rank has joined, by its own account.
 
     Attributes:
         store: where its connection leads, and what the store there says of itself.
-        environment: what libraries read of a rendezvous, as `environment_of` names it.
+        environment: what libraries read of a rendezvous, by `VARIABLES`; empty where it is unset.
     """
 
     store: Rendezvous
@@ -79,10 +91,31 @@ def open_store(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    where = Rendezvous(address, port, world_size, f"{socket.gethostname()} pid {os.getpid()}")
-    store.set(HOLDER, where.holder)
+    return store, _introduced(store, address, port, world_size)
+
+
+def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Rendezvous]:
+    """A store in a new file in shared memory, for the ranks of this node and this user.
+
+    Whoever ends the ranks removes it.
+    """
+    from torch.distributed import FileStore
+
+    descriptor, path = tempfile.mkstemp(prefix=FILE_PREFIX, dir=SHARED_MEMORY)  # mode 0600
+    os.close(descriptor)
+    store = FileStore(path)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store, _introduced(store, path, 0, world_size)
+
+
+def _introduced(
+    store: "TCPStore | FileStore", address: str, port: int, world_size: int
+) -> Rendezvous:
+    """Where this process's store is, which the store itself says, too."""
+    holder = f"{socket.gethostname()} pid {os.getpid()}"
+    store.set(HOLDER, holder)
     store.set(WORLD_SIZE, str(world_size))
-    return store, where
+    return Rendezvous(address, port, world_size, holder)
 
 
 def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range:
@@ -161,10 +194,14 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore":
+def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
     """Connect to rank 0's store within `timeout_s` seconds."""
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore, TCPStore
 
+    if where.is_file:
+        store = FileStore(where.address)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     return TCPStore(
         where.address,
         where.port,
@@ -175,21 +212,22 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore":
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
-    """The variables by which libraries find a rendezvous."""
-    return {
-        "MASTER_ADDR": where.address,
-        "MASTER_PORT": str(where.port),
-        "WORLD_SIZE": str(where.world_size),
-    }
+    """The variables by which libraries find a rendezvous; in a file they cannot."""
+    place = () if where.is_file else (where.address, str(where.port))
+    return dict(zip(VARIABLES, (str(where.world_size), *place), strict=False))
 
 
-def joined(store: "TCPStore") -> Joined:
+def joined(store: "TCPStore | FileStore") -> Joined:
     """What this process has joined through a store; of a store that is no rank 0's, no holder."""
+    from torch.distributed import FileStore
+
     is_ours = store.check([HOLDER, WORLD_SIZE])
     holder = store.get(HOLDER).decode() if is_ours else ""
     world_size = int(store.get(WORLD_SIZE)) if is_ours else 0
-    found = Rendezvous(store.host, store.port, world_size, holder)
-    return Joined(found, {name: os.environ[name] for name in environment_of(found)})
+    is_file = isinstance(store, FileStore)
+    address, port = (store.path, 0) if is_file else (store.host, store.port)
+    found = Rendezvous(address, port, world_size, holder)
+    return Joined(found, {name: os.environ.get(name, "") for name in VARIABLES})
 
 
 def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
@@ -220,6 +258,7 @@ def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[st
 
 
 def _described(where: Rendezvous) -> str:
+    place = where.address if where.is_file else f"{where.address}:{where.port}"
     if not where.holder:
-        return f"{where.address}:{where.port}, where no rank 0 listens but somebody else"
-    return f"{where.address}:{where.port} of {where.holder} for {where.world_size} ranks"
+        return f"{place}, where no rank 0 listens but somebody else"
+    return f"{place} of {where.holder} for {where.world_size} ranks"

@@ -28,7 +28,7 @@ from hybridrl.doctor import (
     network_rendezvous,
     spare,
 )
-from hybridrl.doctor.findings import Finding, Verdict, fail, skipped
+from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
 from hybridrl.doctor.host import heard
 from hybridrl.doctor.network_nodes import look, rank_zero_node
 from hybridrl.doctor.network_ray import service_ports
@@ -137,7 +137,9 @@ def _on_sockets(
         opened,
         findings,
     ):
-        if first in opened:
+        if len(addresses) == 1 and not master and given is None:
+            findings.append(ok(network_rendezvous.CHECK, first, network_rendezvous.IN_A_FILE))
+        elif first in opened:
             findings.append(
                 network_rendezvous.judge(first, opened[first], (low, high), band, given)
             )

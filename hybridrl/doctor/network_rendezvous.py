@@ -4,6 +4,7 @@ from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.network_server import Opened
 
 CHECK = "network.rendezvous"
+IN_A_FILE = "the ranks of one node meet in a file of their user's, at no port"
 MAX_HOLDERS = 4
 
 

@@ -103,8 +103,6 @@ class Adder(Worker):
             "RANK",
             "LOCAL_RANK",
             "WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
             "OMP_NUM_THREADS",
         )
         return {name: os.environ[name] for name in names} | {

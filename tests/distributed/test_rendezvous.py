@@ -3,11 +3,13 @@
 Also who has met whom: a rank that joined another store than rank 0's is found out.
 """
 
+import os
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, FileStore, TCPStore
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import (
@@ -18,11 +20,13 @@ from hybridrl.controller.rendezvous import (
     join_store,
     joined,
     listen,
+    open_file_store,
     open_store,
     port_band,
 )
 
 LOOPBACK = "127.0.0.1"
+NOBODY, REFUSED = 65534, 13
 
 
 @pytest.fixture
@@ -92,6 +96,46 @@ def test_without_a_free_port_the_band_is_named():
         pytest.raises(ConfigError, match=f"ports {first} to {second} are(?s:.*)rendezvous_ports"),
     ):
         open_store(LOOPBACK, [first, second], 1, 20.0)
+
+
+@pytest.fixture
+def meeting_file():
+    """Rank 0's store in a file, and where it is."""
+    store, where = open_file_store(2, 20.0)
+    yield store, where
+    Path(where.address).unlink()
+
+
+def test_ranks_of_one_node_meet_in_a_file(meeting_file, monkeypatch):
+    store, where = meeting_file
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = join_store(where, 10.0)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    assert disagreement(where, [joined(store), joined(other)]) is None
+    stranger = FileStore(f"{where.address}.stranger")
+    text = disagreement(where, [joined(store), joined(stranger)])
+    Path(stranger.path).unlink()
+    assert f"agree on the rendezvous {where.address} of {where.holder} for 2 ranks" in text
+    assert f"rank 1 has joined {stranger.path}, where no rank 0" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_node_cannot_join(meeting_file):
+    _, where = meeting_file
+    child = os.fork()
+    if child == 0:  # what follows may end in no test of its own
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            join_store(where, 1.0).set("key", "of nobody")
+        except DistStoreError as error:
+            os._exit(REFUSED if "Permission denied" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == REFUSED
 
 
 def test_on_loopback_nobody_else_can_connect():
