@@ -197,7 +197,7 @@ def shielded() -> Iterator[None]:
         received.append(signum)
 
     heeded = [s for s in SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
-    previous = {signum: signal.signal(signum, note) for signum in heeded}
+    previous: dict[int, Any] = {signum: signal.signal(signum, note) for signum in heeded}
     try:
         yield
     finally:

@@ -20,7 +20,9 @@ from controller_run import pool_config
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
+from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.multicast import SWITCHES
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.object_store import ObjectStore
@@ -151,10 +153,13 @@ def two_nodes(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path):
+def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path, monkeypatch):
     """Joined by address: engines stay on their nodes, processes end on both, the nodes stay up."""
     assert [node.cores for node in cluster_machine().nodes] == [2, 2]
-    config = pool_config(tmp_path, nodes=2, engine=2)
+    config = pool_config(tmp_path, nodes=2, engine=2, multicast=NVLinkMulticast.off)
+    of_user = {"NCCL_FROM_USER": "4 2", "NCCL_NVLS_ENABLE": "1"}
+    for name, value in of_user.items():  # the cluster's processes do not inherit these
+        monkeypatch.setenv(name, value)
     with ray_runtime(config.cluster, config.accelerator):
         with pytest.raises(ConfigError, match=r"rank 1 on node .*, rank 2 on node"):
             Pool(pool_config(tmp_path, nodes=2, engine=4))
@@ -167,7 +172,8 @@ def test_two_nodes_of_a_cluster_that_was_there(two_nodes, tmp_path):
         assert not any(psutil.pid_exists(pid) for pid in pids)
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert [entry["LOCAL_RANK"] for entry in about] == ["0", "1", "0", "1"]
-    assert {entry["HYBRIDRL_FROM_USER"] for entry in about} == {"42"}
+    wanted = SWITCHES | {"HYBRIDRL_FROM_USER": "42"} | of_user
+    assert all(wanted.items() <= entry["environment"].items() for entry in about)
     assert two_nodes.remaining_processes_alive()
     assert not ray.is_initialized()
 
