@@ -46,9 +46,9 @@ def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def interrupt_on_termination() -> None:
     """Let SIGTERM, and SIGHUP unless it is ignored, end this process as Ctrl-C does."""
-    for signum in TERMINATING:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 def _count_once(signum: int) -> None:

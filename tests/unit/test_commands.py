@@ -63,7 +63,12 @@ def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
         (WorkerError([3], "actor.update", "rank 3 died"), 1, "rank 3 died"),
         (KeyboardInterrupt(), 130, "Stopped by SIGINT\n"),
         (Interrupted(signal.SIGTERM), 143, "Stopped by SIGTERM\n"),
-        (Preempted(Path("x/step_4")), 75, "Stopped by SIGTERM; the run goes on from x/step_4\n"),
+        (
+            Preempted(signal.SIGTERM, Path("x/step_4")),
+            75,
+            "Stopped by SIGTERM; the run goes on from x/step_4\n",
+        ),
+        (Preempted(signal.SIGHUP, None), 129, "Stopped by SIGHUP\n"),
     ],
 )
 def test_every_end_has_its_exit_code(error, code, told, capsys):

@@ -20,7 +20,7 @@ set_up_process()
 guard_standard_output()
 with exit_codes(), SignalGuard(), Preemption(float(sys.argv[1])) as preemption:
     Path("ready").touch()
-    for _ in range(300):
+    for _ in range(100):
         time.sleep(0.01)
         if preemption.is_asked:
             break

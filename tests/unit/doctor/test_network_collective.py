@@ -1,11 +1,14 @@
 """The doctor's collectives: their plan, real ranks that fail or hang, and what results mean."""
 
 import dataclasses
+import os
 
 import pytest
+from host_cases import case, the
 from network_cases import view
 
-from hybridrl.doctor import network_collective
+from hybridrl.config.multicast import SWITCHES
+from hybridrl.doctor import network, network_collective, network_rendezvous
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network_collective_judgements import RankResult
 
@@ -182,3 +185,15 @@ def test_of_one_rank_no_speed_is_told():
     (found,) = network_collective.judge(alone)
     assert found.verdict is Verdict.ok
     assert found.evidence == "gloo and NCCL start; one rank has nothing to exchange"
+
+
+def test_one_node_needs_no_port_and_its_ranks_start_without_multicast(monkeypatch):
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    found = network.check(case("cluster.nvlink_multicast=off", quick=True))
+    assert the(found, "network.rendezvous").evidence == network_rendezvous.IN_A_FILE
+    assert {name: os.environ.get(name) for name in SWITCHES} == SWITCHES | {"NCCL_NVLS_ENABLE": "1"}
