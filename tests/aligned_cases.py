@@ -9,7 +9,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hybridrl.config.choices import Init, Layout
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.fsdp import (
-    full_state_dict,
     load_sharded_critic,
     load_sharded_policy,
     named_shards,
@@ -18,6 +17,7 @@ from hybridrl.distributed.mesh import build_mesh, ranks_as_given
 from hybridrl.workers.actor import ActorWorker
 from tests.role_configs import actor_config, fsdp_config, model_config
 from tests.training_batches import scheduled, training_batch
+from tests.whole_weights import full_state_dict
 
 COLUMNS = [
     f"model.layers.{layer}.{name}.weight"

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config.choices import DType, Offload
-from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import gather_factors
 from hybridrl.workers.actor import ActorWorker
@@ -18,6 +17,7 @@ from tests.role_configs import (
     reference_config,
 )
 from tests.training_batches import scheduled, training_batch
+from tests.whole_weights import full_state_dict
 
 # Phases of a step in the trainer's order; "reshard" stands for reading the actor's shards.
 PHASES = ("reshard", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")

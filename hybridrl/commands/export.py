@@ -34,8 +34,7 @@ generation config. Adapters are merged, and stand beside it in peft's format (DI
   hybridrl export outputs/x model                              newest good checkpoint of a run
   hybridrl export outputs/x/checkpoints/step_00000020 model    that one
 
-Needs neither GPU nor Ray. Host memory: 10 GB (two shards) or the model, whichever is less; with
-adapters also the model that they adapt, 4 bytes a parameter.
+Needs neither GPU nor Ray. In host memory is one tensor at a time.
 """
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 129 SIGHUP, 130 Ctrl-C, "

@@ -37,7 +37,6 @@ from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
 from hybridrl.controller.spans import Stopwatch
 from hybridrl.distributed import position
-from hybridrl.distributed.reading_once import Read, reading_once
 
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
@@ -117,7 +116,6 @@ class WorkerHost:
         self._mesh: DeviceMesh | None = None
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
-        self._read: Read = {}
         self._secrets: set[str] = set()
         self._profiler: RankProfiler | None = None
 
@@ -231,15 +229,13 @@ class WorkerHost:
         with _step(role):
             if self._importing is not None:
                 self._importing.result()
-            with reading_once(self._read):
-                self._roles[role] = import_class(worker)(config, self._mesh)
+            self._roles[role] = import_class(worker)(config, self._mesh)
             lift_limits()
         logger.info("built %s (%s) in %.1f s", role, worker, time.perf_counter() - start)
 
     @_step("connect")
     def connect(self) -> list[str]:
         """Show the roles to each other; return the shared memory files the process uses now."""
-        self._read.clear()
         for role in self._roles.values():
             role.connect(self._roles)
         return shared_memory_of(psutil.Process())

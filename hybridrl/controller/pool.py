@@ -113,8 +113,12 @@ class Pool:
         return partial(self._wait, self.hosts, refs, phase)
 
     def read_ahead(self, model: ModelConfig) -> None:
-        """Let rank 0, which reads checkpoints for all, begin with the model's; returns at once."""
-        self._starting(self.hosts[:1], "read_ahead", [(model,)])
+        """Begin to read the model's checkpoint where all ranks are on one node; returns at once.
+
+        On many nodes each needs little of it, and reads that as fast as its disk can.
+        """
+        if len({host.slot.node_id for host in self.hosts}) == 1:
+            self._starting(self.hosts[:1], "read_ahead", [(model,)])
 
     def connect(self) -> None:
         """Show each process's roles to each other, once all are built."""

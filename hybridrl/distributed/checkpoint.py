@@ -5,7 +5,6 @@ in the folder is opened: whatever could execute code when it is loaded stays unr
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
@@ -33,20 +37,44 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """What a folder of shards holds, by key; reads the files' headers only.
+class StoredState:
+    """A folder of shards, of which only the headers are read before a tensor is asked for.
+
+    Args:
+        folder: of the shards.
+
+    Attributes:
+        tensors: what it holds, by key.
 
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
     """
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    stored = {}
-    for key, tensor in sorted(metadata.items()):
-        assert isinstance(tensor, TensorStorageMetadata)
-        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
-            raise DamagedCheckpoint(folder.parent, folder.name, f"has only parts of {key}")
-        stored[key] = StoredTensor(tuple(tensor.size), tensor.properties.dtype)
-    return stored
+
+    def __init__(self, folder: Path) -> None:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        self._files = {index: info.relative_path for index, info in metadata.storage_data.items()}
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for key, tensor in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(tensor, TensorStorageMetadata)
+            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+                raise DamagedCheckpoint(folder.parent, folder.name, f"has only parts of {key}")
+            self._chunks[key] = tensor.chunks
+            self.tensors[key] = StoredTensor(tuple(tensor.size), tensor.properties.dtype)
+        self._opened: dict[str, safe_open] = {}
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor, on CPU."""
+        shape, dtype = self.tensors[key]
+        whole = torch.empty(shape, dtype=dtype)
+        for chunk in self._chunks[key]:
+            file = self._files[MetadataIndex(key, chunk.offsets)]
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, framework="pt")
+            place = zip(chunk.offsets, chunk.sizes, strict=True)
+            where = tuple(slice(start, start + length) for start, length in place)
+            whole[where] = self._opened[file].get_tensor(key)
+        return whole
 
 
 def differences(
@@ -92,8 +120,13 @@ def load_in_place(
     Raises:
         RuntimeError: a rank could not read it.
     """
-    detached = {key: tensor.detach() for key, tensor in state.items()}
-    _load(detached, folder, group, alone=False)
+    detached: dict[str, Any] = {key: tensor.detach() for key, tensor in state.items()}
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        dcp.load(detached, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
+    except CheckpointException as failure:
+        # Not an Exception: whoever reports errors would let it pass.
+        raise RuntimeError(f"{folder} could not be read: {failure}") from None
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -104,18 +137,9 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
     """
-    stored = stored_tensors(folder)
-    chosen = {key: found for key, found in stored.items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): value for key, value in read_some(folder, chosen).items()}
-
-
-def read_some(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Some of the tensors that `stored_tensors` has found, whole, on CPU; as `read_whole`."""
-    state = {key: torch.empty(found.shape, dtype=found.dtype) for key, found in stored.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        _load(state, folder, None, alone=True)
-    return state
+    state = StoredState(folder)
+    keys = [key for key in state.tensors if key.startswith(prefix)]
+    return {key.removeprefix(prefix): state.read(key) for key in keys}
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -128,23 +152,6 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         self._num_read += 1
         position.at("part read", self._num_read)
-
-
-def _load(
-    state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, *, alone: bool
-) -> None:
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        dcp.load(
-            state,
-            storage_reader=reader,
-            planner=_LoadPlanner(),
-            process_group=group,
-            no_dist=alone,
-        )
-    except CheckpointException as failure:
-        # Not an Exception: whoever reports errors would let it pass.
-        raise RuntimeError(f"{folder} could not be read: {failure}") from None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,22 +1,18 @@
 """Writing a trained model as an ordinary Hugging Face folder, and adapters as peft reads them.
 
-weights: names and shapes -> shards of 5 GB -> each is read, cast and written, then forgotten
+weights: names and shapes -> files of 5 GB -> tensor by tensor is read, cast, written, forgotten
 """
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -24,6 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
+from hybridrl.distributed.safetensors_file import header, pieces, write_parts
 from hybridrl.models.exported import RECORD, files_in, in_between
 
 # Where adapters lie in the folder of the model that they were merged into.
@@ -43,29 +40,9 @@ class Weights(Protocol):
         """Shapes by checkpoint name, in the order in which they are to be written."""
         ...
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some of them, float32 on CPU."""
+    def read(self, name: str) -> Tensor:
+        """One of them, float32; they are asked for in their order."""
         ...
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """Weights that are in memory.
-
-    Attributes:
-        tensors: float32 on CPU, by checkpoint name.
-    """
-
-    tensors: dict[str, Tensor]
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes by checkpoint name."""
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some of them."""
-        return {name: self.tensors[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -96,14 +73,9 @@ class AdapterFiles:
             base_model_name_or_path=self.base,
             inference_mode=True,
         ).save_pretrained(str(folder))
-        _save(self.weights, folder / "adapter_model.safetensors")
-
-
-def write_hf_folder(
-    weights: dict[str, Tensor], source: Path, target: Path, adapter: AdapterFiles | None = None
-) -> None:
-    """Write weights that are in memory, float32; see `write_model`."""
-    write_model(InMemory(weights), source, target, adapter)
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        parts = _parts(shapes, self.weights.__getitem__, torch.float32)
+        write_parts(folder / "adapter_model.safetensors", parts)
 
 
 def write_model(
@@ -119,7 +91,7 @@ def write_model(
     """Write weights with the configuration and tokenizer of the model they came from.
 
     The folder appears under its name only when the disk has all of it; one that was there is
-    replaced. Host memory: two shards, of 5 GB or the largest tensor, beside what `weights` keeps.
+    replaced. In host memory is one tensor at a time, beside what `weights` keeps.
 
     Args:
         weights: of the causal LM; tied tensors once.
@@ -129,7 +101,7 @@ def write_model(
         dtype: of the weights in the folder.
         record: written to hybridrl_export.json, with a list of the files: what the folder is an
             export of.
-        shard_bytes: of the float32 weights of one file, unless a single tensor is larger.
+        shard_bytes: of the weights of one file, unless a single tensor is larger.
 
     Raises:
         OSError: the disk does not take it, or does not give a file of `source`, which is named;
@@ -176,23 +148,43 @@ def _content(path: Path) -> bytes:
 
 
 def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    # Shards are cut by what they take in memory, where they are float32 at first.
-    empty = {name: torch.empty(shape, device="meta") for name, shape in weights.shapes.items()}
-    split = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    for file, names in split.filename_to_tensors.items():
-        shard = weights.read(names)
-        _save({name: shard.pop(name).to(dtype).contiguous() for name in names}, folder / file)
-    if split.is_sharded:
-        size = sum(tensor.numel() for tensor in empty.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
+    shapes = weights.shapes
+    groups = _groups({k: s.numel() * dtype.itemsize for k, s in shapes.items()}, shard_bytes)
+    if len(groups) == 1:
+        files = {"model.safetensors": groups[0]}
+    else:
+        last = f"{len(groups):05d}"
+        files = {f"model-{n:05d}-of-{last}.safetensors": g for n, g in enumerate(groups, 1)}
+    for file, names in files.items():
+        parts = _parts({name: shapes[name] for name in names}, weights.read, dtype)
+        write_parts(folder / file, parts)
+    if len(groups) > 1:
+        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        places = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata=METADATA)
-    except SafetensorError as error:  # says "I/O error" of what is an OSError elsewhere
-        raise OSError(errno.EIO, str(error), str(file)) from error
+def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in their order, in groups of at most so many bytes or a single name."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and total + size > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
+
+
+def _parts(
+    shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of these tensors, piece by piece."""
+    yield header({name: (dtype, shape) for name, shape in shapes.items()}, METADATA)
+    for name in shapes:
+        yield from pieces(read(name), dtype)
 
 
 def _sync(folder: Path) -> None:

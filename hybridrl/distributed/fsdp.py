@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
@@ -37,6 +38,7 @@ from hybridrl.distributed.token_models import SequenceScores, TokenLogProbs, Tok
 from hybridrl.distributed.weights import (
     CheckpointWeights,
     FirstWeights,
+    Lacking,
     empty_model,
     first_weights,
 )
@@ -73,7 +75,7 @@ def load_sharded_policy(
     keep = KeptLogits.none if fsdp.activation_checkpointing else KeptLogits.all
     root = TokenLogProbs(lm, chunk_tokens, keep)
     _shard(root, root.lm.base_model.layers, fsdp, mesh)
-    _fill(root, first_weights(model, lm, AutoModelForCausalLM, device_of(mesh)), device_of(mesh))
+    _fill(root, first_weights(model, lm.config, _shapes(root), device_of(mesh)), device_of(mesh))
     if lora is not None:
         _fill_adapters(lm, lora.seed, device_of(mesh))
     return root.eval()
@@ -100,7 +102,7 @@ def load_sharded_critic(
     fully_shard(root.head, mesh=sharding_mesh(mesh), reshard_after_forward=False)
     _shard(root, root.backbone.layers, fsdp, mesh)
     device = device_of(mesh)
-    _fill(root, first_weights(model, backbone, AutoModel, device), device)
+    _fill(root, first_weights(model, backbone.config, _shapes(root), device), device)
     for name, value in root.initial_head(seed).items():
         _keep_shard(root.get_parameter(name), value.to(device))
     return root.eval()
@@ -121,7 +123,9 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     root = SequenceScores(empty_model(AutoModel, folder))
     fully_shard(root.score, mesh=sharding_mesh(mesh), reshard_after_forward=False)
     _shard(root, root.backbone.layers, replace(fsdp, columns=None), mesh)
-    _fill(root, CheckpointWeights(AutoModelForSequenceClassification, folder, device), device)
+    # A head that shares the embedding's storage is none that scores.
+    first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=Lacking.reward_model)
+    _fill(root, first, device)
     return root.eval()
 
 
@@ -144,23 +148,6 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     ]
 
 
-def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
-    """The causal LM's weights under checkpoint names, float32 on CPU; a collective.
-
-    Tied tensors appear once, as in a checkpoint. Adapters are merged.
-
-    Returns:
-        Every weight on rank 0, nothing on the other ranks.
-    """
-    reshard(root)
-    merger = merger_of(root.lm)
-    merger.gather()
-    return _on_first_rank(
-        (name, merger.whole(name) if name in merger else param.detach().full_tensor())
-        for name, param in checkpoint_parameters(root.lm)
-    )
-
-
 def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     """The adapters' weights under peft's names, float32 on CPU; a collective.
 
@@ -168,21 +155,13 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
         Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
     """
     reshard(root)
-    return _on_first_rank(
-        (f"base_model.model.{name}.{factor}.weight", weight.detach().full_tensor())
-        for name, layer in adapters(root.lm).items()
-        for factor, weight in (("lora_A", layer.lora_A.weight), ("lora_B", layer.lora_B.weight))
-    )
-
-
-def _on_first_rank(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies on CPU: a gathered tensor may be a view of a padded, larger storage."""
     is_first = dist.get_rank() == 0
     kept = {}
-    for number, (name, tensor) in enumerate(tensors, 1):
-        position.at("gathered weight", number)
-        if is_first:
-            kept[name] = tensor.to("cpu", copy=True)
+    for name, layer in adapters(root.lm).items():
+        for factor, weight in (("lora_A", layer.lora_A.weight), ("lora_B", layer.lora_B.weight)):
+            whole = weight.detach().full_tensor()
+            if is_first:  # a copy: a gathered tensor may be a view of a padded, larger storage
+                kept[f"base_model.model.{name}.{factor}.weight"] = whole.to("cpu", copy=True)
     return kept
 
 
@@ -275,14 +254,25 @@ def _checkpoint_activations(layer: nn.Module) -> None:
     )
 
 
+def _shapes(root: nn.Module) -> dict[str, torch.Size]:
+    return {name: param.shape for name, param in parameters_in_checkpoint(root)}
+
+
+@torch.no_grad()
 def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
     """Put an empty model on the device and give every rank its shards, one tensor at a time."""
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
-    for name, param in parameters_in_checkpoint(root):
-        _keep_shard(param, first(name, param.shape))
+    for number, (name, param) in enumerate(parameters_in_checkpoint(root), 1):
+        position.at("loaded weight", number)
+        lengths, offsets = compute_local_shape_and_global_offset(
+            param.shape, param.device_mesh, param.placements
+        )
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        # To the device as it is stored, and float32 only there.
+        param.to_local().copy_(first.part(name, param.shape, where).to(device))
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:

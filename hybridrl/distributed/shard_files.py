@@ -7,11 +7,9 @@ byte is written; here the file is written from the one host copy, and hashed on 
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -33,23 +31,8 @@ from torch.futures import Future
 
 from hybridrl.checkpoint.durable import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
+from hybridrl.distributed.safetensors_file import header, write_parts
 from hybridrl.distributed.staging import StagedShard, Staging
-
-# The disk gets what was written after so many bytes, so that memory does not fill with it.
-SYNC_BYTES = 256 * 2**20
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class ShardPlanner(dcp.DefaultSavePlanner):
@@ -111,56 +94,33 @@ class ShardWriter(HuggingFaceStorageWriter):
         if shards:
             name = f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
             path = self._folder / name
-            try:
-                self.files[name] = self._write(path, shards)
-                sync_folder(self._folder)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            self.files[name] = self._write(path, shards)
+            sync_folder(self._folder)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])  # the format has no index that would be made of them
         return done
 
     def _write(self, path: Path, shards: Mapping[str, StagedShard]) -> FileRecord:
-        content, synced = hashlib.sha256(), 0
-        with path.open("wb") as file:
-            for part in self._parts(shards):
-                content.update(part)
-                file.write(part)
-                self.num_bytes += len(part)
-                if self.num_bytes - synced >= SYNC_BYTES:
-                    synced = self.num_bytes
-                    file.flush()
-                    os.fdatasync(file.fileno())
-            file.flush()
-            os.fsync(file.fileno())
+        content = hashlib.sha256()
+
+        def note(part: bytes | memoryview) -> None:
+            content.update(part)
+            self.num_bytes += len(part)
+
+        write_parts(path, self._parts(shards), note)
         return FileRecord(self.num_bytes, content.hexdigest())
 
     def _parts(self, shards: Mapping[str, StagedShard]) -> Iterator[bytes | memoryview]:
-        yield header(shards)
+        yield shards_header(shards)
         for shard in shards.values():
             yield from self._staging.contents(shard)
 
 
-def header(shards: Mapping[str, StagedShard]) -> bytes:
-    """The head of a safetensors file: where each shard's bytes are, and where it belongs.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    entries: dict[str, object] = {}
-    offsets, end = {}, 0
-    for key, shard in shards.items():
-        place = [end, end + shard.num_bytes]
-        entries[key] = {
-            "dtype": DTYPES[shard.dtype],
-            "shape": list(shard.shape),
-            "data_offsets": place,
-        }
-        offsets[key] = {SAVED_OFFSETS_KEY: list(shard.offsets)}
-        end = place[1]
+def shards_header(shards: Mapping[str, StagedShard]) -> bytes:
+    """The head of a file of shards, which says where in the whole tensors they belong."""
+    offsets = {key: {SAVED_OFFSETS_KEY: list(shard.offsets)} for key, shard in shards.items()}
     about = {"format": "pt", "DCP_VERSION": "1.0", CUSTOM_METADATA_KEY: json.dumps(offsets)}
-    text = json.dumps({"__metadata__": about, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header({key: (shard.dtype, shard.shape) for key, shard in shards.items()}, about)
 
 
 def _item(key: str, shard: StagedShard) -> WriteItem:

@@ -1,6 +1,5 @@
 """The policy of a run's checkpoint as ordinary weights, in one process without a GPU."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.choices import Accelerator, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.distributed.checkpoint import differences, read_some, stored_tensors
+from hybridrl.distributed.checkpoint import StoredState, differences
 from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
-from hybridrl.distributed.weights import RandomWeights, empty_model, read_checkpoint
-from hybridrl.models.resolve import model_folder, plain_folder
+from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
+from hybridrl.models.resolve import plain_folder
 
 # Of the keys of the policy's weights in a checkpoint.
 PREFIX = "actor.weights."
@@ -23,8 +22,7 @@ PREFIX = "actor.weights."
 class StoredPolicy:
     """The weights of a checkpoint's actor by their names in the model's own checkpoint.
 
-    Adapters are merged as their weights are read: then the model that they adapt is in memory,
-    whole and in float32. Without adapters nothing is.
+    Nothing is in memory but what `read` returns. Adapters are merged as their weights are read.
 
     Args:
         state: the checkpoint's folder of shards.
@@ -49,7 +47,7 @@ class StoredPolicy:
         self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
         if lora is not None:
             add_adapters(self._lm, lora)
-        self._found = stored_tensors(state)
+        self._found = StoredState(state)
         self._check()
 
     @cached_property
@@ -57,11 +55,17 @@ class StoredPolicy:
         """Shapes by checkpoint name, tied tensors once."""
         return {name: param.shape for name, param in checkpoint_parameters(self._lm)}
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some of the weights, merged; float32 on CPU."""
+    def read(self, name: str) -> Tensor:
+        """One of the weights, merged; float32 on CPU."""
         if self._lora is None:
-            return self._stored(names)
-        return {name: self._merged(name) for name in names}
+            return self._stored(name)
+        shape = self.shapes[name]
+        base = self._base.part(name, shape, (slice(None),) * len(shape)).to("cpu", torch.float32)
+        layers, layer = adapters(self._lm), name.removesuffix(".weight")
+        if layer not in layers:
+            return base
+        a, b = (self._stored(f"{layer}.{factor}.weight") for factor in ("lora_A", "lora_B"))
+        return torch.addmm(base, b, a, alpha=layers[layer].scaling)
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters' weights under peft's names, float32 on CPU."""
@@ -70,7 +74,7 @@ class StoredPolicy:
             for layer in adapters(self._lm)
             for factor in ("lora_A", "lora_B")
         }
-        return {names[name]: weight for name, weight in self._stored(list(names)).items()}
+        return {theirs: self._stored(ours) for ours, theirs in names.items()}
 
     def _check(self) -> None:
         """Refuse a checkpoint of another model."""
@@ -79,7 +83,7 @@ class StoredPolicy:
             for name, param in self._lm.named_parameters()
             if param.requires_grad
         }
-        found = differences(trained, self._found, PREFIX)
+        found = differences(trained, self._found.tensors, PREFIX)
         if found:
             listed = "\n".join(found)
             raise ConfigError(
@@ -87,30 +91,17 @@ class StoredPolicy:
                 f"has:\n{listed}\nGive the model that was trained: --model PATH"
             )
 
-    def _stored(self, names: Sequence[str]) -> dict[str, Tensor]:
-        wanted = {f"{PREFIX}{name}": self._found[f"{PREFIX}{name}"] for name in names}
-        found = read_some(self._state, wanted)
-        return {name: found[f"{PREFIX}{name}"] for name in names}
+    def _stored(self, name: str) -> Tensor:
+        return self._found.read(f"{PREFIX}{name}")
 
     @cached_property
-    def _base(self) -> dict[str, Tensor]:
+    def _base(self) -> FirstWeights:
         """The weights under the adapters."""
-        if self._model.init is Init.pretrained:
-            return read_checkpoint(AutoModelForCausalLM, model_folder(self._model))
         on_gpu = self._drawn_on is Accelerator.gpu
-        if on_gpu and not torch.cuda.is_available():
+        if on_gpu and self._model.init is Init.random and not torch.cuda.is_available():
             raise ConfigError(
                 "model.init = random: the run drew the weights under its adapters on a GPU, whose "
                 "numbers a CPU does not draw.\nExport on a machine with a GPU."
             )
         device = torch.device("cuda" if on_gpu else "cpu")
-        first = RandomWeights(self._lm.config.initializer_range, self._model.seed, device)
-        return {name: first(name, shape).cpu() for name, shape in self.shapes.items()}
-
-    def _merged(self, name: str) -> Tensor:
-        layers, layer = adapters(self._lm), name.removesuffix(".weight")
-        if layer not in layers:
-            return self._base[name]
-        stored = self._stored([f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"])
-        a, b = stored.values()
-        return torch.addmm(self._base[name], b, a, alpha=layers[layer].scaling)
+        return first_weights(self._model, self._lm.config, self.shapes, device)

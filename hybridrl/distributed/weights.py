@@ -1,17 +1,18 @@
 """A model's first weights: from a checkpoint, or drawn on the device from config.json alone."""
 
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -20,65 +21,88 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.reading_once import known_reads
+from hybridrl.distributed.weight_files import Part, WeightFiles
 from hybridrl.models.resolve import model_folder
 
 # Others may scale logits or cap attention scores, which the forwards here would leave out.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
-Auto = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
+Auto = type[AutoModel] | type[AutoModelForCausalLM]
+# Of whole tensors, by checkpoint name.
+Shapes = Mapping[str, torch.Size]
+
+
+class Lacking(Enum):
+    """What the user is told of a folder that lacks weights."""
+
+    policy = (
+        "model.path = {}...\n"
+        "Training would start from random numbers there.\n"
+        "Set model.path to a complete checkpoint, or model.init=random."
+    )
+    reward_model = (
+        "reward_model.model.path = {}.\n"
+        "Scores would come from random numbers there.\n"
+        "Name a complete checkpoint of a reward model."
+    )
 
 
 class FirstWeights(Protocol):
-    """Gives every rank a whole tensor, the same on all of them; calls may be collectives."""
+    """Gives parts of a model's weights, the same for every way of cutting them."""
 
-    def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """The float32 tensor of a checkpoint name, on the device."""
+    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
+        """A part of the tensor of a checkpoint name, in the dtype that it is stored in."""
         ...
 
 
 def first_weights(
-    model: ModelConfig, empty: PreTrainedModel, auto: Auto, device: torch.device
+    model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
     """Where the weights of an empty model come from, as model.init says.
 
     Args:
         model: what to load.
-        empty: its model without weights.
-        auto: the class that made it.
-        device: of the tensors.
+        lm: its config.json.
+        shapes: of the weights that will be asked for, by checkpoint name.
+        device: where random ones are drawn.
 
     Raises:
         ConfigError: the checkpoint lacks weights.
     """
     if model.init is Init.random:
-        return RandomWeights(empty.config.initializer_range, model.seed, device)
-    return CheckpointWeights(auto, model_folder(model), device)
+        return RandomWeights(lm.initializer_range, model.seed, device)
+    return CheckpointWeights(model_folder(model), shapes, tied=lm.tie_word_embeddings)
 
 
 class CheckpointWeights:
-    """A checkpoint's weights. Rank 0 alone reads them and sends each tensor on.
+    """A checkpoint's weights, of which each rank reads its own parts and no others.
+
+    No rank reads for others: on a local disk or a shared one the parts of all ranks together are
+    one checkpoint, and nothing waits for the slowest of them or passes through one process.
 
     Args:
-        auto: AutoModel for those of the backbone alone; others also have a head's.
         folder: of the checkpoint.
-        device: of the tensors.
+        shapes: of the weights that will be asked for, by checkpoint name.
+        tied: whether embedding and head are one tensor, which may have either's name.
+        lacking: what the user is told of a folder without some of them, after its name.
 
     Raises:
-        ConfigError: the checkpoint lacks weights.
+        ConfigError: the folder lacks some, or they have other shapes.
     """
 
-    def __init__(self, auto: Auto, folder: Path, device: torch.device) -> None:
-        self._device = device
-        self._weights = _read_once(auto, folder) if dist.get_rank() == 0 else {}
+    def __init__(
+        self, folder: Path, shapes: Shapes, *, tied: bool, lacking: Lacking = Lacking.policy
+    ) -> None:
+        self._files = WeightFiles(folder)
+        self._names = self._files.names(shapes, tied=tied)
+        missing = sorted(shapes.keys() - self._names.keys())
+        if missing:
+            listed = f"{folder} lacks {len(missing)} of its weights: {', '.join(missing[:3])}"
+            raise ConfigError(lacking.value.format(listed))
 
-    def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """The named tensor, broadcast from rank 0."""
-        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
-        if dist.get_rank() == 0:
-            whole.copy_(self._weights[name])
-        dist.broadcast(whole, src=0)
-        return whole
+    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
+        """A part of the named tensor: a view of its file."""
+        return self._files.part(self._names[name], where)
 
 
 class RandomWeights:
@@ -99,13 +123,17 @@ class RandomWeights:
         self._device = device
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """The named tensor."""
+        """The named tensor, float32."""
         whole = torch.empty(shape, dtype=torch.float32, device=self._device)
         if len(shape) == 1:
             return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
         seed = derive_seed(self._seed, "weights", name)
         generator = torch.Generator(self._device).manual_seed(seed)
         return whole.normal_(0.0, self._std, generator=generator)
+
+    def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
+        """A part of the named tensor, all of which is drawn."""
+        return self(name, shape)[where]
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
@@ -142,47 +170,3 @@ def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     empty = empty_model(AutoModelForCausalLM, model_folder(model))
     named = empty.named_parameters(remove_duplicate=False)
     return {name: tuple(param.shape) for name, param in named}
-
-
-def _read_once(auto: Auto, folder: Path) -> dict[str, Tensor]:
-    """As `read_checkpoint`, which takes tens of seconds for 7 B: roles share the last folder's."""
-    known = known_reads()
-    if not any(known_folder == folder for _, known_folder in known):
-        known.clear()
-    # A causal LM has its backbone under the names that AutoModel gives it.
-    if auto is AutoModel and (AutoModelForCausalLM, folder) in known:
-        return known[AutoModelForCausalLM, folder]
-    if (auto, folder) not in known:
-        known[auto, folder] = read_checkpoint(auto, folder)
-    return known[auto, folder]
-
-
-def read_checkpoint(auto: Auto, folder: Path) -> dict[str, Tensor]:
-    """A model's weights in float32 on CPU, by checkpoint name; tied ones once.
-
-    Raises:
-        ConfigError: the folder lacks some.
-    """
-    model, report = auto.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-        trust_remote_code=False,
-        weights_only=True,
-    )
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-        listed = f"{folder} lacks {len(names)} of its weights: {', '.join(names[:3])}"
-        if auto is AutoModelForSequenceClassification:
-            raise ConfigError(
-                f"reward_model.model.path = {listed}.\n"
-                f"Scores would come from random numbers there.\n"
-                f"Name a complete checkpoint of a reward model."
-            )
-        raise ConfigError(
-            f"model.path = {listed}...\n"
-            f"Training would start from random numbers there.\n"
-            f"Set model.path to a complete checkpoint, or model.init=random."
-        )
-    prefix = f"{model.base_model_prefix}." if auto is AutoModel else ""
-    return {prefix + name: param.detach() for name, param in model.named_parameters()}

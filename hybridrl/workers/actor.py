@@ -15,13 +15,9 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import MiniBatch, RankBatch
 from hybridrl.data.totals import Totals
-from hybridrl.distributed.export import AdapterFiles, write_hf_folder
-from hybridrl.distributed.fsdp import (
-    adapter_state_dict,
-    full_state_dict,
-    load_sharded_policy,
-    named_shards,
-)
+from hybridrl.distributed.export import AdapterFiles, write_model
+from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy, named_shards
+from hybridrl.distributed.gathering import GatheredWeights
 from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.packing import to_device
@@ -176,18 +172,20 @@ class ActorWorker(ReplayedWorker):
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
         float32, as trained; adapters are merged into it, and stand beside it in peft's format. The
-        folder appears under its name when it is complete.
+        folder appears under its name when it is complete. One tensor at a time is gathered.
 
         Returns:
             Why the disk did not take it, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora
-        weights, adapters = full_state_dict(self.model), adapter_state_dict(self.model)
-        if dist.get_rank() == 0:
-            files = None if lora is None else AdapterFiles(adapters, lora, name_or_folder(model))
-            try:
-                write_hf_folder(weights, model_folder(model), Path(folder), files)
-            except OSError as error:
-                return str(error)
+        weights, adapters = GatheredWeights(self.model), adapter_state_dict(self.model)
+        files = None if lora is None else AdapterFiles(adapters, lora, name_or_folder(model))
+        try:
+            if dist.get_rank() == 0:
+                write_model(weights, model_folder(model), Path(folder), files)
+        except OSError as error:
+            return str(error)
+        finally:
+            weights.read_rest()
         return None

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.checkpoint.names import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
-from hybridrl.distributed.checkpoint import differences, load_in_place, stored_tensors
+from hybridrl.distributed.checkpoint import StoredState, differences, load_in_place
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
 from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.offload import offloadable_weights
@@ -63,7 +63,7 @@ class PolicyWorker(ModelWorker):
     def _load(self, checkpoint: Path) -> None:
         folder = checkpoint / STATE
         state = {f"{PREFIX}{name}": p for name, p in trained_parameters(self.model).items()}
-        found = differences(state, stored_tensors(folder), PREFIX)
+        found = differences(state, StoredState(folder).tensors, PREFIX)
         if found:
             raise ConfigError(
                 f"{checkpoint} holds other weights than model.path = {self.config.model.path} "

@@ -17,7 +17,7 @@ from hybridrl.data.schedule import MiniBatch, RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
-from hybridrl.distributed.checkpoint import differences, load_in_place, stored_tensors
+from hybridrl.distributed.checkpoint import StoredState, differences, load_in_place
 from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import WEIGHTS, TrainedWorker
@@ -97,7 +97,7 @@ class ReplayedWorker(TrainedWorker):
         """
         path, trained = Path(folder) / STATE, self.training_state()
         state = {f"{role}.{k}": t for k, t in trained.items() if k.startswith(WEIGHTS)}
-        found = differences(state, stored_tensors(path), f"{role}.{WEIGHTS}")
+        found = differences(state, StoredState(path).tensors, f"{role}.{WEIGHTS}")
         if found:
             raise ConfigError(f"{path} holds other weights than the config's:\n" + "\n".join(found))
         with self.state_at_hand():

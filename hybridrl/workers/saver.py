@@ -16,11 +16,10 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.checkpoint import (
+    StoredState,
     StoredTensor,
     differences,
     load_in_place,
-    read_whole,
-    stored_tensors,
 )
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.rng_state import rng_state, set_rng_state
@@ -130,19 +129,19 @@ class SaverWorker(Worker):
             DamagedCheckpoint: parts of a tensor are missing.
         """
         state = Path(folder) / STATE
-        stored = stored_tensors(state)
+        found = StoredState(state)
+        stored = found.tensors
         self._check(folder, stored)
         for name in self.roles:
             with self._expecting(name, stored) as tensors:
                 if tensors:
                     load_in_place(tensors, state, self.saver.group)
-        return self._roles_left_out(stored) + self._load_generators(state, stored)
+        return self._roles_left_out(stored) + self._load_generators(found)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_generators(self, folder: str) -> None:
         """Take the random generators up alone, after what has drawn from them since `load`."""
-        state = Path(folder) / STATE
-        self._load_generators(state, stored_tensors(state))
+        self._load_generators(StoredState(Path(folder) / STATE))
 
     def close(self) -> None:
         """Wait for a save that goes on, but not long; who wants it whole calls `finish_save`."""
@@ -188,15 +187,17 @@ class SaverWorker(Worker):
             if name not in self.roles
         ]
 
-    def _load_generators(self, state: Path, stored: dict[str, StoredTensor]) -> list[str]:
-        there = len({key.split(".")[1] for key in stored if key.startswith(RNG)})
+    def _load_generators(self, state: StoredState) -> list[str]:
+        there = len({key.split(".")[1] for key in state.tensors if key.startswith(RNG)})
         ranks = dist.get_world_size()
         if there != ranks:
             return [
                 f"random generators of the ranks start anew: the checkpoint has those of {there} "
                 f"ranks, the run has {ranks}"
             ]
-        set_rng_state(read_whole(state, f"{RNG}{dist.get_rank()}."), self.device)
+        own = f"{RNG}{dist.get_rank()}."
+        keys = [key for key in state.tensors if key.startswith(own)]
+        set_rng_state({key.removeprefix(own): state.read(key) for key in keys}, self.device)
         return []
 
 

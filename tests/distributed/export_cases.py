@@ -13,12 +13,13 @@ from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.config.choices import Init
 from hybridrl.config.schema import LoRAConfig
-from hybridrl.distributed.fsdp import adapter_state_dict, full_state_dict
+from hybridrl.distributed.fsdp import adapter_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.manifest import plain, versions
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.role_configs import actor_config, fsdp_config, model_config, saver_config
+from tests.whole_weights import full_state_dict
 
 STEP = 20
 

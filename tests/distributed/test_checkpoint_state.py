@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.choices import Offload
 from hybridrl.distributed.checkpoint import (
+    StoredState,
     StoredTensor,
     differences,
     read_whole,
-    stored_tensors,
 )
-from hybridrl.distributed.shard_files import DTYPES, header
+from hybridrl.distributed.safetensors_file import DTYPES
+from hybridrl.distributed.shard_files import shards_header
 from hybridrl.distributed.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
@@ -122,7 +123,7 @@ def test_weights_are_read_whole_without_ranks(folder, ranks):
         {f"actor.weights.{name}": weights[name] for name in weights},
         {key: tensor for key, tensor in saved.items() if key.startswith("actor.weights.")},
     )
-    listed = stored_tensors(state)
+    listed = StoredState(state).tensors
     for name, tensor in weights.items():
         assert listed[f"actor.weights.{name}"] == StoredTensor(tuple(tensor.shape), tensor.dtype)
 
@@ -225,7 +226,7 @@ def test_every_kind_of_tensor_survives(tmp_path):
     for tensor in state.values():
         tensor.zero_()
     with (tmp_path / "file.safetensors").open("wb") as file:
-        file.write(header(staging.shards))
+        file.write(shards_header(staging.shards))
         for shard in staging.shards.values():
             file.writelines(staging.contents(shard))
     assert_same(load_file(tmp_path / "file.safetensors"), expected)

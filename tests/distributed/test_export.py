@@ -18,10 +18,11 @@ from hybridrl.commands.export import export
 from hybridrl.commands.running import checkpoint_at
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.export import InMemory, write_model
+from hybridrl.distributed.export import write_model
 from tests.distributed.export_cases import STEP, Trained, checkpoint
 from tests.role_configs import lora_config
 from tests.tiny_hf import tiny_folder
+from tests.whole_weights import InMemory
 
 IDS = torch.arange(24).reshape(2, 12)
 

@@ -2,16 +2,14 @@
 
 import json
 import math
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.distributed.export import write_hf_folder
+from hybridrl.distributed.export import write_model
 from hybridrl.distributed.fsdp import (
-    full_state_dict,
     load_sharded_critic,
     load_sharded_policy,
     named_shards,
@@ -19,12 +17,11 @@ from hybridrl.distributed.fsdp import (
 from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.packing import pack
-from hybridrl.distributed.reading_once import reading_once
-from hybridrl.distributed.weights import read_checkpoint
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config
 from tests.tiny_hf import CONFIGS, tiny_folder
 from tests.training_batches import training_batch
+from tests.whole_weights import InMemory, full_state_dict
 
 TEMPERATURE = 0.8
 
@@ -43,7 +40,7 @@ def load_and_look(folders, target):
         after = named_shards(policy)
         full = full_state_dict(policy)
         if dist.get_rank() == 0:
-            write_hf_folder(full, folder, target / name)
+            write_model(InMemory(full), folder, target / name)
         seen[name] = {
             "shards": {shard.name: (shard.shape, shard.local().clone()) for shard in before},
             "same": all(
@@ -52,16 +49,10 @@ def load_and_look(folders, target):
             "full": full,
             "log_probs": log_probs,
         }
-    kept = {}
-    with reading_once(kept), patch("hybridrl.distributed.weights.read_checkpoint") as read:
-        read.side_effect = read_checkpoint
-        load_sharded_policy(model_config(folders["qwen2"]), spec, mesh, chunk_tokens=7)
-        critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
-        load_sharded_policy(model_config(folders["llama"]), spec, mesh, chunk_tokens=7)
+    critic = load_sharded_critic(model_config(folders["qwen2"]), spec, mesh, seed=3)
     head = {name: p.detach().full_tensor() for name, p in critic.head.named_parameters()}
     backbone = {name: p.detach().full_tensor() for name, p in critic.backbone.named_parameters()}
-    folders_read = [call.args[1] for call in read.call_args_list]
-    return seen, head, backbone, (folders_read, {folder for _, folder in kept})
+    return seen, head, backbone
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +123,7 @@ def test_a_saved_folder_loads_to_the_same_bits(loaded, name):
 def test_the_critic_has_the_backbone_and_one_small_head(loaded):
     folders, _, ranks = loaded
     model = AutoModel.from_pretrained(folders["qwen2"], dtype=torch.float32)
-    for _, head, backbone, _ in ranks:
+    for _, head, backbone in ranks:
         for name, wanted in model.named_parameters():
             assert torch.equal(backbone[name], wanted), name
         assert torch.equal(head["weight"], ranks[0][1]["weight"])
@@ -140,14 +131,3 @@ def test_the_critic_has_the_backbone_and_one_small_head(loaded):
         # 32 normal numbers over 33: the norm is near sqrt(32) / 33 = 0.17
         assert 0.05 < float(head["weight"].norm()) < 0.5
         assert float(head["bias"]) == 0.0 and math.isfinite(float(head["weight"].sum()))
-
-
-def test_roles_of_one_checkpoint_read_it_once_and_on_rank_zero_alone(loaded):
-    folders, _, ranks = loaded
-    read = [files for *_, (files, _) in ranks]
-    assert read == [[folders["qwen2"], folders["llama"]], []]
-
-
-def test_of_what_was_read_the_last_folder_alone_is_kept(loaded):
-    folders, _, ranks = loaded
-    assert [kept for *_, (_, kept) in ranks] == [{folders["llama"]}, set()]

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.distributed.fsdp import adapter_state_dict, full_state_dict, load_sharded_policy
+from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
 from hybridrl.distributed.lora import checkpoint_parameters
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
@@ -24,6 +24,7 @@ from tests.role_configs import (
 )
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import scheduled, training_batch
+from tests.whole_weights import full_state_dict
 
 CLIP, ENTROPY_COEF, TEMPERATURE = 0.2, 0.01, 0.8
 RANK, ALPHA = 4, 8.0

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.data.schedule import ScheduledBatch
-from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.replay import examine
 from hybridrl.trainer.replay_batch import ReplayBatch
@@ -21,6 +20,7 @@ from tests.role_configs import actor_config, critic_config, fsdp_config, saver_c
 from tests.run_configs import run_config
 from tests.tiny_hf import tiny_folder
 from tests.training_batches import RESPONSES, scheduled, training_batch
+from tests.whole_weights import full_state_dict
 
 
 def my_part(batch):

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.distributed.fsdp import full_state_dict
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.rewards.gsm8k import score
@@ -19,6 +18,7 @@ from tests.distributed.export_cases import STEP, saved
 from tests.end_to_end.runs import Run, launched
 from tests.role_configs import actor_config, fsdp_config
 from tests.run_configs import run_config
+from tests.whole_weights import full_state_dict
 
 PROBLEMS, SAMPLES = 8, 3
 

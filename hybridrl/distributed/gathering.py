@@ -1,0 +1,49 @@
+"""A sharded policy's weights whole, one at a time."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridrl.distributed import position
+from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.lora import checkpoint_parameters, merger_of
+from hybridrl.distributed.token_models import TokenLogProbs
+
+
+class GatheredWeights:
+    """The causal LM's weights under checkpoint names, each gathered when it is read.
+
+    Building one and reading are collectives. All ranks read all weights in the order of `shapes`;
+    a rank that has stopped before the end calls `read_rest`. Tied tensors appear once. Adapters
+    are merged, to the bits that `named_shards` has.
+
+    Args:
+        root: the policy, which must not be at work.
+
+    Attributes:
+        shapes: by checkpoint name.
+    """
+
+    def __init__(self, root: TokenLogProbs) -> None:
+        reshard(root)
+        self._merger = merger_of(root.lm)
+        self._merger.gather()
+        self._parameters = dict(checkpoint_parameters(root.lm))
+        self._rest = list(self._parameters)
+        self.shapes = {name: param.shape for name, param in self._parameters.items()}
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """The next weight: float32 on the device, perhaps a view of a larger storage."""
+        assert name == self._rest.pop(0), name
+        position.at("gathered weight", len(self.shapes) - len(self._rest), len(self.shapes))
+        if name in self._merger:
+            return self._merger.whole(name)
+        param = self._parameters[name]
+        assert isinstance(param, DTensor)
+        return param.full_tensor()
+
+    def read_rest(self) -> None:
+        """Take part in the collectives of what has not been read."""
+        while self._rest:
+            self.read(self._rest[0])

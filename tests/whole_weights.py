@@ -1,0 +1,31 @@
+"""Tiny models whole, in memory."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.distributed.gathering import GatheredWeights
+from hybridrl.distributed.token_models import TokenLogProbs
+
+
+def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
+    """Every weight of the causal LM on rank 0, float32 on CPU, nothing elsewhere; a collective."""
+    weights = GatheredWeights(root)
+    whole = {name: weights.read(name).to("cpu", copy=True) for name in weights.shapes}
+    return whole if dist.get_rank() == 0 else {}
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Weights that are in memory, by checkpoint name."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
