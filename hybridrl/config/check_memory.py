@@ -16,6 +16,7 @@ from hybridrl.config.memory import (
     rank_phases,
     staged_bytes,
 )
+from hybridrl.config.memory_advice import Case, advice
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
@@ -36,9 +37,16 @@ def memory_problems(
         yield from _slot_problems(config, phases, machine)
     elif machine.gpus:
         gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-        phases = rank_phases(config, shape, gpu_bytes, reward_shape)
-        yield from _gpu_problems(config, phases, gpu_bytes)
-        yield from _pinned_problems(config, shape, machine, reward_shape)
+        smallest = min(machine.nodes, key=lambda node: node.memory_bytes)
+
+        def host_fits(changed: RunConfig) -> bool:
+            there = machine
+            if len(slots_on_nodes(changed)) > len(machine.nodes):
+                there = Machine((smallest,) * len(slots_on_nodes(changed)))
+            return not any(_host_problems(changed, shape, there, reward_shape))
+
+        yield from _gpu_problems(Case(config, shape, reward_shape, gpu_bytes, host_fits))
+        yield from _host_problems(config, shape, machine, reward_shape)
 
 
 def _tightest(
@@ -79,29 +87,23 @@ def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> 
         )
 
 
-def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Iterator[str]:
-    for phase in phases:
-        if phase.total <= gpu_bytes:
-            continue
-        if phase.name == "rollout":
-            share = config.rollout.gpu_memory_utilization
+def _gpu_problems(case: Case) -> Iterator[str]:
+    """One problem of all phases that do not fit, and one of the reward model's."""
+    config, gpu_bytes = case.config, case.gpu_bytes
+    over = [phase for phase in case.phases() if phase.total > gpu_bytes]
+    for of_reward_model in (False, True):
+        phases = [phase for phase in over if (phase.name == REWARD_PHASE) is of_reward_model]
+        if phases:
+            worst = max(phases, key=lambda phase: phase.total)
+            others = [f"{p.name} {gib(p.total)}" for p in phases if p is not worst]
+            also = f"; too much are also {', '.join(others)}" if others else ""
             yield (
-                f"rollout.gpu_memory_utilization = {share}: vLLM and what the other roles keep "
-                f"need {describe(phase)}, the GPU has {gib(gpu_bytes)}.\n"
-                f"Lower rollout.gpu_memory_utilization, spread the weights over more GPUs "
-                f"(cluster.gpus_per_node, fsdp.dp_shard){_offload_remedy(config)}."
-            )
-        else:
-            yield (
-                f"{_model_of(config, phase)}: {phase.name} needs {describe(phase)}, the GPU "
-                f"has {gib(gpu_bytes)}.\n"
-                f"Take more GPUs (cluster.gpus_per_node, fsdp.dp_shard), lower "
-                f"actor.max_tokens_per_gpu, set fsdp.activation_checkpointing=true, name a smaller "
-                f"model{_offload_remedy(config)}."
+                f"{_setting_of(config, worst)}: {worst.name} needs {describe(worst)}, the GPU has "
+                f"{gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
             )
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
-    weights = phases[0].parts["rollout weights"]
-    if config.rollout.kv_cache_mb is None and weights >= budget:
+    weights = case.phases()[0].parts["rollout weights"]
+    if config.rollout.kv_cache_mb is None and weights >= budget and not over:
         yield (
             f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization} gives vLLM "
             f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
@@ -109,18 +111,16 @@ def _gpu_problems(config: RunConfig, phases: list[Phase], gpu_bytes: int) -> Ite
         )
 
 
-def _model_of(config: RunConfig, phase: Phase) -> str:
-    """The key that names the model at work in a phase, and its value."""
+def _setting_of(config: RunConfig, phase: Phase) -> str:
+    """The key that decides a phase's memory, and its value: mostly the model's name."""
+    if phase.name == "rollout":
+        return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
     if phase.name == REWARD_PHASE:
         return f"reward_model.model.path = {config.reward_model.model.path}"
     return f"model.path = {config.model.path}"
 
 
-def _offload_remedy(config: RunConfig) -> str:
-    return "" if config.fsdp.offload is Offload.idle_all else ", or set fsdp.offload=idle_all"
-
-
-def _pinned_problems(
+def _host_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[str]:
     slots, needed, available = _tightest(
