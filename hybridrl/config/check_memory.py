@@ -10,6 +10,8 @@ from hybridrl.config.memory import (
     Phase,
     describe,
     gib,
+    host_parts,
+    listed_parts,
     node_peak,
     node_ram,
     pinned_bytes,
@@ -126,22 +128,28 @@ def _host_problems(
     slots, needed, available = _tightest(
         config, machine, lambda slots: node_ram(config, shape, reward_shape, slots)
     )
+    if needed <= available:
+        return
     causes, remedies = [], []
     if pinned := pinned_bytes(config, shape, reward_shape):
         causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
-        remedies.append(f"fsdp.offload to none{_smaller_offload(config)}")
+        remedies.append(f"Set fsdp.offload to none{_smaller_offload(config)}")
     if staged := staged_bytes(config, shape):
         every = config.checkpoint.every_steps
         causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
-        remedies.append("checkpoint.every_steps to 0 (and do without)")
-    if causes and needed > available:
-        yield (
-            f"{' and '.join(causes)} of RAM for each of a node's {slots} "
-            f"GPUs; with the processes that makes {gib(needed)}, the node (or its cgroup) has "
-            f"{gib(available)}.\n"
-            f"Set {', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
-            f"fsdp.dp_shard)."
-        )
+        remedies.append("Set checkpoint.every_steps to 0 (and do without)")
+    parts = host_parts(config, shape, reward_shape)
+    if not causes:
+        slots_key = f"cluster.gpus_per_node = {slots}"
+        causes.append(f"{slots_key}: processes take {gib(sum(parts.values()))}")
+    remedies.append("lower cluster.gpus_per_node")
+    yield (
+        f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
+        f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
+        f"{gib(available)}.\n"
+        f"{', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
+        f"fsdp.dp_shard)."
+    )
 
 
 def _smaller_offload(config: RunConfig) -> str:

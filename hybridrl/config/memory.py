@@ -176,6 +176,24 @@ def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
     return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
 
 
+def host_parts(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> dict[str, int]:
+    """Host memory of one rank with a GPU, page-locked or not: what it is -> bytes.
+
+    Checkpoints of models are mapped: their pages are the kernel's, which takes them back. Copied
+    are slices that do not lie in one piece, of one tensor at a time.
+    """
+    assert config.fsdp.dp_shard is not None
+    largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
+    return {
+        "process": GPU_PROCESS_RAM_BYTES,
+        "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
+        "offload": pinned_bytes(config, shape, reward_shape),
+        "checkpoint's copy": staged_bytes(config, shape),
+    }
+
+
 def node_ram(
     config: RunConfig,
     shape: ModelShape,
@@ -188,9 +206,7 @@ def node_ram(
     """
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
-    pinned = pinned_bytes(config, shape, reward_shape) + staged_bytes(config, shape)
-    each = pinned + GPU_PROCESS_RAM_BYTES
-    return slots * each + CPU_DRIVER_BYTES
+    return slots * sum(host_parts(config, shape, reward_shape).values()) + CPU_DRIVER_BYTES
 
 
 def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
@@ -242,12 +258,13 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
+def listed_parts(parts: dict[str, int]) -> str:
+    """'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size * 100 >= total)
+
+
 def describe(phase: Phase) -> str:
     """'12.3 GiB (actor weights 4.0 GiB, ...)', largest first, small parts left out."""
-    return f"{gib(phase.total)} ({largest_parts(phase)})"
-
-
-def largest_parts(phase: Phase) -> str:
-    """'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
-    parts = sorted(phase.parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in parts if size * 100 >= phase.total)
+    return f"{gib(phase.total)} ({listed_parts(phase.parts)})"

@@ -15,12 +15,11 @@ from hybridrl.config.layout import is_nested, ranks_by_shard
 from hybridrl.config.machine import Machine
 from hybridrl.config.memory import (
     gib,
-    largest_parts,
+    host_parts,
+    listed_parts,
     node_peak,
     node_ram,
-    pinned_bytes,
     rank_phases,
-    staged_bytes,
 )
 from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
@@ -222,23 +221,22 @@ def _memory(
     for name in ("phase", "total", "of which"):
         table.add_column(name)
     for phase in phases:
-        table.add_row(phase.name, gib(phase.total), largest_parts(phase))
-    return Group(title, table, *_pinned(config, shape, machine, reward_shape))
+        table.add_row(phase.name, gib(phase.total), listed_parts(phase.parts))
+    return Group(title, table, *_host(config, shape, machine, reward_shape))
 
 
-def _pinned(
+def _host(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> list[str]:
-    """The host memory that offload and checkpoints take, on GPUs."""
-    pinned, staged = pinned_bytes(config, shape, reward_shape), staged_bytes(config, shape)
-    if not machine.gpus or not pinned + staged:
+    """The host memory of ranks with GPUs."""
+    if not machine.gpus:
         return []
-    there = gib(min(n.memory_bytes for n in machine.nodes))
+    parts = host_parts(config, shape, reward_shape)
     needed = gib(node_ram(config, shape, reward_shape))
-    on_node = f"{needed} of a node with its processes; it has {there}"
+    there = gib(min(node.memory_bytes for node in machine.nodes))
     return [
-        f"Pinned host memory: {gib(pinned)} of each rank for fsdp.offload = {config.fsdp.offload}, "
-        f"{gib(staged)} for checkpoints; {on_node}."
+        f"Host memory of one rank: {gib(sum(parts.values()))} ({listed_parts(parts)}); {needed} on "
+        f"a node with the driver; it has {there}."
     ]
 
 

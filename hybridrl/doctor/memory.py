@@ -10,16 +10,16 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.machine import GPU, visible_gpus
 from hybridrl.config.memory import (
     CPU_DRIVER_BYTES,
-    GPU_PROCESS_RAM_BYTES,
     MIB,
     Phase,
     describe,
     gib,
+    host_parts,
+    listed_parts,
     node_peak,
     node_ram,
     pinned_bytes,
     rank_phases,
-    staged_bytes,
 )
 from hybridrl.controller.agents import call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
@@ -120,10 +120,7 @@ def _needed(case: Case, slots: int) -> tuple[int, str]:
     """RAM that the planner predicts in bytes for so many ranks, and what it is made of."""
     config = case.config
     if config.hardware.accelerator is Accelerator.gpu:
-        pinned = pinned_bytes(config, case.shape, case.reward_shape)
-        staged = staged_bytes(config, case.shape)
-        each = f"{gib(GPU_PROCESS_RAM_BYTES)}, {gib(pinned)} for offload and {gib(staged)} for "
-        each += "checkpoints pinned"
+        each = f"({listed_parts(host_parts(config, case.shape, case.reward_shape))})"
         needed = node_ram(config, case.shape, case.reward_shape, slots)
     else:
         phases = rank_phases(config, case.shape, None, case.reward_shape)

@@ -3,10 +3,12 @@
 import functools
 import json
 import os
+from io import StringIO
 
 import pytest
 import torch
 from composing import GPU_NODE, H200, LAPTOP, QWEN, TINY, examined, problems
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.config.machine import (
@@ -20,8 +22,16 @@ from hybridrl.config.machine import (
     torch_threads,
     visible_gpus,
 )
-from hybridrl.config.memory import node_peak, pinned_bytes, rank_phases, staged_bytes, workload
+from hybridrl.config.memory import (
+    host_parts,
+    node_peak,
+    pinned_bytes,
+    rank_phases,
+    staged_bytes,
+    workload,
+)
 from hybridrl.config.model_shape import model_shape
+from hybridrl.config.plan_text import plan
 
 SIZES = {
     "hidden_size": 48,
@@ -166,6 +176,25 @@ def test_the_copy_that_checkpoints_are_written_from_must_fit_the_node():
     (problem,) = problems(*overrides, machine=tight)
     assert problem.startswith("checkpoint.every_steps = 10 page-locks 11.0 GiB of RAM")
     assert not problems(*overrides, "checkpoint.every_steps=0", machine=tight)
+
+
+def test_host_memory_that_is_not_pinned_must_fit_the_node_too():
+    """Eight processes of 4 GiB, and of each weight an eighth on its way to the GPU."""
+    overrides = ["hardware=gpu", "checkpoint.every_steps=0"]
+    config = examined(overrides, machine=GPU_NODE).config
+    parts = host_parts(config, model_shape(QWEN))
+    assert parts == {
+        "process": 4 * GIB,
+        "loading": 4 * 151_936 * 896 // 8,
+        "offload": 0,
+        "checkpoint's copy": 0,
+    }
+    node = Node("tight", 16, 32 * GIB, gpus=(H200,) * 8)
+    (problem,) = problems(*overrides, machine=Machine((node,)))
+    assert problem.startswith("cluster.gpus_per_node = 8") and "makes 34.0 GiB" in problem
+    console = Console(width=160, file=StringIO())
+    console.print(plan(config, model_shape(QWEN), GPU_NODE))
+    assert "Host memory of one rank: 4.1 GiB (process 4.0 GiB" in console.file.getvalue()
 
 
 def test_each_node_needs_memory_for_its_own_ranks_alone():
