@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridrl.checkpoint import latest, verification
 from hybridrl.checkpoint.durable import exists
@@ -22,7 +23,7 @@ from hybridrl.checkpoint.names import (
     step_name,
 )
 from hybridrl.checkpoint.remains import hidden_steps_in, steps_in
-from hybridrl.checkpoint.verification import Watch, unwatched
+from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.errors import ConfigError
 
 
@@ -72,7 +73,13 @@ def as_unreadable() -> Iterator[None]:
         ) from error
 
 
-def newest_good(run_dir: Path, *, verify: bool = True, watch: Watch = unwatched) -> Found | None:
+def newest_good(
+    run_dir: Path,
+    *,
+    verify: bool = True,
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
+) -> Found | None:
     """The newest checkpoint of a run that is whole, by step; None if the run has none at all.
 
     Decided from what is on disk; `latest`, which a kill can leave behind, is not asked. Nothing is
@@ -82,17 +89,23 @@ def newest_good(run_dir: Path, *, verify: bool = True, watch: Watch = unwatched)
         run_dir: the run's directory.
         verify: compare checksums, too, not only names and sizes.
         watch: told how far that is; what it raises ends it.
+        confirm: reads files elsewhere.
 
     Raises:
         NoWholeCheckpoint: there are some, and all are damaged; it names each.
         UnreadableCheckpoint: the disk fails, for seconds.
     """
     with as_unreadable():
-        return _newest_in(checkpoints_folder(run_dir), verify, watch)
+        return _newest_in(checkpoints_folder(run_dir), _Verify(verify, watch, confirm))
 
 
 def named(
-    path: Path, *, key: str = "resume", verify: bool = True, watch: Watch = unwatched
+    path: Path,
+    *,
+    key: str = "resume",
+    verify: bool = True,
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
 ) -> Found:
     """The checkpoint that a user's path means.
 
@@ -100,37 +113,50 @@ def named(
         path: a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
             one that is whole; or its file `latest`, for the one that is named there.
         key: the setting that has the path, for the texts.
-        verify, watch: as for `newest_good`.
+        verify, watch, confirm: as for `newest_good`.
 
     Raises:
         ConfigError: there is no checkpoint there, or the one that was named is damaged, or the
             disk fails, for seconds.
     """
     with as_unreadable():
-        return _named(path.expanduser(), key, verify, watch)
+        return _named(path.expanduser(), key, _Verify(verify, watch, confirm))
 
 
-def _named(path: Path, key: str, verify: bool, watch: Watch) -> Found:
+class _Verify(NamedTuple):
+    """How checkpoints are verified; see `verification.verify`."""
+
+    checksums: bool
+    watch: Watch
+    confirm: Confirm
+
+    def __call__(self, folder: Path) -> Manifest:
+        return verification.verify(
+            folder, checksums=self.checksums, watch=self.watch, confirm=self.confirm
+        )
+
+
+def _named(path: Path, key: str, verify: _Verify) -> Found:
     if path.name == LATEST and path.is_file():
-        return _explicit(_of_latest(path, key), key, verify, watch)
+        return _explicit(_of_latest(path, key), key, verify)
     if not path.is_dir():
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
     if _is_checkpoint(path):
-        return _explicit(path, key, verify, watch)
+        return _explicit(path, key, verify)
     for folder in (checkpoints_folder(path), path):
-        found = _newest_in(folder, verify, watch)
+        found = _newest_in(folder, verify)
         if found is not None:
             return found
     where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
     raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
 
 
-def _newest_in(folder: Path, verify: bool, watch: Watch) -> Found | None:
+def _newest_in(folder: Path, verify: _Verify) -> Found | None:
     damaged: list[DamagedCheckpoint] = []
     for candidate in _candidates(folder):
         try:
-            manifest = verification.verify(candidate, checksums=verify, watch=watch)
+            manifest = verify(candidate)
         except DamagedCheckpoint as error:
             damaged.append(error)
         else:
@@ -154,9 +180,9 @@ def _is_checkpoint(path: Path) -> bool:
     return exists(path / MANIFEST) and exists(path / STATE)
 
 
-def _explicit(folder: Path, key: str, verify: bool, watch: Watch) -> Found:
+def _explicit(folder: Path, key: str, verify: _Verify) -> Found:
     try:
-        return Found(folder, verification.verify(folder, checksums=verify, watch=watch))
+        return Found(folder, verify(folder))
     except DamagedCheckpoint as error:
         raise ConfigError(
             f"{key} = {folder}: this checkpoint is damaged: {error.file} {error.reason}.\n"

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +23,16 @@ _LOOK_S = 0.2
 # Gets a checkpoint's folder, the bytes of it that have been read and those that it has, several
 # times a second while its files are read. What it raises ends the reading.
 Watch = Callable[[Path, int, int], None]
+
+
+# Gets a checkpoint's folder, its files and the watch; returns the names of those that others have
+# read and found as they were written. What is not among them is read here.
+Confirm = Callable[[Path, Mapping[str, FileRecord], Watch], set[str]]
+
+
+def unconfirmed(folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
+    """No file: nobody helps with the reading."""
+    return set()
 
 
 def unwatched(folder: Path, read: int, size: int) -> None:
@@ -48,7 +58,32 @@ def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileReco
     return FileRecord(size, content.hexdigest())
 
 
-def verify(folder: Path, *, checksums: bool = True, watch: Watch = unwatched) -> Manifest:
+def digests(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
+    """Size and SHA-256 of files, read by several threads; those that cannot be read are left out.
+
+    Args:
+        folder: of the checkpoint, which another process may be verifying.
+        names: of files in it.
+    """
+
+    def record(name: str) -> FileRecord | None:
+        try:
+            return digest(folder / name)
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        found = zip(names, pool.map(record, names), strict=True)
+        return {name: one for name, one in found if one is not None}
+
+
+def verify(
+    folder: Path,
+    *,
+    checksums: bool = True,
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
+) -> Manifest:
     """The manifest of a checkpoint whose files are all as it says.
 
     A file in state/ that the manifest does not list is damage, for whoever loads the state reads
@@ -58,6 +93,7 @@ def verify(folder: Path, *, checksums: bool = True, watch: Watch = unwatched) ->
         folder: of the checkpoint.
         checksums: read every file; without, only names and sizes are compared.
         watch: told how far the reading is, by the thread that calls this.
+        confirm: reads files elsewhere.
 
     Raises:
         DamagedCheckpoint: the first file at fault.
@@ -69,7 +105,7 @@ def verify(folder: Path, *, checksums: bool = True, watch: Watch = unwatched) ->
         _check_size(folder, name, manifest.files[name])
     _check_unlisted(folder, manifest)
     if checksums:
-        _check_content(folder, manifest, watch)
+        _check_content(folder, manifest, watch, confirm(folder, manifest.files, watch))
     return manifest
 
 
@@ -173,9 +209,13 @@ class _Readers:
             self.bytes_read += count
 
 
-def _check_content(folder: Path, manifest: Manifest, watch: Watch) -> None:
-    """Read and hash the files in threads; an exception that comes meanwhile ends these, too."""
-    readers, names = _Readers(), sorted(manifest.files)
+def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: set[str]) -> None:
+    """Read and hash the other files in threads; an exception that comes meanwhile ends these, too.
+
+    A file that another node reads as damaged is read here: that node may see another disk.
+    """
+    readers, names = _Readers(), sorted(manifest.files.keys() - confirmed)
+    readers.bytes_read = sum(manifest.files[name].size for name in confirmed)
     size = sum(record.size for record in manifest.files.values())
     pool = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
     try:

@@ -15,7 +15,6 @@ from hybridrl.config.memory import (
     describe,
     gib,
     host_parts,
-    listed_parts,
     node_peak,
     node_ram,
     pinned_bytes,
@@ -120,7 +119,8 @@ def _needed(case: Case, slots: int) -> tuple[int, str]:
     """RAM that the planner predicts in bytes for so many ranks, and what it is made of."""
     config = case.config
     if config.hardware.accelerator is Accelerator.gpu:
-        each = f"({listed_parts(host_parts(config, case.shape, case.reward_shape))})"
+        parts = [gib(n) for n in host_parts(config, case.shape, case.reward_shape).values()]
+        each = "{}, {} for loading, {} for offload and {} for checkpoints pinned".format(*parts)
         needed = node_ram(config, case.shape, case.reward_shape, slots)
     else:
         phases = rank_phases(config, case.shape, None, case.reward_shape)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.checkpoint.verification import Watch, unwatched
+from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.prompt_source import PromptSource
@@ -29,7 +29,11 @@ class RunInputs:
 
 
 def read_inputs(
-    config: RunConfig, run_dir: Path, prompts: PromptSets, watch: Watch = unwatched
+    config: RunConfig,
+    run_dir: Path,
+    prompts: PromptSets,
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
 ) -> RunInputs:
     """Look at what a run begins from; nothing is written.
 
@@ -38,6 +42,7 @@ def read_inputs(
         run_dir: its directory.
         prompts: its.
         watch: told how far a checkpoint has been read.
+        confirm: reads a checkpoint's files elsewhere.
 
     Raises:
         ConfigError: whatever is wrong with a model, or with going on from the checkpoint.
@@ -46,4 +51,5 @@ def read_inputs(
     models = base_models(config)
     # Seconds of hundreds of thousands of prompts, which no checkpoint is to wait for.
     known = source.fingerprint
-    return RunInputs(prompts, source, models, find_resume(config, run_dir, models, known, watch))
+    resume = find_resume(config, run_dir, models, known, watch, confirm)
+    return RunInputs(prompts, source, models, resume)

@@ -5,24 +5,30 @@ Nothing heavy is imported before a function asks for it: the command answers a w
 
 import importlib
 import logging
+import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.checkpoint.names import checkpoints_folder
 from hybridrl.checkpoint.remains import steps_in
+from hybridrl.checkpoint.verification import unconfirmed
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.machine import Machine
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.agents import Agents, LocalAgents
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray_head import ray_address
 from hybridrl.trainer.run_lock import sole_run
 from hybridrl.trainer.setup_times import SetupTimes
 from hybridrl.trainer.verifying import Verifying
+from hybridrl.trainer.verifying_nodes import OnNodes
 
 if TYPE_CHECKING:
     from hybridrl.data.prompt_sets import PromptSets
@@ -140,12 +146,15 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
     setup.mark("checks")
     # For seconds Ray's start does nothing but wait.
     with ThreadPoolExecutor(1) as meanwhile, Verifying(log.info) as watch:
-        preparing = meanwhile.submit(_prepare_session, result, folder, watch)
+        agents: Future[Agents] = Future()
+        preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
             if ray_address():
                 prepared.preflight()
-            inputs = preparing.result()
+            with _nodes(config) as nodes:
+                agents.set_result(nodes)
+                inputs = preparing.result()
             setup.mark("checks")
             if restart:
                 log.warning(
@@ -161,8 +170,28 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
             return train(config, folder, machine, inputs, setup)
 
 
-def _prepare_session(result: Examined, folder: Path, watch: Verifying) -> "RunInputs":
+@contextmanager
+def _nodes(config: RunConfig) -> Iterator[Agents]:
+    """The nodes that verify a checkpoint together; the driver's alone where there are no others."""
+    if config.cluster.nodes == 1 or config.resume == NONE:
+        yield LocalAgents(socket.gethostname())
+        return
+    from hybridrl.controller.ray_agents import RayAgents
+
+    with RayAgents() as agents:
+        yield agents
+
+
+def _prepare_session(
+    result: Examined, folder: Path, watch: Verifying, agents: "Future[Agents]"
+) -> "RunInputs":
     """What a run begins from; torch and the like are imported on the way.
+
+    Args:
+        result: the run's config, checked.
+        folder: the run's.
+        watch: told how far a checkpoint has been read.
+        agents: of the nodes that read it, once they are there.
 
     Raises:
         ConfigError: whatever is wrong with the data, a model or the checkpoint.
@@ -171,4 +200,6 @@ def _prepare_session(result: Examined, folder: Path, watch: Verifying) -> "RunIn
     importlib.import_module("hybridrl.trainer.session")
     from hybridrl.trainer.inputs import read_inputs
 
-    return read_inputs(result.config, folder, prompts, watch)
+    several = result.config.cluster.nodes > 1
+    confirm = OnNodes(agents) if several else unconfirmed
+    return read_inputs(result.config, folder, prompts, watch, confirm)

@@ -13,7 +13,7 @@ from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
 from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name
 from hybridrl.checkpoint.reading import patiently
 from hybridrl.checkpoint.remains import restore_replaced, steps_in
-from hybridrl.checkpoint.verification import Watch, unwatched
+from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.check_checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -84,6 +84,7 @@ def find_resume(
     models: Fingerprints,
     prompts: Mapping[str, str],
     watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
 ) -> Resume | None:
     """What `resume` means; None: the run begins anew. Nothing is written.
 
@@ -96,6 +97,7 @@ def find_resume(
         models: fingerprints of those that it takes from elsewhere.
         prompts: fingerprints of those that it is trained on.
         watch: told how far the reading is; what it raises ends it.
+        confirm: reads files elsewhere.
 
     Raises:
         ConfigError: there is none at the path, all are damaged, it was not written by this version,
@@ -103,7 +105,7 @@ def find_resume(
             is to begin where another one has left checkpoints, or the disk fails, for seconds.
     """
     with as_unreadable():
-        found = _find(config, run_dir, watch)
+        found = _find(config, run_dir, watch, confirm)
         if found is None:
             return None
         state = _state(found)
@@ -120,13 +122,14 @@ def find_resume(
     return Resume(found, state, rows, notes)
 
 
-def _find(config: RunConfig, run_dir: Path, watch: Watch) -> Found | None:
+def _find(config: RunConfig, run_dir: Path, watch: Watch, confirm: Confirm) -> Found | None:
     if config.resume == NONE:
         _refuse_used(run_dir)
         return None
     if config.resume == AUTO:
-        return newest_good(run_dir, watch=watch) if run_dir.is_dir() else None
-    found = named(Path(config.resume), watch=watch)
+        there = run_dir.is_dir()
+        return newest_good(run_dir, watch=watch, confirm=confirm) if there else None
+    found = named(Path(config.resume), watch=watch, confirm=confirm)
     if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
         _refuse_used(run_dir)
     return found

@@ -72,3 +72,16 @@ def test_an_engine_may_straddle_where_that_is_allowed_and_the_metrics_say_so(tmp
         assert "rollout engine 0 straddles nodes" in output
         assert "placement.engines on all" in output
         assert all(row["rollout/straddling_engines"] == 1 for row in run.metrics()[1:])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_verified_on_both_nodes_before_it_is_taken_up(tmp_path, address):
+    env = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+    for steps in (2, 3):
+        given = (*SMALL, *LAYOUT, "resume=auto", f"trainer.total_steps={steps}")
+        with started(tmp_path / "run", *given, env=env) as run:
+            output = run.output()
+            assert run.process.returncode == 0, output
+    read, there = re.search(r"(\d+) of (\d+) files read by 2 nodes", output).groups()
+    assert read == there != "0"
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2, 3]
