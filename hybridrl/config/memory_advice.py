@@ -4,7 +4,7 @@ Nothing is estimated here: every setting is made in a copy of the config, of whi
 then predicted anew.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -49,23 +49,27 @@ class Case(NamedTuple):
 
     def phases(self, *changes: Change) -> list[Phase]:
         """Memory by phase with these settings."""
-        changed = with_changes(self.config, changes)
-        return rank_phases(changed, self.shape, self.gpu_bytes, self.reward_shape)
+        return self.phases_of(with_changes(self.config, changes))
 
-    def peak(self, *changes: Change) -> int:
-        """The most that a phase takes with these settings."""
-        return max(phase.total for phase in self.phases(*changes))
+    def phases_of(self, config: RunConfig) -> list[Phase]:
+        """Memory by phase of another config."""
+        return rank_phases(config, self.shape, self.gpu_bytes, self.reward_shape)
 
     def fits(self, *changes: Change) -> bool:
         """Whether the run could have these settings."""
         changed = with_changes(self.config, changes)
         return (
-            not any(engine_problems(changed))
+            peak(self.phases_of(changed)) <= self.gpu_bytes
+            and not any(engine_problems(changed))
             and not any(tensor_parallel_problems(changed, self.shape))
-            and self.peak(*changes) <= self.gpu_bytes
             and _vllm_fits(changed, self.shape, self.gpu_bytes)
             and self.host_fits(changed)
         )
+
+
+def peak(phases: list[Phase]) -> int:
+    """The most that a phase takes."""
+    return max(phase.total for phase in phases)
 
 
 def advice(case: Case, worst: Phase) -> str:
@@ -84,13 +88,22 @@ def advice(case: Case, worst: Phase) -> str:
     for larger in _more_gpus(case):
         found = _first_that_fit(larger)
         if found is not None:
-            before, after = case.config.cluster, larger.config.cluster
-            pairs = (("nodes", before.nodes, after.nodes),)
-            pairs += (("gpus_per_node", before.gpus_per_node, after.gpus_per_node),)
-            on = [Change(f"cluster.{name}", new) for name, old, new in pairs if new != old]
-            told = _listed(larger, [*on, *found])
+            told = _listed(larger, found, _cluster_changes(case.config, larger.config))
             return "\n".join([*lines, f"It fits {world_size(larger.config)}: set {told}."])
     return "\n".join([*lines, "Name a smaller model, or train adapters (lora)."])
+
+
+def _cluster_changes(config: RunConfig, larger: RunConfig) -> list[Change]:
+    """The settings that make a run as large as another."""
+    before, after = config.cluster, larger.cluster
+    on = []
+    if before.nodes != after.nodes:
+        on.append(Change("cluster.nodes", after.nodes))
+    if before.gpus_per_node != after.gpus_per_node:
+        on.append(Change("cluster.gpus_per_node", after.gpus_per_node))
+    if config.placement.slots_on_nodes is not None:
+        on.append(Change("placement.slots_on_nodes", "null"))
+    return on
 
 
 def with_changes(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
@@ -145,7 +158,7 @@ def _batch_changes(config: RunConfig) -> list[Change]:
 
 def _first_that_fit(case: Case) -> list[Change] | None:
     """The fewest settings that make it fit; micro-batches are made smaller only where need be."""
-    rollout = list(_alternatives(_rollout_changes(case.config)))
+    rollout = [[], *([change] for change in _rollout_changes(case.config))]
     memory = list(_alternatives(_memory_changes(case.config)))
     for batch in _alternatives(_batch_changes(case.config)):
         pairs = sorted(product(memory, rollout), key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -194,6 +207,7 @@ def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
     return weights + cache < int(rollout.gpu_memory_utilization * gpu_bytes)
 
 
-def _listed(case: Case, changes: list[Change]) -> str:
-    """'fsdp.accumulation=sharded ...: 60.1 GiB at most'."""
-    return f"{' '.join(map(str, changes))}: {gib(case.peak(*changes))} at most"
+def _listed(case: Case, changes: list[Change], others: Sequence[Change] = ()) -> str:
+    """'cluster.nodes=2 fsdp.accumulation=sharded ...: 60.1 GiB at most'; others are made already."""
+    named = " ".join(map(str, [*others, *changes]))
+    return f"{named}: {gib(peak(case.phases(*changes)))} at most"

@@ -96,6 +96,14 @@ def test_a_32b_is_told_of_each_of_the_three_with_the_gib_that_it_saves():
         )
 
 
+def test_unequal_nodes_are_advised_to_take_equal_ones():
+    given = ("algorithm=grpo", "cluster.nodes=2", "placement.slots_on_nodes=[8,8]")
+    (problem,), _ = refused("70B", *given, machine=nodes(2))
+    settings, _ = advised(problem)
+    assert {"cluster.nodes=4", "placement.slots_on_nodes=null"} <= set(settings)
+    assert refused("70B", *given, *settings, machine=nodes(4))[0] == []
+
+
 def test_offload_is_not_advised_where_the_node_has_no_room_for_it():
     """Moments of 20 B parameters, twice, are 320 GB; the processes alone take 33 GiB."""
     given = ("algorithm=ppo", "checkpoint.every_steps=0")
