@@ -31,7 +31,7 @@ Confirm = Callable[[Path, Mapping[str, FileRecord], Watch], set[str]]
 
 
 def unconfirmed(folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
-    """No file: nobody helps with the reading."""
+    """Confirm no file: nobody helps with the reading."""
     return set()
 
 
@@ -59,7 +59,7 @@ def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileReco
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-    """Size and SHA-256 of files, read by several threads; those that cannot be read are left out.
+    """Hash files in several threads; those that cannot be read are left out.
 
     Args:
         folder: of the checkpoint, which another process may be verifying.

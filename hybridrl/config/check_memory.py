@@ -90,7 +90,7 @@ def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> 
 
 
 def _gpu_problems(case: Case) -> Iterator[str]:
-    """One problem of all phases that do not fit, and one of the reward model's."""
+    """Yield one problem of all phases that do not fit, and one of the reward model's."""
     config, gpu_bytes = case.config, case.gpu_bytes
     over = [phase for phase in case.phases() if phase.total > gpu_bytes]
     for of_reward_model in (False, True):
@@ -114,7 +114,7 @@ def _gpu_problems(case: Case) -> Iterator[str]:
 
 
 def _setting_of(config: RunConfig, phase: Phase) -> str:
-    """The key that decides a phase's memory, and its value: mostly the model's name."""
+    """Name the key that decides a phase's memory, and its value: mostly the model's name."""
     if phase.name == "rollout":
         return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
     if phase.name == REWARD_PHASE:

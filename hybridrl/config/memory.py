@@ -179,7 +179,7 @@ def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
 def host_parts(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> dict[str, int]:
-    """Host memory of one rank with a GPU, page-locked or not: what it is -> bytes.
+    """Predict the host memory of one rank with a GPU, page-locked or not: what it is -> bytes.
 
     Checkpoints of models are mapped: their pages are the kernel's, which takes them back. Copied
     are slices that do not lie in one piece, of one tensor at a time.

@@ -48,15 +48,15 @@ class Case(NamedTuple):
     host_fits: Callable[[RunConfig], bool]
 
     def phases(self, *changes: Change) -> list[Phase]:
-        """Memory by phase with these settings."""
+        """Predict memory by phase with these settings."""
         return self.phases_of(with_changes(self.config, changes))
 
     def phases_of(self, config: RunConfig) -> list[Phase]:
-        """Memory by phase of another config."""
+        """Predict memory by phase of another config."""
         return rank_phases(config, self.shape, self.gpu_bytes, self.reward_shape)
 
     def fits(self, *changes: Change) -> bool:
-        """Whether the run could have these settings."""
+        """Tell if the run could have these settings."""
         changed = with_changes(self.config, changes)
         return (
             peak(self.phases_of(changed)) <= self.gpu_bytes
@@ -68,12 +68,12 @@ class Case(NamedTuple):
 
 
 def peak(phases: list[Phase]) -> int:
-    """The most that a phase takes."""
+    """Return the most that a phase takes."""
     return max(phase.total for phase in phases)
 
 
 def advice(case: Case, worst: Phase) -> str:
-    """Each setting with what it saves in the worst phase, and the first that fit together."""
+    """List what each setting saves in the worst phase, and the first that fit together."""
     saved = []
     for change in _memory_changes(case.config):
         then = next(phase for phase in case.phases(change) if phase.name == worst.name)
@@ -94,7 +94,7 @@ def advice(case: Case, worst: Phase) -> str:
 
 
 def _cluster_changes(config: RunConfig, larger: RunConfig) -> list[Change]:
-    """The settings that make a run as large as another."""
+    """List the settings that make a run as large as another."""
     before, after = config.cluster, larger.cluster
     on = []
     if before.nodes != after.nodes:
@@ -107,7 +107,7 @@ def _cluster_changes(config: RunConfig, larger: RunConfig) -> list[Change]:
 
 
 def with_changes(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
-    """A copy with other settings; rollout.tensor_parallel_size reaches what is linked to it."""
+    """Copy a config with other settings, which reach what is linked to them."""
     for change in changes:
         section, name = change.key.split(".")
         values = {name: change.value}
@@ -119,7 +119,7 @@ def with_changes(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
 
 
 def _memory_changes(config: RunConfig) -> list[Change]:
-    """What trades time for memory, mildest first."""
+    """List what trades time for memory, mildest first."""
     fsdp = config.fsdp
     found = []
     if fsdp.accumulation is Accumulation.full:
@@ -133,7 +133,7 @@ def _memory_changes(config: RunConfig) -> list[Change]:
 
 
 def _rollout_changes(config: RunConfig) -> list[Change]:
-    """Larger engines, and other shares of the GPU for them; nearest first."""
+    """List larger engines, and other shares of the GPU for them; nearest first."""
     tp, share = config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
     sizes = [tp * 2**power for power in range(1, 4)]
     shares = [tenths / 10 for tenths in range(2, 10)]
@@ -148,7 +148,7 @@ def _rollout_changes(config: RunConfig) -> list[Change]:
 
 
 def _batch_changes(config: RunConfig) -> list[Change]:
-    """Smaller micro-batches, down to one sequence."""
+    """List smaller micro-batches, down to one sequence."""
     rollout, tokens = config.rollout, config.actor.max_tokens_per_gpu
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     least = -(-longest // config.fsdp.ulysses_size)
@@ -157,7 +157,7 @@ def _batch_changes(config: RunConfig) -> list[Change]:
 
 
 def _first_that_fit(case: Case) -> list[Change] | None:
-    """The fewest settings that make it fit; micro-batches are made smaller only where need be."""
+    """Find the fewest settings that make it fit; micro-batches become smaller only if need be."""
     rollout = [[], *([change] for change in _rollout_changes(case.config))]
     memory = list(_alternatives(_memory_changes(case.config)))
     for batch in _alternatives(_batch_changes(case.config)):
@@ -170,7 +170,7 @@ def _first_that_fit(case: Case) -> list[Change] | None:
 
 
 def _alternatives(changes: list[Change]) -> Iterator[list[Change]]:
-    """Every choice of at most one value for each key, fewest and mildest first."""
+    """Yield every choice of at most one value for each key, fewest and mildest first."""
     by_key: dict[str, list[list[Change]]] = {}
     for change in changes:
         by_key.setdefault(change.key, [[]]).append([change])
@@ -179,7 +179,7 @@ def _alternatives(changes: list[Change]) -> Iterator[list[Change]]:
 
 
 def _more_gpus(case: Case) -> Iterator[Case]:
-    """The same run on twice as many GPUs, and so on: a node is filled first."""
+    """Yield the same run on twice as many GPUs, and so on: a node is filled first."""
     config = case.config
     while 2 * world_size(config) <= MOST_GPUS:
         cluster, fsdp = config.cluster, config.fsdp
@@ -195,7 +195,7 @@ def _more_gpus(case: Case) -> Iterator[Case]:
 
 
 def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
-    """Whether vLLM's share of the GPU has room for its weights and one sequence's KV cache."""
+    """Tell if vLLM's share of the GPU has room for its weights and one sequence's KV cache."""
     rollout = config.rollout
     if rollout.kv_cache_mb is not None:
         return True
@@ -208,6 +208,12 @@ def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
 
 
 def _listed(case: Case, changes: list[Change], others: Sequence[Change] = ()) -> str:
-    """'cluster.nodes=2 fsdp.accumulation=sharded ...: 60.1 GiB at most'; others are made already."""
+    """Write 'cluster.nodes=2 fsdp.accumulation=sharded: 60.1 GiB at most'.
+
+    Args:
+        case: of which `others` are settings already.
+        changes: what it does not have.
+        others: named with them.
+    """
     named = " ".join(map(str, [*others, *changes]))
     return f"{named}: {gib(peak(case.phases(*changes)))} at most"

@@ -228,7 +228,7 @@ def _memory(
 def _host(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> list[str]:
-    """The host memory of ranks with GPUs."""
+    """Describe the host memory of ranks with GPUs."""
     if not machine.gpus:
         return []
     parts = host_parts(config, shape, reward_shape)

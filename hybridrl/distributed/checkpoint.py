@@ -64,7 +64,7 @@ class StoredState:
         self._opened: dict[str, safe_open] = {}
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor, on CPU."""
+        """Read a whole tensor, on CPU."""
         shape, dtype = self.tensors[key]
         whole = torch.empty(shape, dtype=dtype)
         for chunk in self._chunks[key]:

@@ -41,7 +41,7 @@ class Weights(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """One of them, float32; they are asked for in their order."""
+        """Give one of them, float32; they are asked for in their order."""
         ...
 
 
@@ -166,7 +166,7 @@ def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_byt
 
 
 def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, in groups of at most so many bytes or a single name."""
+    """Cut names in their order into groups of at most so many bytes or a single name."""
     groups: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -181,7 +181,7 @@ def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def _parts(
     shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these tensors, piece by piece."""
+    """Yield a safetensors file of these tensors, piece by piece."""
     yield header({name: (dtype, shape) for name, shape in shapes.items()}, METADATA)
     for name in shapes:
         yield from pieces(read(name), dtype)

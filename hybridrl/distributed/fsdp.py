@@ -54,8 +54,8 @@ def load_sharded_policy(
 ) -> TokenLogProbs:
     """The model's causal LM, sharded, with float32 master weights; a collective over all ranks.
 
-    At most one whole tensor exists at a time on each device. Dropout is off, so that the same
-    tokens always get the same log-probs.
+    Each rank reads its own shards; of random weights one whole tensor exists at a time on each
+    device. Dropout is off, so that the same tokens always get the same log-probs.
 
     Args:
         model: what to load.

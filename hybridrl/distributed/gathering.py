@@ -34,7 +34,7 @@ class GatheredWeights:
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
-        """The next weight: float32 on the device, perhaps a view of a larger storage."""
+        """Gather the next weight: float32 on the device, perhaps a view of a larger storage."""
         assert name == self._rest.pop(0), name
         position.at("gathered weight", len(self.shapes) - len(self._rest), len(self.shapes))
         if name in self._merger:

@@ -34,7 +34,7 @@ DTYPES = {
 def header(
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]], about: Mapping[str, str]
 ) -> bytes:
-    """The head of a file: where the bytes of each tensor are, which follow in this order.
+    """Build the head of a file: where the bytes of each tensor are, which follow in this order.
 
     Args:
         tensors: dtype and shape by name.
@@ -55,7 +55,7 @@ def header(
 
 
 def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """A tensor's bytes in order, cast where it lies, piece by piece."""
+    """Yield a tensor's bytes in order, cast where it lies, piece by piece."""
     for piece in tensor.contiguous().view(-1).split(PIECE_ELEMENTS):
         yield memoryview(piece.to(dtype).cpu().view(torch.uint8).numpy())
 

@@ -117,7 +117,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def shards_header(shards: Mapping[str, StagedShard]) -> bytes:
-    """The head of a file of shards, which says where in the whole tensors they belong."""
+    """Build the head of a file of shards, which says where in the whole tensors they belong."""
     offsets = {key: {SAVED_OFFSETS_KEY: list(shard.offsets)} for key, shard in shards.items()}
     about = {"format": "pt", "DCP_VERSION": "1.0", CUSTOM_METADATA_KEY: json.dumps(offsets)}
     return header({key: (shard.dtype, shard.shape) for key, shard in shards.items()}, about)

@@ -56,7 +56,7 @@ class StoredPolicy:
         return {name: param.shape for name, param in checkpoint_parameters(self._lm)}
 
     def read(self, name: str) -> Tensor:
-        """One of the weights, merged; float32 on CPU."""
+        """Read one of the weights, merged; float32 on CPU."""
         if self._lora is None:
             return self._stored(name)
         shape = self.shapes[name]
@@ -96,7 +96,7 @@ class StoredPolicy:
 
     @cached_property
     def _base(self) -> FirstWeights:
-        """The weights under the adapters."""
+        """Open or draw the weights under the adapters."""
         on_gpu = self._drawn_on is Accelerator.gpu
         if on_gpu and self._model.init is Init.random and not torch.cuda.is_available():
             raise ConfigError(

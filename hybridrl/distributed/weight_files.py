@@ -53,13 +53,13 @@ class WeightFiles:
         } | {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
 
     def part(self, name: str, where: Part) -> Tensor:
-        """A part of the tensor that a file has under this name: a view of the file, on CPU."""
+        """Map a part of the tensor that a file has under this name: a view of the file, on CPU."""
         if name in self._mapped:
             return self._mapped[name].get_slice(name)[where]
         return self._pickled[name][where]
 
     def names(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, str]:
-        """Under which names the files have a model's tensors; those that they lack are left out.
+        """Find a model's tensors by their names in the files; those that these lack are left out.
 
         Args:
             wanted: shapes by the model's names.
@@ -76,7 +76,7 @@ class WeightFiles:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that have the weights; none if the folder has no weights at all."""
+    """List the files that have the weights; none if the folder has no weights at all."""
     for single, indexed in ((SINGLE, INDEXED), (PICKLED, PICKLED_INDEXED)):
         if (folder / single).is_file():
             return [folder / single]

@@ -51,14 +51,14 @@ class FirstWeights(Protocol):
     """Gives parts of a model's weights, the same for every way of cutting them."""
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """A part of the tensor of a checkpoint name, in the dtype that it is stored in."""
+        """Give a part of the tensor of a checkpoint name, in the dtype that it is stored in."""
         ...
 
 
 def first_weights(
     model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Where the weights of an empty model come from, as model.init says.
+    """Open or draw the weights of an empty model, as model.init says.
 
     Args:
         model: what to load.
@@ -101,7 +101,7 @@ class CheckpointWeights:
             raise ConfigError(lacking.value.format(listed))
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """A part of the named tensor: a view of its file."""
+        """Map a part of the named tensor: a view of its file."""
         return self._files.part(self._names[name], where)
 
 
@@ -132,7 +132,7 @@ class RandomWeights:
         return whole.normal_(0.0, self._std, generator=generator)
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """A part of the named tensor, all of which is drawn."""
+        """Draw the named tensor and give a part of it."""
         return self(name, shape)[where]
 
 

@@ -172,7 +172,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
 
 @contextmanager
 def _nodes(config: RunConfig) -> Iterator[Agents]:
-    """The nodes that verify a checkpoint together; the driver's alone where there are no others."""
+    """Open the nodes that verify a checkpoint together."""
     if config.cluster.nodes == 1 or config.resume == NONE:
         yield LocalAgents(socket.gethostname())
         return

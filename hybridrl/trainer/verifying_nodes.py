@@ -30,7 +30,7 @@ class OnNodes:
         self._agents = agents
 
     def __call__(self, folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
-        """The files that some node has read as they were written."""
+        """Return the files that some node has read as they were written."""
         size, read = sum(record.size for record in files.values()), 0
         while not self._agents.done():
             watch(folder, read, size)
