@@ -21,7 +21,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.weight_files import Part, WeightFiles
+from hybridrl.distributed.mapped_weights import MappedWeights, Part
 from hybridrl.models.resolve import model_folder
 
 # Others may scale logits or cap attention scores, which the forwards here would leave out.
@@ -93,7 +93,7 @@ class CheckpointWeights:
     def __init__(
         self, folder: Path, shapes: Shapes, *, tied: bool, lacking: Lacking = Lacking.policy
     ) -> None:
-        self._files = WeightFiles(folder)
+        self._files = MappedWeights(folder)
         self._names = self._files.names(shapes, tied=tied)
         missing = sorted(shapes.keys() - self._names.keys())
         if missing:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model_shape import model_shape
 from hybridrl.data.tokenizer import Renderer, load_tokenizer
-from hybridrl.distributed.weight_files import WeightFiles
+from hybridrl.distributed.mapped_weights import MappedWeights
 from hybridrl.distributed.weights import empty_model
 from hybridrl.models.resolve import read_model_config
 from tests.code_in_checkpoints import bring_code
@@ -80,10 +80,10 @@ def test_pickled_weights_are_read_as_tensors_alone(tmp_path):
     (folder / "model.safetensors").unlink()
     weights = tiny_model("llama").state_dict()
     torch.save(weights, folder / "pytorch_model.bin")
-    assert WeightFiles(folder).shapes
+    assert MappedWeights(folder).shapes
     torch.save(weights | {"lm_head.weight": Payload(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(pickle.UnpicklingError):
-        WeightFiles(folder)
+        MappedWeights(folder)
     assert not marker.exists()
 
 

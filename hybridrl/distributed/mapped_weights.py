@@ -25,7 +25,7 @@ PICKLED, PICKLED_INDEXED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
 
-class WeightFiles:
+class MappedWeights:
     """The weights of a Hugging Face folder: *.safetensors or, without these, *.bin.
 
     Args:
