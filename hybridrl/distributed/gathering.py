@@ -15,7 +15,7 @@ class GatheredWeights:
 
     Building one and reading are collectives. All ranks read all weights in the order of `shapes`;
     a rank that has stopped before the end calls `read_rest`. Tied tensors appear once. Adapters
-    are merged, to the bits that `named_shards` has.
+    are merged.
 
     Args:
         root: the policy, which must not be at work.
