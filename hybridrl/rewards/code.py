@@ -4,21 +4,14 @@ The program runs in the sandbox of hybridrl.rewards.sandbox, or not at all.
 """
 
 import json
-import logging
 import math
-import platform
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
 from hybridrl.config.keys import unknown_sibling
 from hybridrl.rewards.base import checked_by
-from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
-from hybridrl.rewards.landlock import landlock_version
-from hybridrl.rewards.sandbox import SandboxError, run_tests
-from hybridrl.rewards.syscall_filter import ARCHITECTURE
-
-_logger = logging.getLogger(__name__)
+from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, SandboxError, run_tests
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
@@ -38,32 +31,20 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
-    # First of all: the sandbox calls the kernel by numbers, which mean other calls elsewhere.
-    if platform.machine() != ARCHITECTURE:
-        yield (
-            f"{key} runs programs in a sandbox, which is written for {ARCHITECTURE}; this machine "
-            f"is {platform.machine()}.\n{_ELSEWHERE}"
-        )
-        return
-    if args["isolation"] == Isolation.filter and landlock_version() == 0:
-        _logger.warning(
-            "this kernel has no Landlock: programs can read all files that you can, and /proc"
-        )
     try:
         _probe(Limits(**args["limits"]), Isolation(args["isolation"]))
     except SandboxError as error:
         yield (
             f"{key}.args.isolation = {args['isolation']}, but the sandbox does not work on this "
-            f"machine: {error}.\n{_REMEDIES[Isolation(args['isolation'])]}"
+            f"machine: {error}.\n{_REMEDIES}"
         )
 
 
-_ELSEWHERE = "Have another machine compute this reward: reward=http."
-_REMEDIES = {
-    Isolation.namespace: "Where user namespaces are not allowed, as in most containers, or without "
-    "Landlock, set isolation=filter; docs/rewards.md says what that leaves open.",
-    Isolation.filter: f"It needs Linux with seccomp filters. {_ELSEWHERE}",
-}
+_REMEDIES = (
+    "It needs Linux, user namespaces and the packages bubblewrap and libseccomp2: apt-get install "
+    "bubblewrap libseccomp2. Or have another machine compute this reward: reward=http. Or run "
+    "programs without a sandbox, with all your rights: reward.args.isolation=none."
+)
 
 
 def _choice_problems(where: str, args: dict[str, Any]) -> Iterator[str]:
@@ -127,8 +108,8 @@ def score(
         example: its column `tests_key` holds the tests; `cases_of` says how.
         tests_key: the column.
         grading: share: the share of tests passed; all: 1 if all pass, else 0.
-        isolation: see hybridrl.rewards.jail.Isolation.
-        limits: see hybridrl.rewards.jail.Limits.
+        isolation: see hybridrl.rewards.sandbox.Isolation.
+        limits: see hybridrl.rewards.sandbox.Limits.
 
     Raises:
         KeyError: the example has no such column.

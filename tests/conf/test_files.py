@@ -41,7 +41,7 @@ def test_every_recipe_composes_and_passes_all_checks(recipe, hardware):
     [(group, choice) for group, choices in GROUPS.items() for choice in choices],
 )
 def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
-    """Alone, but for what it asks for: files, user namespaces, a reward model, its checkpoint."""
+    """Alone, but for what it asks for: files, a sandbox, a reward model, its checkpoint."""
     prefix = "+" if group == "recipe" else ""
     train = tmp_path / "a.parquet"
     train.touch()
@@ -49,7 +49,7 @@ def test_every_choice_of_every_group_fits_the_schema(group, choice, tmp_path):
     overrides += [] if group == "hardware" else ["hardware=cpu"]
     overrides += ["cluster.gpus_per_node=2"] if choice == "hybrid_shard" else []
     overrides += [f"data.train_files={train}"] if choice == "verl_parquet" else []
-    overrides += ["reward.args.isolation=filter"] if choice == "code" else []
+    overrides += ["reward.args.isolation=none"] if choice == "code" else []
     overrides += [] if group != "model" else ["actor.max_tokens_per_gpu=256"]
     on_gpu, scores = choice == "gpu", (group, choice) == ("reward", "none")
     overrides += WITH_REWARD_MODEL if scores else []

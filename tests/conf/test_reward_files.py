@@ -16,8 +16,8 @@ from hybridrl.config.keys import leaves
 from tests.model_shapes import REWARD_MODEL
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))
-# Where user namespaces are not allowed, the default is refused: tests/unit/test_sandbox_walls.py.
-ANYWHERE = {"code": ["reward.args.isolation=filter"]}
+# Where there is no bubblewrap, the default is refused: tests/unit/test_sandbox.py.
+ANYWHERE = {"code": ["reward.args.isolation=none"]}
 PAGE = REPO / "docs" / "rewards.md"
 BASE = ["+recipe=gsm8k_grpo", "hardware=cpu"]
 

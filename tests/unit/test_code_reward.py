@@ -1,28 +1,19 @@
 """The code reward: which block is run, tests in every form, grades, checks before a run."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from sandbox_settings import BOTH, needs
+from sandbox_settings import BOTH, in_bubblewrap
 
 from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.code import cases_of, last_python_block, score
-from hybridrl.rewards.jail import Case, Isolation
 from hybridrl.rewards.messages import FailureKind
+from hybridrl.rewards.sandbox import Case
 from hybridrl.rewards.scorer import RewardScorer
 
 SCORE = "hybridrl.rewards.code.score"
 LIMITS = {"seconds_per_test": 1.0, "seconds": 5.0, "memory_mb": 256, "file_mb": 2}
-# What is wrong with these settings on a machine that calls itself i686, as the kernel lets it.
-ELSEWHERE = """
-import ctypes, json, sys
-assert ctypes.CDLL(None).personality(8) != -1
-from hybridrl.rewards.code import score
-print(json.dumps(list(score.problems("reward", json.loads(sys.argv[1])))))
-"""
 TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0", "assert f(0.5) == 1.5"]
 RIGHT = "I add one.\n```python\ndef f(x):\n    return x + 1\n```\nThat is it."
 HALF = "```python\ndef f(x):\n    return abs(x) + 1 if x != 0.5 else 0\n```"
@@ -30,7 +21,7 @@ WRONG = "```python\ndef f(x):\n    return x\n```"
 
 
 def settings(**changes) -> dict:
-    args = {"tests_key": "tests", "grading": "share", "isolation": "filter", "limits": LIMITS}
+    args = {"tests_key": "tests", "grading": "share", "isolation": "bubblewrap", "limits": LIMITS}
     return args | changes
 
 
@@ -40,7 +31,7 @@ def graded(response: str, tests: object, **changes) -> float:
 
 @pytest.mark.parametrize("isolation", BOTH)
 def test_grades(isolation):
-    args = {"isolation": isolation.value}
+    args = {"isolation": str(isolation)}
     assert graded(RIGHT, TESTS, **args) == 1.0
     assert graded(HALF, TESTS, **args) == 0.5
     assert graded(WRONG, TESTS, **args) == 0.0
@@ -49,7 +40,7 @@ def test_grades(isolation):
     assert graded(HALF, TESTS, grading="all", **args) == 0.0
 
 
-@needs(Isolation.filter)
+@in_bubblewrap
 @pytest.mark.parametrize(
     "tests",
     [
@@ -128,7 +119,7 @@ def test_last_python_block(text, block):
     assert last_python_block(text) == block
 
 
-@needs(Isolation.filter)
+@in_bubblewrap
 def test_failures_are_the_examples_and_programs_never_fail_a_reward():
     """Through reward processes; a program that does not end is cut off with what it started."""
     endless = "```python\nwhile True: pass\n```"
@@ -141,26 +132,17 @@ def test_failures_are_the_examples_and_programs_never_fail_a_reward():
     assert "list of tests is empty" in result.failures[1].reason
 
 
-@needs(Isolation.filter)
+@in_bubblewrap
 def test_good_settings_pass():
     check_reward_function("reward", SCORE, settings())
-
-
-@pytest.mark.parametrize("isolation", list(Isolation))
-def test_a_machine_of_another_kind_is_named_and_no_sandbox_tried(isolation):
-    text = json.dumps(settings(isolation=isolation.value))
-    command = [sys.executable, "-c", ELSEWHERE, text]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    (problem,) = json.loads(done.stdout)
-    assert "written for x86_64; this machine is i686" in problem
-    assert "reward=http" in problem and "isolation" not in problem
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"grading": "some"}, ["r.args.grading = some", "share, all"]),
-        ({"isolation": "none"}, ["r.args.isolation = none", "namespace, filter"]),
+        ({"isolation": "filter"}, ["r.args.isolation = filter", "bubblewrap, none"]),
+        ({"isolation": None}, ["r.args.isolation = None", "bubblewrap, none"]),
         ({"tests_key": None}, ["r.args.tests_key = None", "column"]),
         ({"limits": 3}, ["r.args.limits = 3", "seconds_per_test, seconds, memory_mb, file_mb"]),
         ({"limits": LIMITS | {"seconds": 0}}, ["r.args.limits.seconds = 0", "above 0"]),

@@ -1,5 +1,6 @@
 """The sandbox with real programs: how they end, what is limited, that nothing outlives them."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,13 +9,12 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from sandbox_settings import LIMITS, both, in_namespace, outcome
+from sandbox_settings import LIMITS, both, in_bubblewrap, outcome
 
-from hybridrl.rewards.jail import Case, Isolation, Limits, Outcome
-from hybridrl.rewards.sandbox import run_tests
+from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, run_tests
 
 PASSED, FAILED, TIMEOUT = Outcome
-NAMESPACE = Isolation.namespace
+BUBBLEWRAP = Isolation.bubblewrap
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,47 @@ def test_who_does_not_come_to_the_end_has_failed(isolation):
     assert outcome("exit()", isolation) is FAILED
 
 
+# Programs without an f that do not fail by themselves, and those that would judge themselves.
+FAKES = [
+    "import sys\nsys.exit(0)",
+    "import sys\nsys.exit()",
+    "raise SystemExit",
+    "quit()",
+    "import os\nos._exit(0)",
+    "import atexit, os\natexit.register(os._exit, 0)",
+    "import os\nfor fd in range(64):\n try: os.write(fd, b'passed\\n' * 9)\n except OSError: pass",
+    "import os\nfor fd in range(64):\n try: os.write(fd, b'begun' + bytes(16))\n"
+    " except OSError: pass\nos._exit(0)",
+    "import os\nfor fd in range(1, 64): os.dup2(0, fd)",
+    "import os\nfor fd in range(64): os.dup2(1, fd)",
+    "import os\nos.closerange(0, 64)",
+    "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "import os, signal\nsignal.signal(signal.SIGXCPU, lambda *a: None)\nos.kill(0, signal.SIGKILL)",
+    "import builtins\nbuiltins.exec = lambda *a: None",
+    "import builtins\nbuiltins.compile = lambda *a: compile('', '', 'exec')",
+    "import builtins\nbuiltins.AssertionError = SystemExit",
+    "import builtins\nbuiltins.__build_class__ = builtins.NameError = BaseException",
+    "import os\nos.write = os._exit",
+    "import sys\nsys.stdout = None\nsys.modules['os'] = None",
+    "import sys\nsys.excepthook = lambda *a: None",
+    "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()",
+    "import gc\nfor x in gc.get_objects():\n if isinstance(x, dict): x.setdefault('g', print)",
+    "import sys\nsys.setrecursionlimit(10)",
+    "import sys\ndef t(*a): raise SystemExit\nsys.settrace(t)",
+    "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+]
+
+
+@in_bubblewrap
+def test_a_program_that_pretends_has_not_passed():
+    """Neither a test of statements nor one of output."""
+    assert outcome("f = abs", BUBBLEWRAP, "assert f(-1) == 1") is PASSED
+    for program in FAKES:
+        cases = [Case(statements="assert f(-1) == 1"), Case(stdin="-1", stdout="a right answer")]
+        found = run_tests(program, cases, LIMITS, BUBBLEWRAP)
+        assert PASSED not in found, (program, found)
+
+
 ENDLESS = [
     "while True: pass",
     "import time\ntime.sleep(600)",
@@ -155,7 +196,7 @@ def test_output_is_limited(isolation):
     assert time.monotonic() - start < 20
 
 
-@in_namespace
+@in_bubblewrap
 def test_files_are_its_own_and_limited_together():
     program = (
         "import os\nwritten = 0\n"
@@ -164,15 +205,59 @@ def test_files_are_its_own_and_limited_together():
         "        with open(f'{i}', 'wb', buffering=0) as f: written += f.write(bytes(2**18))\n"
         "except OSError: pass\n"
     )
-    assert outcome(program, NAMESPACE, "assert 2**18 < written <= 2 * 2**20") is PASSED
+    assert outcome(program, BUBBLEWRAP, "assert 2**18 < written <= 2 * 2**20") is PASSED
     cases = [Case(statements="open('x', 'x')")] * 2  # the same folder for all tests of a response
-    assert run_tests("", cases, LIMITS, NAMESPACE) == [PASSED, FAILED]
-    assert outcome("open('x', 'x')", NAMESPACE) is PASSED  # and another for the next
+    assert run_tests("", cases, LIMITS, BUBBLEWRAP) == [PASSED, FAILED]
+    assert outcome("open('x', 'x')", BUBBLEWRAP) is PASSED  # and another for the next
+
+
+@in_bubblewrap
+def test_a_program_reads_what_it_has_written_itself():
+    program = (
+        "import os\nos.mkdir('a'); os.mkdir('b')\nopen('a/x', 'w').write('1')\n"
+        "os.rename('a/x', 'b/y')\nfound = open('b/y').read(), os.listdir('b'), os.listdir('a')\n"
+        "import tempfile\ntempfile.TemporaryFile().write(b'1')"
+    )
+    assert outcome(program, BUBBLEWRAP, "assert found == ('1', ['y'], []), found") is PASSED
+
+
+@both
+def test_programs_have_libraries_threads_and_entropy(isolation):
+    program = (
+        "import asyncio, csv, decimal, json, os, sqlite3, threading, zoneinfo\nimport numpy\n"
+        "seen = []\nt = threading.Thread(target=seen.append, args=(1,))\nt.start(); t.join()\n"
+        "if os.path.isdir('/usr/share/zoneinfo'): zoneinfo.ZoneInfo('Europe/Berlin')\n"
+        "open('/dev/urandom', 'rb').read(4)\nasync def one(): return 1\n"
+    )
+    statements = "assert seen == [1] and asyncio.run(one()) == 1 and numpy.arange(3).sum() == 3"
+    many = {"memory_mb": 4096, "seconds_per_test": 20.0, "seconds": 20.0}
+    assert outcome(program, isolation, statements, **many) is PASSED
+
+
+@both
+def test_the_expected_output_is_not_in_the_programs_memory(isolation):
+    """Nor is what another test expects."""
+    program = (
+        "import gc, sys\nfound = []\nframe = sys._getframe()\n"
+        "while frame: found.append(repr(frame.f_locals)); frame = frame.f_back\n"
+        "found += [repr(x) for x in gc.get_objects() if isinstance(x, dict | list | tuple)]\n"
+        "print(''.join(['4f5e', '6d7c']) in ''.join(found))"
+    )
+    long = Limits(**(vars(LIMITS) | {"seconds_per_test": 5.0}))
+    found = run_tests(program, [Case(stdout="4f5e6d7c"), Case(stdout="False")], long, isolation)
+    assert found == [FAILED, PASSED]
+
+
+@both
+def test_text_that_is_no_unicode_fails_its_program_alone(isolation):
+    cases = [Case(statements="'\ud800'"), Case(stdin="\ud800", stdout="?"), Case(stdin="1")]
+    assert run_tests("'\ud800'", cases[:1], LIMITS, isolation) == [FAILED]
+    assert run_tests("print(input())", cases, LIMITS, isolation) == [FAILED, PASSED, FAILED]
 
 
 CALLER = """
 import sys
-from hybridrl.rewards.sandbox import *
+from hybridrl.rewards.sandbox import Case, Isolation, Limits, run_tests
 limits = Limits(seconds_per_test=60.0, seconds=60.0, memory_mb=256, file_mb=2)
 run_tests("import time; time.sleep(60)", [Case(statements="")], limits, Isolation(sys.argv[1]))
 """
@@ -185,7 +270,7 @@ def test_the_sandbox_ends_with_its_caller(isolation, number):
         [sys.executable, "-c", CALLER, isolation], stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        depth = 3 if isolation is NAMESPACE else 2
+        depth = 3 if isolation is BUBBLEWRAP else 2
         process = psutil.Process(caller.pid)
         assert wait_for(lambda: len(process.children(recursive=True)) == depth)
         inside = [child.pid for child in process.children(recursive=True)]
@@ -195,3 +280,35 @@ def test_the_sandbox_ends_with_its_caller(isolation, number):
     finally:
         caller.kill()
         caller.wait()
+
+
+WITHOUT_NAMESPACES = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+PROBLEMS = """
+from hybridrl.rewards.code import score
+limits = dict(seconds_per_test=1.0, seconds=5.0, memory_mb=256, file_mb=2)
+for isolation in ("bubblewrap", "none"):
+    args = dict(tests_key="t", grading="all", isolation=isolation, limits=limits)
+    print(*list(score.problems("reward", args)) or ["nothing"], sep="\\n")
+"""
+
+
+@in_bubblewrap
+@pytest.mark.parametrize("lacks", ["namespaces", "bubblewrap", "a second user"])
+def test_where_the_sandbox_is_not_to_be_had_code_rewards_are_refused_with_the_ways_out(lacks):
+    """A user namespace of our own that allows none below stands for such a machine."""
+    command = [sys.executable, "-c", PROBLEMS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    if lacks == "namespaces":
+        command = ["unshare", "-Ur", "sh", "-c", WITHOUT_NAMESPACES, "sh", *command]
+    elif lacks == "a second user":
+        command = ["unshare", "-Ur", *command]
+    else:
+        environment["PATH"] = "/nowhere"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    problem, ways, nothing = done.stdout.splitlines()
+    assert problem.startswith("reward.args.isolation = bubblewrap, but"), done
+    if lacks == "bubblewrap":
+        assert "no program bwrap" in problem
+    for way in ("apt-get install bubblewrap", "reward=http", "isolation=none"):
+        assert way in ways
+    assert nothing == "nothing"

@@ -1,0 +1,84 @@
+"""The bubblewrap around programs under test: what they see, and as whom they run."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from subprocess import Popen
+
+_OPTIONS = (
+    *("--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"),
+    # The jail mounts the program's own folder, and gives this right up before it runs anything.
+    *("--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
+)
+# Root's jail goes on as nobody, for the kernel does not limit how many threads root has.
+_OPTIONS_OF_ROOT = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+_IDS_OF_ROOT = "0 0 1\n65534 65534 1\n"
+# Read-only: Python and the system's libraries.
+_PREFIXES = dict.fromkeys((sys.prefix, sys.base_prefix, "/usr", ""))
+_SEEN = (
+    *(f"{prefix}/lib{bits}" for prefix in _PREFIXES for bits in ("", "32", "64")),
+    *(sys.executable, f"{sys.prefix}/pyvenv.cfg"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"),
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_FOLDERS = ("/tmp", "/var/tmp", "/mnt")
+
+
+class SandboxError(RuntimeError):
+    """The sandbox cannot be set up here; no program is to blame."""
+
+
+def own_folder(seen: tuple[str, ...]) -> str:
+    """Find where a program's own folder hides nothing that it needs."""
+    paths = [Path(path) for path in (*_SEEN, *seen)]
+    return next(f for f in _FOLDERS if not any(path.is_relative_to(f) for path in paths))
+
+
+def start_in_bubblewrap(
+    start: Callable[[list[str], list[int]], Popen[bytes]],
+    command: list[str],
+    folder: str,
+    seen: tuple[str, ...],
+) -> Popen[bytes]:
+    """Start a command as process 1 of new namespaces of every kind.
+
+    Args:
+        start: starts a command that inherits some descriptors.
+        command: it sees Python, the system's libraries, three devices and `seen`.
+        folder: an empty one for it.
+        seen: files, besides.
+
+    Raises:
+        SandboxError: bubblewrap is not installed.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("there is no program bwrap on the PATH")
+    wrapped = [program, *_OPTIONS]
+    for path in (*_SEEN, *seen):
+        wrapped += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
+    wrapped += ["--dir", "/dev"]
+    for device in _DEVICES:
+        wrapped += ["--dev-bind", device, device]
+    wrapped += ["--dir", folder, "--remount-ro", "/"]
+    if os.geteuid() != 0:
+        return start([*wrapped, *command], [])
+    with ExitStack() as stack:
+        told, tell, wait, _ = (
+            stack.enter_context(os.fdopen(fd, mode))
+            for fd, mode in zip((*os.pipe(), *os.pipe()), "rwrw", strict=True)
+        )
+        numbers = [tell.fileno(), wait.fileno()]
+        wrapped += [*_OPTIONS_OF_ROOT, "--info-fd", str(numbers[0])]
+        wrapped += ["--userns-block-fd", str(numbers[1])]
+        process = start([*wrapped, *command], numbers)
+        tell.close()
+        with suppress(json.JSONDecodeError, OSError):  # bubblewrap says what is wrong
+            child = json.loads(told.read())["child-pid"]
+            for kind in ("uid_map", "gid_map"):
+                Path(f"/proc/{child}/{kind}").write_text(_IDS_OF_ROOT)
+        return process  # which has waited for the end of the last pipe
