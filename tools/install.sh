@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv and install the pinned set for this machine. Installs nothing when the stamp matches.
+# Make .venv and install the pinned set for this machine, and bubblewrap where root can. Installs
+# nothing when the stamp matches.
 #
 #   PYTHON      interpreter of the new environment (3.11 or newer)
 #   VENV        where it goes
@@ -17,6 +18,17 @@ if command -v nvidia-smi >/dev/null 2>&1; then
   elif [[ $gpus != *"No devices were found"* ]]; then
     echo "nvidia-smi failed: $gpus" >&2
     echo "So the CPU set is installed. For the GPU set mend the driver and run this again." >&2
+  fi
+fi
+# Programs that models write run in bubblewrap (reward=code).
+if ! command -v bwrap >/dev/null; then
+  if [ "$EUID" = 0 ] && command -v apt-get >/dev/null; then
+    echo "Installing bubblewrap"
+    { apt-get update && apt-get install --yes --no-install-recommends bubblewrap libseccomp2; } >/dev/null || true
+    hash -r
+  fi
+  if ! command -v bwrap >/dev/null; then
+    echo "bubblewrap is missing: reward=code is refused and its tests are skipped. apt-get install bubblewrap libseccomp2" >&2
   fi
 fi
 stamp="$VENV/.installed-$set_name-$(cat "requirements/$set_name.txt" setup.cfg pyproject.toml tools/install.sh | sha256sum | cut -c1-16)"

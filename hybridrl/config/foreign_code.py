@@ -49,6 +49,13 @@ def outward(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
+def unconfined(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments of rewards that switch the sandbox of a model's programs off."""
+    for key, value in _texts(config):
+        if key.split(".")[0] in JUDGES and key.endswith(".args.isolation") and value == "none":
+            yield key, value
+
+
 def refuse_foreign_code(
     config: Mapping[str, Any],
     origin: str,
@@ -63,7 +70,8 @@ def refuse_foreign_code(
         origin: where it comes from, for the text.
         overrides: of the command line.
         runs_judges: whether its rewards and environments are run; then they may neither call a
-            URL nor see a secret, either, unless the command line gives these very arguments.
+            URL, see a secret nor run programs without a sandbox, unless the command line gives
+            these very arguments.
 
     Raises:
         ConfigError: the config names other code, or arguments of that kind.
@@ -79,6 +87,12 @@ def refuse_foreign_code(
         problems.append(
             f"{origin} names URLs or environment variables: {', '.join(sent)}.\n"
             f"Responses, and what the variables hold, could be sent to whoever made it.\n"
+            f"Give these keys yourself, each as key=value; or, if you trust them, add --run-code."
+        )
+    if runs_judges and (switched_off := _not_given(unconfined(config), overrides)):
+        problems.append(
+            f"{origin} runs a model's programs without a sandbox: {', '.join(switched_off)}.\n"
+            f"They would have all your rights.\n"
             f"Give these keys yourself, each as key=value; or, if you trust them, add --run-code."
         )
     if problems:

@@ -20,7 +20,11 @@ FOREIGN = [
         },
         "reward.args.parts.a.function = b.c",
     ),
-    ("reward", {"function": "hybridrl.rewards.jail.FileIO"}, "= hybridrl.rewards.jail.FileIO"),
+    (
+        "reward",
+        {"function": "hybridrl.rewards.sandbox.io.FileIO"},
+        "= hybridrl.rewards.sandbox.io.FileIO",
+    ),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),
     ("algorithm", {"loss": {"function": "mine.loss"}}, "algorithm.loss.function = mine.loss"),
@@ -82,6 +86,24 @@ def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
         refuse_foreign_code(config, "somewhere", runs_judges=True)
     assert named in str(caught.value) and "secret-of-mine" not in str(caught.value)
     refuse_foreign_code(config, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"reward": {"args": {"isolation": "none"}}}, "reward.args.isolation = none"),
+        (
+            {"eval": {"rules": {"a": {"args": {"isolation": "none"}}}}},
+            "eval.rules.a.args.isolation",
+        ),
+    ],
+)
+def test_a_sandbox_that_is_switched_off_is_refused_where_judges_run(config, named):
+    with pytest.raises(ConfigError, match="--run-code") as caught:
+        refuse_foreign_code(config, "somewhere", runs_judges=True)
+    assert named in str(caught.value)
+    refuse_foreign_code(config, "somewhere")
+    refuse_foreign_code(config, "x", [f"{named.split(' ')[0]}=none"], runs_judges=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""tools/install.sh: which set it installs, by nvidia-smi; pip is a script that notes its calls."""
+"""tools/install.sh: which set it installs, by nvidia-smi, and bubblewrap; pip notes its calls."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def script(file: Path, lines: str) -> None:
 )
 def test_the_set_is_chosen_by_nvidia_smi(tmp_path, lines, name, says):
     script(tmp_path / "bin/nvidia-smi", lines)
+    script(tmp_path / "bin/bwrap", "true")
     script(tmp_path / "venv/bin/python", f'echo "$@" >> {tmp_path}/calls')
     done = subprocess.run(
         ["bash", "tools/install.sh"],
@@ -43,3 +45,43 @@ def test_the_set_is_chosen_by_nvidia_smi(tmp_path, lines, name, says):
     )
     assert done.stderr == says
     assert f"-r requirements/{name}.txt" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_bubblewrap_is_installed_by_root_or_named(tmp_path, is_there):
+    """`apt-get` is a script that notes its calls and makes a bwrap, if it is there."""
+    folder, calls = tmp_path / "bin", tmp_path / "apt"
+    script(tmp_path / "venv/bin/python", "true")
+    for name in (
+        "bash",
+        "cat",
+        "cut",
+        "dirname",
+        "grep",
+        "rm",
+        "sh",
+        "sha256sum",
+        "touch",
+        "chmod",
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / name).symlink_to(shutil.which(name))
+    if is_there:
+        lines = f'echo "$@" >> {calls}; echo "" > {folder}/bwrap; chmod +x {folder}/bwrap'
+        script(folder / "apt-get", lines)
+    done = subprocess.run(
+        ["bash", "tools/install.sh"],
+        cwd=REPO,
+        env={"PATH": str(folder), "PYTHON": sys.executable, "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    if is_there and os.geteuid() == 0:
+        assert calls.read_text().splitlines()[0] == "update"
+        assert {"install", "bubblewrap", "libseccomp2"} <= set(calls.read_text().split())
+        assert done.stderr == ""
+    else:
+        assert not calls.exists()
+        assert "apt-get install bubblewrap" in done.stderr
