@@ -74,7 +74,7 @@ def threads():
     except RuntimeError:
         pass
     end.set()
-    return started > 64
+    return started > 62
 def children(start):
     "Whether a child can be made, which ends at once."
     pid = start()
