@@ -25,7 +25,10 @@ MAX_ANSWER_CHARS = 1000
 MAX_END_CHARS = 4000
 # Words are compared as words: as mathematics, "east" were e * a * s * t, and equal to "seat".
 _WORDS = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,}\s*")
-_MATHS = ("$", r"\(", r"\[")
+# Comes before a sign that no backslash escapes; "\\\\" is a line break, and escapes nothing.
+_UNESCAPED = r"(?<!\\)(?:\\\\)*"
+_MATHS = re.compile(_UNESCAPED + r"(?:\$(?:\\.|[^\\$])+\$|\\\(.*\\\)|\\\[.*\\\])", flags=re.DOTALL)
+_LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
 
 
 class Mode(StrEnum):
@@ -107,19 +110,33 @@ def reference_answer(answer: Any) -> list[Any]:
     text = str(answer)
     boxed = last_boxed(text)
     if boxed is not None:
-        text = f"{BOXED}{{{boxed}}}"
+        parsed = _parsed(f"{BOXED}{{{boxed}}}")
     elif MARKER in text:
-        text = f"${text.rpartition(MARKER)[2].strip()}$"
+        parsed = _parsed_alone(text.rpartition(MARKER)[2])
     elif _WORDS.fullmatch(text):
-        text = rf"$\text{{{text.strip()}}}$"
-    elif not any(sign in text for sign in _MATHS):
-        text = f"${text}$"
-    parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
+        parsed = _parsed(rf"$\text{{{text.strip()}}}$")
+    else:
+        parsed = _parsed(text) if _MATHS.search(text) else _parsed_alone(text)
     if not parsed:
         raise ValueError(
             f"the example's answer is {str(answer)[-80:]!r}, expected an answer that {PACKAGE} "
             f"can read; set data.answer_key to the column that holds it"
         )
+    return parsed
+
+
+def _parsed_alone(text: str) -> list[Any]:
+    """What math-verify reads in an answer that nothing marks as mathematics; a $ in it is money.
+
+    What it cannot read as mathematics it compares as text if it stands in a box.
+    """
+    text = _LONE_DOLLAR.sub(r"\1\$", " ".join(text.split()))
+    return _parsed(f"${text}$") or _parsed(f"{BOXED}{{{text}}}")
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads; nothing where it fails."""
+    parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
     return parsed
 
 

@@ -1,5 +1,6 @@
 r"""MATH's reward through math-verify: which answer counts, what equals it, hostile answers."""
 
+import itertools
 import subprocess
 import sys
 
@@ -74,7 +75,42 @@ def test_the_examples_answer_may_stand_in_a_solution_or_alone(answer):
     assert reference_answer(answer)[0] == 42
 
 
-@pytest.mark.parametrize("answer", ["", "  ", "$$", r"\boxed{}"])
+# As data sets of mathematics write answers: what stands before, what it is, what stands behind.
+BEFORE = ("", r"\$", "$", r"\approx ", "-", "x = ")
+ANSWERS = (
+    *("5", "0.5", "-3", "1,000", r"32,\!348", "3:4", r"10^{5}", r"0.\overline{3}", r"4210_5"),
+    *(r"\frac{1}{2}", r"\frac12", r"1\frac{1}{2}", r"\sqrt{2}", r"2\pi", "x^2+1", "2+3i", "5!"),
+    *("(1,2)", "[0,1)", r"(-\infty,3)\cup[5,\infty)", r"\{1,2\}", r"\emptyset", r"\infty"),
+    *(r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}", r"\text{Tuesday}", r"\text{(A)}", "C", "Monday"),
+    *(r"\log_2 3", r"\binom{5}{2}", "|x|", r"\tan 30^\circ", "x=5", r"x\le 3", "\u00bd", "\u22125"),
+)
+BEHIND = ("", r"\%", "%", r"^\circ", "\u00b0", r"\text{ cm}^2", " miles", r"\$", "$", ".", "\n")
+GOLDS = ["".join(parts) for parts in itertools.product(BEFORE, ANSWERS, BEHIND)]
+
+
+def test_every_gold_answer_equals_itself_in_a_box():
+    """One in five, so that each part meets each other part."""
+    golds = [r"\$18.90", *GOLDS[::5]]
+    scores = {
+        gold: score("", rf"\boxed{{{gold}}}", {"answer": gold}, mode="strict") for gold in golds
+    }
+    assert [gold for gold, found in scores.items() if found != 1.0] == []
+
+
+@pytest.mark.parametrize("gold", [r"\$18.90", "$18.90", r"18.90\$", r"#### \$18.90", "\\$ 18.90\n"])
+def test_money_is_a_number(gold):
+    assert score("", r"\boxed{18.90}", {"answer": gold}, mode="strict") == 1.0
+    assert score("", r"\boxed{18.91}", {"answer": gold}, mode="strict") == 0.0
+
+
+@pytest.mark.parametrize(
+    "gold", ["{", "{5", "5}", r"\frac{1}{2", r"\(5", r"\[5", "5\\\\", "5\\", "\u0661\u0662", "$5$$"]
+)
+def test_a_gold_answer_that_is_no_mathematics_does_not_raise(gold):
+    assert reference_answer(gold)
+
+
+@pytest.mark.parametrize("answer", ["", "  ", "\n", "$", r"\$", "$$", r"\boxed{}", "####"])
 def test_an_example_without_answer_raises(answer):
     with pytest.raises(ValueError, match=r"data\.answer_key"):
         score("", r"\boxed{1}", {"answer": answer}, mode="strict")
