@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridrl.config.classes import ChecksItself, locate
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.importing import check_import
 from hybridrl.config.keys import similar_siblings
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
 
@@ -25,6 +26,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
 def _call_problems(config: EnvironmentConfig) -> Iterator[str]:
     """Whether what makes environments is there and takes the arguments."""
     try:
+        check_import(f"{KEY}.function", config.function)
         make: Callable[..., Any] = locate(f"{KEY}.function", config.function)
     except ConfigError as error:
         yield from error.problems

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.importing import check_import
 from hybridrl.config.keys import similar_siblings
 
 # role -> its worker in this package and the keys it reads. Naming them here keeps a check of the
@@ -36,6 +37,7 @@ IMPORT_ERRORS = (
     OSError,
     RuntimeError,
     SyntaxError,
+    SystemExit,
     TypeError,
     ValueError,
 )
@@ -43,6 +45,8 @@ IMPORT_ERRORS = (
 
 def locate(key: str, path: str) -> Any:
     """What `path` ("package.module.name") names.
+
+    Checks of a config call `check_import` before, as modules may end their process or hang.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.
@@ -81,6 +85,7 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     for other, (other_path, _) in BUILT_IN.items():
         if path == other_path:
             raise ConfigError(f"{key} = {path} is the worker of {other}. Set {key}={built_in}.")
+    check_import(key, path)
     cls: Any = locate(key, path)
     if not inspect.isclass(cls) or WORKER_BASE not in map(_full_name, cls.__mro__):
         raise ConfigError(
@@ -117,6 +122,7 @@ def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
 
     A reward that checks itself is asked for its problems, too.
     """
+    check_import(f"{key}.function", path)
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
         raise ConfigError(f"{key}.function = {path} is no function.")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hybridrl.config.algorithm_schema import LossConfig
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.importing import check_import
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.ranges import Range
 
@@ -152,6 +153,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
 def loss_problems(config: LossConfig) -> Iterator[str]:
     """What is wrong with the settings of the policy loss."""
     try:
+        check_import(f"{KEY}.function", config.function)
         loss = policy_loss_of(config.function)
     except ConfigError as error:
         yield from error.problems

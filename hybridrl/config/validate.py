@@ -26,6 +26,7 @@ from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
 from hybridrl.config.given import Given
+from hybridrl.config.importing import check_import
 from hybridrl.config.layout import layout_problems
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape
@@ -254,6 +255,7 @@ def _check_loss(config: RunConfig, report: Report) -> None:
 def _check_estimator(config: RunConfig, report: Report) -> None:
     if report.usable(["algorithm.advantage"]):
         try:
+            check_import("algorithm.advantage", config.algorithm.advantage)
             estimator_of(config.algorithm.advantage)
         except ConfigError as error:
             for problem in error.problems:

@@ -1,15 +1,15 @@
 """What an environment is, and the task by which processes of their own step it."""
 
+import base64
 import inspect
-import math
-import numbers
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.base import locate_anywhere
+from hybridrl.rewards.base import finite_number, locate_anywhere
+from hybridrl.rewards.wire import visible
 
 KEY = "environment.function"
 
@@ -19,7 +19,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         text: its answer, which the model reads before its next turn; not read if `done`.
-        reward: what the turn earned; finite.
+        reward: what the turn earned; a number as of rewards (rewards/base.py).
         done: whether the conversation is over.
     """
 
@@ -64,17 +64,21 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """To a process: what the model wrote, and the environment as it was left (a pickle)."""
+    """To a process: what the model wrote, and the environment as it was left (Moved.state)."""
 
-    state: bytes
+    state: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """From a process: what the environment answered, and the environment as it is now."""
+class Moved(NamedTuple):
+    """From a process: what the environment answered, and the environment as it is now.
 
-    state: bytes
+    Attributes:
+        state: a pickle in base64, which only its processes read; empty at the end.
+        result: the answer.
+    """
+
+    state: str
     result: StepResult
 
 
@@ -91,12 +95,25 @@ def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening |
             environment: Environment = make(item.example, **args)
             result = StepResult(environment.reset(), 0.0, False)
         else:
-            environment = pickle.loads(item.state)
+            environment = pickle.loads(base64.b64decode(item.state))
             result = environment.step(item.text)
         result = checked(result, function)
-        return Moved(b"" if result.done else pickle.dumps(environment), result)
+        state = b"" if result.done else pickle.dumps(environment)
+        return Moved(base64.b64encode(state).decode(), result)
 
     return move
+
+
+def read_moved(value: Any, function: str) -> Moved:
+    """The Moved that JSON has made a list of.
+
+    Raises:
+        TypeError, ValueError: it has made that of something else.
+    """
+    match value:
+        case [str() as state, [str() as text, reward, done]]:
+            return Moved(state, checked(StepResult(visible(text), reward, done), function))
+    raise ValueError("no answer of an environment")
 
 
 def checked(result: Any, function: str) -> StepResult:
@@ -104,19 +121,16 @@ def checked(result: Any, function: str) -> StepResult:
 
     Raises:
         TypeError: it is no StepResult, or a member has the wrong type.
-        ValueError: the reward is NaN or infinite.
+        ValueError: the reward is NaN, infinite or too large.
     """
     if not isinstance(result, StepResult):
         raise TypeError(f"{function} returned a {type(result).__name__}, expected a StepResult")
     if not isinstance(result.text, str):
         raise TypeError(f"{function} answered a {type(result.text).__name__}, expected text")
-    if not isinstance(result.reward, numbers.Real):
-        raise TypeError(f"{function}: a reward is a {type(result.reward).__name__}, not a number")
-    if not math.isfinite(result.reward):
-        raise ValueError(f"{function}: a reward is {result.reward}, expected a finite number")
+    reward = finite_number(result.reward, f"{function}, as a reward,")
     if not isinstance(result.done, bool):
         raise TypeError(f"{function}: done is a {type(result.done).__name__}, expected a bool")
-    return StepResult(result.text, float(result.reward), result.done)
+    return StepResult(result.text, reward, result.done)
 
 
 def resolve_environment(dotted: str) -> Callable[..., Environment]:

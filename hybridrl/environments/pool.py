@@ -2,9 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from hybridrl.environments.base import Opening, StepResult, Turn, resolve_environment
+from hybridrl.environments.base import (
+    Opening,
+    StepResult,
+    Turn,
+    read_moved,
+    resolve_environment,
+)
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
 from hybridrl.rewards.pool import TaskPool
 
@@ -16,13 +23,13 @@ class Reply:
     """What an environment answered.
 
     Attributes:
-        state: the environment as it is now, a pickle that only its processes read.
+        state: the environment as it is now (Moved.state).
         result: its answer; of one that failed, nothing, and the conversation is over.
         failure: of which kind; None if it did not fail.
         reason: why it failed, in one line; empty if it did not.
     """
 
-    state: bytes
+    state: str
     result: StepResult
     failure: FailureKind | None = None
     reason: str = ""
@@ -48,7 +55,8 @@ class EnvironmentPool:
     ) -> None:
         resolve_environment(function)
         setup = Setup(TASK, function, args, timeout_s)
-        self._pool = TaskPool(setup, num_processes, "environment")
+        read = partial(read_moved, function=function)
+        self._pool = TaskPool(setup, num_processes, "environment", read)
 
     def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
         """A new environment for each example, and the text it begins with."""
@@ -71,5 +79,5 @@ class EnvironmentPool:
 
 def _reply(answer: Answer) -> Reply:
     if answer.kind is not None:
-        return Reply(b"", StepResult("", 0.0, True), answer.kind, answer.reason)
-    return Reply(answer.value.state, answer.value.result)
+        return Reply("", StepResult("", 0.0, True), answer.kind, answer.reason)
+    return Reply(*answer.value)

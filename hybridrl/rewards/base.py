@@ -8,10 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
+
+# No reward is larger. In float32, squares of such numbers still add up over a step.
+MAX_REWARD = 1e12
 
 # prompt, response, example: what a reward judges.
 RewardItem = tuple[str, str, dict[str, Any]]
@@ -42,7 +45,8 @@ class Reward(Protocol):
         args: conf/reward's args.
 
     Returns:
-        A finite number, or a Score that also tells the number's parts; larger is better.
+        A number of at most MAX_REWARD in size, or a Score that also tells its parts; larger is
+        better.
     """
 
     def __call__(
@@ -100,28 +104,56 @@ def as_score(value: Any, function: str) -> Score:
     """What a reward returned, as a Score.
 
     Args:
-        value: a real number (a bool is one, a str is not) or a Score.
+        value: a real number (a bool is one, a str is not), numpy's and torch's among them, or a
+            Score.
         function: its dotted path, for messages.
 
     Raises:
         TypeError: it is neither.
-        ValueError: a number is NaN or infinite, or a part's name is no word.
+        ValueError: a number is NaN, infinite or too large, or a part's name is no word.
     """
     if not isinstance(value, Score):
-        return Score(_number(value, function), {})
+        return Score(finite_number(value, function), {})
     for name in value.parts:
         if not re.fullmatch(r"\w+", name):
             raise ValueError(f"{function} named a part {name!r}, expected one word")
-    parts = {name: _number(part, f"{function}, {name},") for name, part in value.parts.items()}
-    return Score(_number(value.total, function), parts)
+    parts = {
+        name: finite_number(part, f"{function}, {name},") for name, part in value.parts.items()
+    }
+    return Score(finite_number(value.total, function), parts)
 
 
-def _number(value: Any, function: str) -> float:
-    if not isinstance(value, numbers.Real):
+def read_score(value: Any, function: str) -> Score:
+    """The Score that JSON has made a list of.
+
+    Raises:
+        TypeError, ValueError: it has made that of something else.
+    """
+    match value:
+        case [total, dict() as parts]:
+            return as_score(Score(total, parts), function)
+    raise ValueError("no score")
+
+
+@runtime_checkable
+class _Scalar(Protocol):
+    """A number of numpy or torch."""
+
+    def item(self) -> Any:
+        """It as a number of Python; raises if there are several."""
+        ...
+
+
+def finite_number(value: Any, function: str) -> float:
+    """A reward that `function`, for messages, has returned; raises as `as_score` does."""
+    number = value.item() if isinstance(value, _Scalar) else value
+    if not isinstance(number, numbers.Real):
         raise TypeError(f"{function} returned a {type(value).__name__}, expected a number")
-    if not math.isfinite(value):
+    if not math.isfinite(number):
         raise ValueError(f"{function} returned {value}, expected a finite number")
-    return float(value)
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{function} returned {value}, expected at most {MAX_REWARD:g} in size")
+    return float(number)
 
 
 def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:

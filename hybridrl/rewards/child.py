@@ -1,22 +1,22 @@
 """The reward process: takes chunks of items, answers each item as it is done.
 
 It imports nothing but the modules of task and function and the standard library. The parent starts
-it by `main`; messages are those of `hybridrl.rewards.messages`.
+it by `main`, which leaves a supervisor between them.
 """
 
 import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.kernel import die_with
+from hybridrl.config.supervisor import supervise
 from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
+from hybridrl.rewards.wire import ChildEnd
 
-_MAX_TRACEBACK_CHARS = 4000
+_MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
 
 
 class ItemTimeout(BaseException):
@@ -30,23 +30,24 @@ def main(fd: int, parent: int) -> None:
         fd: of the connection's end, inherited.
         parent: the parent's process id.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    die_with(parent)  # even while a reward runs
-    connection = Connection(fd)
-    setup: Setup = connection.recv()
+    supervise(parent, fd)
+    link = ChildEnd(fd)
+    setup = link.receive()
+    assert isinstance(setup, Setup)
     try:
         task = locate("task", setup.task)(setup.function, setup.args)
     except ConfigError as error:
-        connection.send(Ready(str(error)))
+        link.send(Ready(str(error)))
         return
-    connection.send(Ready())
+    link.send(Ready())
     while True:
         try:
-            chunk: Chunk = connection.recv()
+            chunk = link.receive()
         except EOFError:
             return
+        assert isinstance(chunk, Chunk)
         for index, item in chunk.items:
-            connection.send(_answer(index, task, item, setup.timeout_s))
+            link.send(_answer(index, task, item, setup.timeout_s))
 
 
 def _answer(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> Answer:
@@ -77,4 +78,5 @@ def _raise_timeout(signum: int, frame: FrameType | None) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0][:_MAX_REASON_CHARS]

@@ -47,7 +47,8 @@ class Chunk:
 class Answer:
     """From the process, one for each item of a chunk, in order.
 
-    `kind` is None for a value; else `value` is None, and `reason` (one line) and `traceback` tell.
+    `kind` is None for a value, made of what JSON knows; else `value` is None, and `reason` (one
+    line) and `traceback` tell.
     """
 
     index: int

@@ -11,11 +11,13 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.supervisor import describe_exit
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,
@@ -45,12 +47,16 @@ class TaskPool:
         setup: what each process computes.
         num_processes: None: one per core that this process may use, at most 8.
         what: names the function's results and the processes in logs and errors ("reward").
+        read: makes an answer's value of what JSON has left of it; may raise TypeError and
+            ValueError.
 
     Raises:
         ConfigError: the time limit or num_processes is not positive.
     """
 
-    def __init__(self, setup: Setup, num_processes: int | None, what: str) -> None:
+    def __init__(
+        self, setup: Setup, num_processes: int | None, what: str, read: Callable[[Any], Any]
+    ) -> None:
         if not setup.timeout_s > 0:
             raise ConfigError(f"reward.timeout_s = {setup.timeout_s}, expected seconds > 0.")
         count = num_processes if num_processes is not None else _default_processes()
@@ -58,6 +64,7 @@ class TaskPool:
             raise ConfigError(f"reward.num_processes = {count}, expected at least 1, or null.")
         self._setup = setup
         self._what = what
+        self._read = read
         self._num_logged = 0
         self._failed_starts = 0
         withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
@@ -93,6 +100,8 @@ class TaskPool:
     def close(self) -> None:
         """End all processes, and those that items have started. A second call does nothing."""
         for process in self._processes:
+            process.ask_to_end()
+        for process in self._processes:
             process.kill()
         self._processes = []
 
@@ -109,7 +118,7 @@ class TaskPool:
                 chunk = batch.take()
                 try:
                     process.hand_out(chunk)
-                except OSError:  # it ended while it was idle: no item is to blame
+                except OSError:  # it ended or broke while it was idle: no item is to blame
                     batch.put_back(chunk)
                     self._replace(process)
 
@@ -118,29 +127,33 @@ class TaskPool:
         awaited = [process for process in self._processes if not process.is_idle]
         soonest = min(process.deadline for process in awaited)
         timeout = max(0.0, soonest - time.monotonic())
-        readable = wait([process.connection for process in awaited], timeout)
+        wait([process.link for process in awaited], timeout)
         for process in awaited:
-            if process.connection in readable or process.connection.poll():
-                self._receive(process, batch)
-            elif time.monotonic() > process.deadline:
-                self._fail_current(process, batch, FailureKind.timeout)
-
-    def _receive(self, process: RewardProcess, batch: "_Batch") -> None:
-        """Take all answers that have come from a process, or its end."""
-        try:
-            while True:
-                answer = process.receive()
-                if answer is not None:
-                    batch.answers[answer.index] = answer
-                else:
+            was_ready = process.is_ready
+            try:
+                for answer in process.receive():
+                    value = None if answer.kind else self._read(answer.value)
+                    batch.answers[answer.index] = replace(answer, value=value)
+            except (EOFError, OSError):
+                self._fail_current(process, batch, FailureKind.error)
+            except (TypeError, ValueError):
+                reason = "its process wrote what is no answer, and was killed"
+                self._fail_current(process, batch, FailureKind.error, reason)
+            else:
+                if process.is_ready and not was_ready:
                     self._failed_starts = 0
-                if not process.connection.poll():
-                    return
-        except (EOFError, OSError):
-            self._fail_current(process, batch, FailureKind.error)
+                if time.monotonic() > process.deadline:
+                    reason = f"took longer than {self._setup.timeout_s:g} s and could not be "
+                    reason += "interrupted; its process was killed"
+                    self._fail_current(process, batch, FailureKind.timeout, reason)
 
-    def _fail_current(self, process: RewardProcess, batch: "_Batch", kind: FailureKind) -> None:
-        """Fail the item that a process was at, put its other items back and replace it."""
+    def _fail_current(
+        self, process: RewardProcess, batch: "_Batch", kind: FailureKind, reason: str = ""
+    ) -> None:
+        """Fail the item that a process was at, put its other items back and replace it.
+
+        Without a reason the process has ended by itself.
+        """
         items = list(process.pending)
         was_ready = process.is_ready
         exit_code = self._replace(process)
@@ -148,12 +161,8 @@ class TaskPool:
             self._count_failed_start(exit_code)
         if items:
             index, _ = items[0]
-            reasons = {
-                FailureKind.error: f"its process ended, {_describe_exit(exit_code)}",
-                FailureKind.timeout: f"took longer than {self._setup.timeout_s:g} s and could not "
-                f"be interrupted; its process was killed",
-            }
-            batch.answers[index] = Answer(index, None, kind, reasons[kind])
+            reason = reason or f"its process ended, {describe_exit(exit_code)}"
+            batch.answers[index] = Answer(index, None, kind, reason)
             batch.put_back(items[1:])
 
     def _replace(self, process: RewardProcess) -> int:
@@ -167,7 +176,7 @@ class TaskPool:
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise RewardProcessError(
                 f"{self._failed_starts} {self._what} processes in a row ended before they could "
-                f"run {self._setup.function}, the last {_describe_exit(exit_code)}, or took longer "
+                f"run {self._setup.function}, the last {describe_exit(exit_code)}, or took longer "
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
             )
 
@@ -210,7 +219,3 @@ class _Batch:
 
 def _default_processes() -> int:
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -6,18 +6,19 @@ multiprocessing (which would import the program's main module, and with it torch
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from hybridrl.config.secrets import is_secret_variable
+from hybridrl.config.supervisor import end
 from hybridrl.rewards.messages import Answer, Chunk, Ready, Setup
+from hybridrl.rewards.wire import GarbledError, ParentEnd
 
 START_TIMEOUT_S = 120.0
 # The process stops a late reward itself; one that keeps it from doing so is killed this much later.
@@ -34,14 +35,16 @@ class RewardProcessError(RuntimeError):
 
 
 class RewardProcess:
-    """One process that computes rewards or steps environments. Starts in the background.
+    """One process that computes rewards or steps environments, under its supervisor.
+
+    It starts in the background.
 
     Args:
         setup: what it computes.
         what: names it in errors ("reward").
 
     Attributes:
-        connection: to wait on; readable when an answer has come or the process has ended.
+        link: to wait on; readable when an answer has come or the process has ended.
         deadline: time.monotonic() at which the process has failed to answer.
         is_ready: whether it has started up.
         pending: items handed out and not answered, the one being computed first.
@@ -50,14 +53,15 @@ class RewardProcess:
     def __init__(self, setup: Setup, what: str) -> None:
         self._what = what
         self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
-        self.connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        self.link = ParentEnd(ours)
         self._process = _start(theirs, environment_for(setup.args))
         theirs.close()
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.is_ready = False
         self.pending: deque[tuple[int, Any]] = deque()
         with suppress(OSError):  # ended already: the wait for it to be ready will tell
-            self.connection.send(setup)
+            self.link.send(setup, START_TIMEOUT_S)
 
     @property
     def is_idle(self) -> bool:
@@ -68,38 +72,43 @@ class RewardProcess:
         """Give an idle process items to compute.
 
         Raises:
-            OSError: it has ended; `pending` stays empty.
+            OSError: it has ended, or misbehaves; `pending` stays empty.
         """
-        self.connection.send(Chunk(items))
+        self.link.send(Chunk(items), self._answer_timeout_s)
         self.pending.extend(items)
         self.deadline = time.monotonic() + self._answer_timeout_s
 
-    def receive(self) -> Answer | None:
-        """The next answer, or None if it only reports that it is ready.
+    def receive(self) -> Iterator[Answer]:
+        """The answers that have come; that it is ready is noted.
 
         Raises:
             EOFError, OSError: the process has ended.
+            GarbledError: it has written something else.
             RewardProcessError: it cannot find the function, although this process could.
         """
-        message: Answer | Ready = self.connection.recv()
-        if isinstance(message, Ready):
-            if message.problem is not None:
-                raise RewardProcessError(f"{self._what} processes cannot start: {message.problem}")
-            self.is_ready = True
-            return None
-        index, _ = self.pending.popleft()
-        assert index == message.index, (index, message.index)
-        self.deadline = time.monotonic() + self._answer_timeout_s
-        return message
+        for message in self.link.receive():
+            if isinstance(message, Ready):
+                if message.problem is not None:
+                    raise RewardProcessError(
+                        f"{self._what} processes cannot start: {message.problem}"
+                    )
+                self.is_ready = True
+            elif not self.pending or self.pending[0][0] != message.index:
+                raise GarbledError("an answer to nothing asked")
+            else:
+                yield message
+                self.pending.popleft()
+                self.deadline = time.monotonic() + self._answer_timeout_s
+
+    def ask_to_end(self) -> None:
+        """Have it end; `kill` waits for that."""
+        self._process.terminate()
 
     def kill(self) -> int:
-        """End the process and those that it started; return its exit code (-signal if killed)."""
-        self.connection.close()
-        # Until it is waited for, the process holds its id; later the group might be another's.
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
+        """End the process and those that it started; return its supervisor's exit code."""
+        exit_code = end(self._process)
+        self.link.close()  # not before: it may be writing
+        return exit_code
 
 
 def environment_for(args: Any) -> dict[str, str]:
@@ -120,13 +129,13 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _start(connection: Connection, environment: dict[str, str]) -> subprocess.Popen[Any]:
-    fd = connection.fileno()
+def _start(link: socket.socket, environment: dict[str, str]) -> subprocess.Popen[Any]:
+    fd = link.fileno()
     arguments = [json.dumps(sys.path), str(fd), str(os.getpid())]
     return subprocess.Popen(
         [sys.executable, "-c", _COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         env=environment,
         pass_fds=[fd],
-        process_group=0,  # out of reach of the terminal's Ctrl-C, and killed as a whole
+        process_group=0,  # out of reach of the terminal's Ctrl-C
     )

@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from hybridrl.config.classes import check_reward_function
-from hybridrl.rewards.base import RewardItem, resolve_function
+from hybridrl.rewards.base import RewardItem, read_score, resolve_function
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
 from hybridrl.rewards.pool import TaskPool
 
@@ -80,7 +81,8 @@ class RewardScorer:
         resolve_function(function)
         check_reward_function("reward", function, args)
         self._failed_score = failed_score
-        self._pool = TaskPool(Setup(TASK, function, args, timeout_s), num_processes, "reward")
+        read = partial(read_score, function=function)
+        self._pool = TaskPool(Setup(TASK, function, args, timeout_s), num_processes, "reward", read)
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
         """The reward of each (prompt, response, example); failures are counted, never raised.

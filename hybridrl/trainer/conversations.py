@@ -70,7 +70,7 @@ class _Conversation:
 
     prompt: int
     sample: int
-    state: bytes
+    state: str
     failure: FailureKind | None
     reason: str
     tokens: list[Tensor] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Conversations:
                 failure, reason = FailureKind.error, _too_long(len(ids), self._limits.max_tokens)
                 openings[prompt] = ids = []
             for sample in samples:
-                state = b"" if failure else reply.state
+                state = "" if failure else reply.state
                 new = _Conversation(prompt, int(first[prompt]) + sample, state, failure, reason)
                 if ids:
                     new.heard(ids)

@@ -63,7 +63,7 @@ class Here:
         try:
             moved = self.move(item)
         except ValueError as error:
-            return Reply(b"", StepResult("", 0.0, True), FailureKind.error, str(error))
+            return Reply("", StepResult("", 0.0, True), FailureKind.error, str(error))
         return Reply(moved.state, moved.result)
 
 
@@ -277,7 +277,7 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
     class Fails(Here):
         def _reply(self, item):
             if isinstance(item, Turn) and item.text == "ab=":
-                return Reply(b"", StepResult("", 0.0, True), FailureKind.timeout, "took too long")
+                return Reply("", StepResult("", 0.0, True), FailureKind.timeout, "took too long")
             return super()._reply(item)
 
     decider = judge(Fails("environment_cases.Misbehaves"))

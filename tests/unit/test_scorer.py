@@ -1,5 +1,6 @@
 """RewardScorer with real processes: failures of every kind, their blame, no process left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,12 @@ def test_processes_import_only_the_reward():
         ("text", "returned a str, expected a number"),
         ("decimal", "returned a Decimal, expected a number"),
         ("huge", "OverflowError"),
+        ("float32_inf", "returned 1e+39, expected at most 1e+12"),
+        ("overflows_squared", "returned -10000000000000.0, expected at most 1e+12"),
+        ("coroutine", "returned a coroutine, expected a number"),
+        ("surrogate", r"ValueError: caf\ud800"),
+        ("no_text", "<exception str() failed>"),
+        ("long_text", "long long"),
         ("unknown", "KeyError: 'unknown'"),
     ],
 )
@@ -100,11 +107,13 @@ def test_what_raises_or_is_no_number_fails_alone(bad_manners, response, reason):
     assert reason in failure.reason
     assert "\n" not in failure.reason
     assert reason in failure.traceback
+    assert len(failure.reason + failure.traceback) < 5000
 
 
 @pytest.fixture(scope="module")
 def bad_manners() -> Iterator[RewardScorer]:
     with scorer("misbehave", processes=1) as pool:
+        pool.score([("", "good", {})])  # its processes are there before the first test begins
         yield pool
 
 
@@ -126,7 +135,22 @@ def test_what_takes_too_long_is_interrupted_and_its_process_lives_on(response):
     assert "reward_cases.py" in result.failures[0].traceback
 
 
-@pytest.mark.parametrize("response", ["swallows", "blocks"])
+def test_what_a_copy_of_the_process_returns_or_prints_is_no_answer():
+    result = score("misbehave", ["half", "forks", "fork_raises", "prints", "half"], processes=1)
+    assert result == ScoreResult([0.5, 1.0, 1.0, 1.0, 0.5], [])
+
+
+def test_what_writes_to_the_pools_socket_fails_alone():
+    """Data that are no message; messages that are wrong at their place in the batch."""
+    data = ["score", "failure", "text", "zeros", "length", "nesting", "json", "ready", "other"]
+    responses = ["half", *(f"writes_{name}" for name in data), "good"]
+    result = score("misbehave", responses, processes=1)
+    assert result.scores == [0.5, *(FAILED for _ in data), 1.0]
+    reasons = {failure.reason for failure in result.failures}
+    assert reasons == {"its process wrote what is no answer, and was killed"}
+
+
+@pytest.mark.parametrize("response", ["swallows", "blocks", "leaves_group", "writes_half"])
 def test_what_cannot_be_interrupted_is_killed(response):
     start = time.monotonic()
     result = score("misbehave", ["good", response, "good"], processes=1, timeout_s=TIMEOUT_S)
@@ -193,12 +217,16 @@ def test_a_process_that_died_idle_is_replaced():
         assert pool.score([("", "abcd", {})] * 4) == ScoreResult([4.0] * 4, [])
 
 
-def test_processes_of_a_reward_end_with_it(tmp_path):
-    example = {"file": str(tmp_path / "pid")}
-    result = score("leave_child_and_hang", ["x"], example, processes=1, timeout_s=TIMEOUT_S)
-    assert result.scores == [FAILED]
-    grandchild = int(Path(example["file"]).read_text())
-    assert wait_for(lambda: is_gone(grandchild))
+@pytest.mark.parametrize(
+    ("hides", "then"), [(False, "blocks"), (True, "blocks"), (True, "dies"), (True, "good")]
+)
+def test_processes_of_a_reward_end_with_it(tmp_path, hides, then):
+    example = {"file": str(tmp_path / "pids"), "hides": hides}
+    # Long enough for Python to start on a busy machine.
+    result = score("leave_child", [then], example, processes=1, timeout_s=3 * TIMEOUT_S)
+    assert result.scores == [1.0 if then == "good" else FAILED]
+    (left,) = json.loads(Path(example["file"]).read_text())
+    assert wait_for(lambda: is_gone(left))
 
 
 def test_an_interrupted_call_leaves_the_scorer_usable():

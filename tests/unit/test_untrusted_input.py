@@ -29,6 +29,7 @@ MAY_PICKLE = {
     "controller/recorder.py",
     "doctor/joined.py",
     "environments/base.py",
+    "rewards/wire.py",
 }
 MAY_EXECUTE = {"rewards/jail.py"}
 

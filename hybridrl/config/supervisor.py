@@ -1,0 +1,117 @@
+"""The parent of a process that runs a user's code: ends with it all that it has started.
+
+    this process -> supervisor -> worker -> whatever the user's code starts
+
+The kernel makes the supervisor the parent of all orphans below it. So a process that leaves its
+group, its session or its parent is still found, and ends with the others.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+# Seconds after which a supervisor that was asked to end everything is killed itself.
+END_TIMEOUT_S = 5.0
+# Exit codes from here on tell the signal that killed the worker.
+SIGNAL_CODES = 128
+
+
+def supervise(parent: int, fd: int) -> None:
+    """Fork; the child returns as the worker, this process stays behind as its supervisor.
+
+    The supervisor ends when the worker has ended, at SIGTERM, and when its parent dies, and kills
+    all processes below it before. Its exit code is the worker's, or SIGNAL_CODES + the signal.
+
+    Args:
+        parent: id of the process that has started this one.
+        fd: the worker's alone, so that its end shows there.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _end_with(parent, signal.SIGTERM)
+    supervisor = os.getpid()
+    worker = os.fork()
+    if worker:
+        os.close(fd)
+        os._exit(_watch(worker))
+    os.setpgid(0, 0)  # a signal to its own group spares the supervisor
+    _end_with(supervisor, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+
+def end(process: subprocess.Popen[Any]) -> int:
+    """End a supervisor and all below it; return its exit code."""
+    process.terminate()
+    try:
+        return process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """How a worker ended, by the exit code of its supervisor."""
+    killed_by = -code if code < 0 else code - SIGNAL_CODES
+    return f"killed by signal {killed_by}" if killed_by > 0 else f"exit code {code}"
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, *map(ctypes.c_ulong, (argument, 0, 0, 0))) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _end_with(parent: int, signum: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent, of this id, dies."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def _watch(worker: int) -> int:
+    """Wait for the worker's end or SIGTERM, kill all that is left, return the exit code."""
+    status: int | None = None
+    while status is None and signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        status = dict(_reap(os.WNOHANG)).get(worker)
+    for pid, ended in _reap(0, kills=True):
+        status = ended if pid == worker else status
+    assert status is not None
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else SIGNAL_CODES - code
+
+
+def _reap(options: int, *, kills: bool = False) -> Iterator[tuple[int, int]]:
+    """Ids and statuses of children that have ended; with `kills` of all, until none is left."""
+    with suppress(ChildProcessError):
+        while True:
+            for pid in _descendants() if kills else ():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            pid, status = os.waitpid(-1, options)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def _descendants() -> list[int]:
+    """The processes below this one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            # The name, in parentheses, may hold anything; state and parent stand behind it.
+            parent = stat.read_bytes().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = list(children.get(os.getpid(), ()))
+    for pid in found:  # grows meanwhile
+        found += children.get(pid, ())
+    return found
