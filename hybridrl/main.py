@@ -83,7 +83,9 @@ def job(cfg: DictConfig) -> float:
     except (WorkerError, RunStopped) as error:  # tells the whole story itself
         log.error("%s", error)
         metric, error_text, code = math.nan, str(error), EXIT_FAILED
-    except Exception as error:  # the outermost frame: whatever it is, the next job must run
+    # The outermost frame: whatever it is, code of the user's that exits included, the next job must
+    # run, and this one has failed.
+    except (Exception, SystemExit) as error:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED

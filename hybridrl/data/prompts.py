@@ -25,6 +25,7 @@ class Prompt:
         tags: names of groups whose accuracy is reported apart, such as {"range": "unseen"}.
         dataset: its name in data.mixture; empty without one.
         difficulty: larger is harder; 0 without a curriculum.
+        where: the problem's `file:line` or the like, for messages.
     """
 
     prompt_id: int
@@ -35,6 +36,7 @@ class Prompt:
     tags: dict[str, str]
     dataset: str = ""
     difficulty: float = 0.0
+    where: str = ""
 
 
 def prompts_of(
@@ -85,6 +87,7 @@ def prompts_of(
             problem.tags,
             dataset,
             problem.difficulty,
+            problem.where,
         )
         for index, (problem, text, tokens) in enumerate(zip(problems, texts, ids, strict=True))
     ], []

@@ -229,6 +229,7 @@ class PPOTrainer:
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
         self.reporter.saw_responses(step, sampled.prompts, responses, rewarded)
+        rewarded.stop_if_all_failed(step)
         return outcome_on_last_token(outcome, responses)
 
     def score(self, sampled: Sampled, step: int) -> ScheduledBatch:

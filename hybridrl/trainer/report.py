@@ -1,6 +1,6 @@
 """Everything a run tells its user and keeps, behind one object that the loop talks to."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.config.secrets import secret_values, without_secrets
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.rows import MAX_FAULTS_SHOWN, some_of
+from hybridrl.rewards.scorer import Failure
 from hybridrl.trainer.console import RunConsole, pick_samples
 from hybridrl.trainer.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.rewarding import Rewarded
@@ -50,6 +52,7 @@ class Reporter:
         self._tracker = tracker
         self._throughput = throughput
         self._files = SpareFiles()
+        self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
 
     def phase(self, name: str) -> None:
@@ -76,16 +79,29 @@ class Reporter:
     ) -> None:
         """Keep and show the step's rollouts where they are due; warn of failed rewards."""
         if rewarded.failures:
-            first = rewarded.failures[0]
-            self._console.warn(
-                f"step {step}: {len(rewarded.failures)} of {len(prompts)} rewards failed and got "
-                f"{self._config.reward.failed_score:g}; the first: {first.kind}: {first.reason}"
-            )
+            self._warn_of_failures(step, prompts, rewarded.failures)
         if not is_due(self._config.trainer.samples_every_steps, step):
             return
         records = _records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
+
+    def _warn_of_failures(
+        self, step: int, prompts: list[Prompt], failures: Sequence[Failure]
+    ) -> None:
+        """Say how many rewards failed, and of problems not named before where they stand."""
+        first = failures[0]
+        text = (
+            f"step {step}: {len(failures)} of {len(prompts)} rewards failed and got "
+            f"{self._config.reward.failed_score:g}; the first: {first.kind}: {first.reason}"
+        )
+        new: dict[int, str] = {}
+        for failure in failures:
+            prompt = prompts[failure.index]
+            if prompt.prompt_id not in self._failed_problems:
+                new.setdefault(prompt.prompt_id, f"{prompt.where}: {failure.reason}")
+        self._failed_problems.update([*new][:MAX_FAULTS_SHOWN])
+        self._console.warn("\n".join([text, some_of([*new.values()])] if new else [text]))
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
         """The trained model was written by the first rank, on `node`, or could not be."""

@@ -15,6 +15,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.tokenizer import Decode
 from hybridrl.rewards.scorer import Failure, RewardScorer
+from hybridrl.trainer.errors import RunStopped
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class Rewarded:
             [score for one in several for score in one.scores],
             failures,
             {name: [v for one in several for v in one.parts.get(name, [])] for name in names},
+        )
+
+    def stop_if_all_failed(self, step: int) -> None:
+        """Raise a RunStopped if no response of a step got a reward: nothing is learned from it."""
+        if len(self.failures) < len(self.scores):
+            return
+        first = self.failures[0]
+        raise RunStopped(
+            f"step {step}: all {len(self.scores)} rewards failed, so there is nothing to learn "
+            f"from. The first: {first.kind}: {first.reason}\n{first.traceback}"
         )
 
     def part_metrics(self) -> dict[str, float]:

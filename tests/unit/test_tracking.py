@@ -233,6 +233,32 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     assert kept["response"] == "r hunter22"  # what the model has sampled stays what it is
 
 
+def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
+    """Problem p stands in line p; its two responses fail where p is in `failing`."""
+    config, file = run_config("trainer.samples_every_steps=0"), io.StringIO()
+    console = RunConsole(1, Console(file=file, width=200))
+    tracker = Tracker(tmp_path, config)
+    reporter = Reporter(config, tmp_path, console, tracker, Throughput(None, 1, None))
+    named = []
+    for step, failing in enumerate([{1, 2}, {2, 3}, {4, 5, 6, 7}, {7}, {7}]):
+        prompts = [
+            Prompt(p, [1], "p", "q", {"answer": ""}, {}, where=f"a.jsonl:{p}") for p in range(8)
+        ]
+        prompts = [prompt for prompt in prompts for _ in range(2)]
+        failures = [
+            Failure(i, FailureKind.error, f"ValueError: no {prompt.prompt_id}", "")
+            for i, prompt in enumerate(prompts)
+            if prompt.prompt_id in failing
+        ]
+        rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
+        responses = Ragged.from_rows([[1]] * 16, torch.int64)
+        reporter.saw_responses(step, prompts, responses, rewarded)
+        named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", file.getvalue()))
+        file.truncate(file.seek(0))
+    tracker.close()
+    assert named == [["1", "2"], ["3"], ["4", "5", "6"], ["7"], []]
+
+
 @pytest.mark.parametrize("failed", [0, 2])
 def test_the_end_of_a_run_tells_of_checkpoints_that_were_lost(tmp_path, failed):
     """The last one is written after the last row."""

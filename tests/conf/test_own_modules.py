@@ -1,0 +1,107 @@
+"""Modules of the user's that end, kill or hang whoever imports them: problems of the config."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl.config import importing
+from tests.conf.composing import problems
+
+TIMEOUT_S = 2.0
+REWARD = "reward.function={}.score"
+KEYS = [
+    REWARD,
+    "eval.rules.flexible.function={}.score",
+    "algorithm.advantage={}.estimate",
+    "algorithm.loss.function={}.loss",
+    "actor.worker={}.MyActor",
+    "+environment={{function: {}.Talk, args: {{}}, max_turns: 2, stop: [], role: user}}",
+]
+HANGS = """
+import signal, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+Path(__file__).with_suffix(".pid").write_text(str(child.pid))
+signal.pthread_sigmask(signal.SIG_BLOCK, list(signal.Signals))
+time.sleep(600)
+"""
+FORKS = """
+import os, time
+if os.fork():
+    time.sleep(0.5)
+else:
+    raise ValueError("in the copy")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch, request) -> Path:
+    """A file that can be imported, under a name of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / f"own_{abs(hash(request.node.nodeid))}.py"
+
+
+@pytest.mark.parametrize("setting", KEYS, ids=lambda text: text.partition("=")[0])
+def test_one_that_exits_is_named_whatever_it_is_for(module, setting):
+    module.write_text("import sys; sys.exit(0)")
+    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", setting.format(module.stem))
+    assert setting.partition("=")[0].lstrip("+") in found
+    assert f"importing {module.stem} failed: SystemExit: 0." in found
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os; os._exit(0)", "its process ended, exit code 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class Odd(Exception): pass\nraise Odd('caf\\ud800')", r"Odd: caf\ud800"),
+    ],
+)
+def test_one_that_ends_its_process_is_named(module, source, says):
+    module.write_text(source)
+    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", REWARD.format(module.stem))
+    assert f"importing {module.stem} failed: " in found and says in found
+
+
+def test_one_that_hangs_is_waited_for_once_and_leaves_nothing(module, monkeypatch):
+    monkeypatch.setattr(importing, "IMPORT_TIMEOUT_S", TIMEOUT_S)
+    module.write_text(HANGS)
+    start = time.monotonic()
+    settings = [key.format(module.stem) for key in KEYS[:2]]
+    found = problems("+recipe=gsm8k_ppo", "hardware=cpu", *settings)
+    assert time.monotonic() - start < 2 * TIMEOUT_S
+    assert len(found) == 2
+    assert all("it did not end within 2 s" in problem for problem in found)
+    assert not psutil.pid_exists(int(module.with_suffix(".pid").read_text()))
+
+
+def test_a_copy_that_one_forks_says_nothing(module):
+    module.write_text(FORKS)
+    importing.check_import("reward.function", f"{module.stem}.score")
+
+
+def test_a_check_of_the_users_that_exits_fails_the_command(tmp_path):
+    """The module can be imported; what it brings ends the process when it is asked."""
+    (tmp_path / "my_reward.py").write_text(
+        "import sys\n"
+        "class Score:\n"
+        "    def __call__(self, prompt, response, example, mode): return 1.0\n"
+        "    def problems(self, key, args): sys.exit(0)\n"
+        "score = Score()\n"
+    )
+    command = [sys.executable, "-m", "hybridrl.main", "+recipe=gsm8k_ppo", "hardware=cpu"]
+    command += ["run.dry=true", "reward.function=my_reward.score"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(importing.__file__).parents[2]), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert 'my_reward.py", line 4, in problems' in done.stdout
