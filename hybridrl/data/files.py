@@ -3,9 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.check_resources import file_problems
 from hybridrl.data.rows import Columns, Row, SourceProblem, kind_of, problems_of
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def read_problems(
@@ -52,11 +56,22 @@ def _read_jsonl(path: Path) -> tuple[list[Row], list[str]]:
             except UnicodeDecodeError as error:
                 faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
                 continue
-            if isinstance(values, dict):
+            if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(values)):
+                faults.append(f"{where}: not Unicode text: a lone surrogate, {surrogate}")
+            elif isinstance(values, dict):
                 rows.append(Row(where, values))
             else:
                 faults.append(f"{where}: expected a JSON object, found {kind_of(values)}")
     return rows, faults
+
+
+def _lone_surrogate(values: Any) -> str:
+    """The first half of a pair of surrogates without the other, as JSON writes it; "" if none."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return json.dumps(error.object[error.start]).strip('"')
+    return ""
 
 
 def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
@@ -65,7 +80,23 @@ def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         return [], [f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}"]
+    try:
+        rows = table.to_pylist()
+    except UnicodeDecodeError:
+        return _rows_one_by_one(path, table)
     return [Row(f"{path} row {index}", values) for index, values in enumerate(rows)], []
+
+
+def _rows_one_by_one(path: Path, table: "pyarrow.Table") -> tuple[list[Row], list[str]]:
+    rows, faults = [], []
+    for index in range(len(table)):
+        where = f"{path} row {index}"
+        try:
+            (values,) = table.slice(index, 1).to_pylist()
+            rows.append(Row(where, values))
+        except UnicodeDecodeError as error:
+            faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
+    return rows, faults

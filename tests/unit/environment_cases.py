@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 
 from hybridrl.environments.base import StepResult
 
@@ -36,7 +37,7 @@ class Misbehaves:
             raise ValueError("no such example")
 
     def reset(self):
-        return 7 if self.example.get("fails") == "reset" else ""
+        return 7 if self.example.get("fails") == "reset" else self.example.get("greeting", "")
 
     def step(self, text):
         if text == "raises":
@@ -47,7 +48,17 @@ class Misbehaves:
             os._exit(3)
         if text == "unpicklable":
             self.held = lambda: None
-        reward = {"nan": float("nan"), "text": "1"}.get(text, 1.0)
+        if text == "surrogate":
+            return StepResult("caf\ud800 \U0001f600", 1.0, False)
+        if text == "raises_surrogate":
+            raise ValueError("\udfff")
+        if text == "garbles":
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2:
+                    with suppress(OSError):
+                        os.write(fd, bytes(16))
+        rewards = {"nan": float("nan"), "text": "1", "large": 1.7e308, "low": -1e39}
+        reward = rewards.get(text, 1.0)
         if text == "tuple":
             return "", 1.0, False
         return StepResult(3 if text == "number" else "fine", reward, 1 if text == "one" else False)

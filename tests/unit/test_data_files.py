@@ -117,6 +117,38 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     assert f"{path}:2: not UTF-8 text" in faults[0]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'{"question": "q\ud800", "answer": "1"}',
+        r'{"question": "q", "answer": "1\uDFFF"}',
+        r'{"question": [{"role": "user", "content": "\udc00\ud800"}], "answer": "1"}',
+        r'{"question": "q", "answer": "1", "meta": {"by": ["\ud83dx"]}}',
+        r'{"question": "q", "answer": "1", "\udead": 0}',
+    ],
+)
+def test_lone_surrogates_are_named_with_their_line(tmp_path, line):
+    """Anywhere in the row, as rewards get the whole of it."""
+    pair = r'{"question": "\ud83d\ude00", "answer": "\\ud800"}'
+    path = jsonl(tmp_path / "a.jsonl", [pair, line])
+    problems, faults = read_problems("data.train_files", [path], COLUMNS)
+    assert [(p.question, p.answer) for p in problems] == [("\U0001f600", r"\ud800")]
+    assert f"{path}:2: not Unicode text: a lone surrogate" in faults[0]
+
+
+def test_parquet_texts_that_are_no_unicode_are_named_with_their_row(tmp_path):
+    """What encodes a lone surrogate is no UTF-8."""
+    texts = [b"1+1?", "\ud800".encode("utf-8", "surrogatepass"), b"caf\xe9"]
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    table = pa.table({"question": column, "answer": ["2", "2", "2"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    problems, faults = read_problems("data.train_files", [tmp_path / "a.parquet"], COLUMNS)
+    assert [p.question for p in problems] == ["1+1?"]
+    assert "2 rows cannot be used" in faults[0]
+    for row in (1, 2):
+        assert f"{tmp_path / 'a.parquet'} row {row}: not UTF-8 text" in faults[0]
+
+
 def test_missing_column_names_the_columns_there_are(tmp_path):
     table = pa.Table.from_pylist([{"problem": "q", "meta": {"solution": "1", "id": 3}}])
     pq.write_table(table, tmp_path / "a.parquet")

@@ -53,15 +53,26 @@ def bad_manners() -> Iterator[EnvironmentPool]:
         ("tuple", FailureKind.error),
         ("number", FailureKind.error),
         ("one", FailureKind.error),
+        ("large", FailureKind.error),
+        ("low", FailureKind.error),
+        ("raises_surrogate", FailureKind.error),
+        ("garbles", FailureKind.error),
     ],
 )
 def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kind):
     (opened,) = bad_manners.open([{}])
     good, bad, also_good = bad_manners.step([Turn(opened.state, t) for t in ("", text, "")])
     assert (bad.failure, bad.result) == (kind, StepResult("", 0.0, True))
-    assert bad.reason and "\n" not in bad.reason
+    assert bad.reason.encode() and "\n" not in bad.reason
     for reply in (good, also_good):
         assert reply.failure is None and reply.result == StepResult("fine", 1.0, False)
+
+
+def test_lone_surrogates_that_an_environment_says_are_written_out(bad_manners):
+    (opened,) = bad_manners.open([{"greeting": "\udc00"}])
+    assert opened.result.text == r"\udc00"
+    (reply,) = bad_manners.step([Turn(opened.state, "surrogate")])
+    assert reply.result == StepResult("caf\\ud800 \U0001f600", 1.0, False)
 
 
 def test_an_environment_that_does_not_begin_has_failed(bad_manners):

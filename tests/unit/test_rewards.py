@@ -4,11 +4,13 @@ import sys
 import time
 from decimal import Decimal
 
+import numpy as np
 import pytest
+import torch
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards import gsm8k
-from hybridrl.rewards.base import resolve_function
+from hybridrl.rewards.base import MAX_REWARD, Score, as_score, resolve_function
 from hybridrl.rewards.gsm8k import last_number, reference_answer, score, strict_answer
 
 EURO, MINUS = "\u20ac", "\u2212"
@@ -192,6 +194,42 @@ def test_time_is_linear_in_the_response(hostile):
     strict_answer(hostile)
     last_number(hostile)
     assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3.0),
+        (np.bool_(True), 1.0),
+        (np.array([[2.0]]), 2.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor(True), 1.0),
+        (MAX_REWARD, MAX_REWARD),
+    ],
+)
+def test_numbers_of_numpy_and_torch_are_rewards(value, number):
+    assert as_score(value, "f") == Score(number, {})
+    assert type(as_score(Score(value, {"part": value}), "f").parts["part"]) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1", b"1", [1.0], None, 1j, Decimal(1), np.array([1.0, 2.0]), torch.ones(2), torch.tensor(1j)],
+)
+def test_what_is_no_number_is_no_reward(value):
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        as_score(value, "f")
+
+
+def test_no_reward_overflows_in_float32():
+    """Sums over turns and squared deviations over a step of a million responses are finite."""
+    of_turns = torch.tensor([MAX_REWARD, -MAX_REWARD]) * 1000
+    assert bool((of_turns.square() * 5e5).sum().isfinite())
+    for value in (1.01 * MAX_REWARD, 1e39, -1.7e308, 10**400, np.float64("inf"), float("nan")):
+        with pytest.raises((ValueError, OverflowError)):
+            as_score(value, "f")
 
 
 def test_resolve_function_finds_ours():
