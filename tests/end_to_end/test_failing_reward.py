@@ -1,4 +1,10 @@
-"""A reward that raises and hangs: scored as failed, counted, shown; the run goes on to its end."""
+"""Rewards and environments that fail: scored as failed, counted, shown; the run goes on to its end.
+
+Where nothing could be learned, or the user's code ends the process, it stops as a failed run.
+"""
+
+import json
+import math
 
 import pytest
 
@@ -33,3 +39,113 @@ def test_failing_rewards_are_counted_and_do_not_stop_the_run(tmp_path):
             assert abs(row["reward/mean"] - (32 - 2 * row["reward/failed"]) / 32) < 1e-6
         assert "rewards failed and got -1; the first: " in output
         run.assert_nothing_left()
+
+
+OWN = ["~reward.args.mode", "eval.greedy=false", "data.num_eval_problems=4"]
+FAILS = r"""
+def score(prompt, response, example):
+    return {}["no such \ud800 unit"]
+"""
+ESTIMATES = """
+import sys
+
+def estimate(rewards, response_mask):
+    sys.exit(0)
+"""
+LOSES = """
+import sys
+
+def loss(log_probs, old_log_probs, advantages, response_mask):
+    sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "overrides", "says"),
+    [
+        (
+            FAILS,
+            ["reward.function=mine.score", *OWN],
+            [
+                "step 1: all 32 rewards failed",
+                'mine.py", line 3, in score',
+                r"KeyError: 'no such \ud800 unit'",
+            ],
+        ),
+        (ESTIMATES, ["algorithm.advantage=mine.estimate"], ['mine.py", line 5, in estimate']),
+        (
+            LOSES,
+            [
+                "algorithm.loss.function=mine.loss",
+                "~algorithm.loss.args.clip_low",
+                "~algorithm.loss.args.clip_high",
+            ],
+            ["mine.py"],
+        ),
+    ],
+    ids=["rewards", "estimator", "loss"],
+)
+def test_what_leaves_nothing_to_learn_fails_the_run(tmp_path, source, overrides, says):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "mine.py").write_text(source)
+    with started(run_dir, *SMALL, *overrides) as run:
+        output = run.output()
+        assert run.process.returncode == 1, output
+        for text in says:
+            assert text in output
+        run.assert_nothing_left()
+
+
+TALKS = r"""
+import os
+from hybridrl.environments.base import StepResult
+
+class Talk:
+    def __init__(self, example):
+        self.turns = 0
+
+    def reset(self):
+        return "\udc00"
+
+    def step(self, text):
+        self.turns += 1
+        kind = sum(map(ord, text)) % 6
+        if kind == 0:
+            raise ValueError("caf\udfff")
+        if kind == 1:
+            return StepResult("", 1.7e308, self.turns == 2)
+        if kind == 2:
+            for fd in range(3, 2**15 + 64):
+                try:
+                    os.write(fd, b"hello")
+                except OSError:
+                    pass
+        return StepResult("caf\ud800", 1.0, self.turns == 2)
+"""
+
+
+@pytest.mark.slow
+def test_an_environments_surrogates_and_numbers_reach_no_file_or_metric(tmp_path):
+    """Console, rollouts, TensorBoard, metrics: each takes every text of two steps."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "mine.py").write_text(TALKS)
+    overrides = ["+recipe=calculator_tool", *SMALL[1:], "environment.function=mine.Talk"]
+    overrides += ["~environment.args.mode", "environment.max_turns=2", *OWN[1:]]
+    with started(run_dir, *overrides, "trainer.samples_every_steps=1") as run:
+        output = run.output()
+        assert run.process.returncode == 0, output
+        for row in run.metrics()[1:]:
+            assert 0 < row["reward/failed"] < 32
+            assert all(value is None or math.isfinite(value) for value in row.values())
+        run.assert_nothing_left()
+    texts = "".join(path.read_text() for path in (run_dir / "rollouts").glob("step_*.jsonl"))
+    rows = [json.loads(line) for line in texts.splitlines()]
+    # Of the opening's \udc00 the model's small vocabulary has the digits.
+    assert all(row["response"].startswith("00") for row in rows)
+    reasons = {row["failure"] for row in rows}
+    assert r"error: ValueError: caf\udfff" in reasons
+    for text in ("expected at most 1e+12", "its process wrote what is no answer"):
+        assert any(text in str(reason) for reason in reasons)
