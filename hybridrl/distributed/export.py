@@ -65,14 +65,16 @@ class AdapterFiles:
         from peft import LoraConfig
 
         folder.mkdir()
-        LoraConfig(
+        config = LoraConfig(
             r=self.lora.rank,
             lora_alpha=self.lora.alpha,  # type: ignore[arg-type]
-            target_modules=self.lora.target_modules,
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base,
             inference_mode=True,
-        ).save_pretrained(str(folder))
+        )
+        # Given to LoraConfig they would become a set, which each process writes in its own order.
+        config.target_modules = sorted(self.lora.target_modules)
+        config.save_pretrained(str(folder))
         shapes = {name: weight.shape for name, weight in self.weights.items()}
         parts = _parts(shapes, self.weights.__getitem__, torch.float32)
         write_parts(folder / "adapter_model.safetensors", parts)

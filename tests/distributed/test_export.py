@@ -18,7 +18,7 @@ from hybridrl.commands.export import export
 from hybridrl.commands.running import checkpoint_at
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.export import write_model
+from hybridrl.distributed.export import AdapterFiles, write_model
 from tests.distributed.export_cases import STEP, Trained, checkpoint
 from tests.role_configs import lora_config
 from tests.tiny_hf import tiny_folder
@@ -116,6 +116,18 @@ def test_adapters_stand_beside_it_as_peft_reads_them(cases, tmp_path):
     adapted = PeftModel.from_pretrained(base, folder / "adapter")(IDS).logits
     merged = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapters_config_is_the_same_in_every_process(tmp_path):
+    """peft keeps the names of layers in a set, whose order differs from process to process."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    written = []
+    for number, order in enumerate((names, names[::-1])):
+        folder = tmp_path / str(number)
+        AdapterFiles({}, lora_config(8, target_modules=order), "base").write(folder)
+        written.append((folder / "adapter_config.json").read_bytes())
+    assert json.loads(written[0])["target_modules"] == sorted(names)
+    assert written[0] == written[1]
 
 
 def test_bfloat16_is_rounded_from_the_trained_bits(cases, tmp_path):
