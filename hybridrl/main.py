@@ -12,6 +12,7 @@ its checks, so that a wrong key is answered at once.
 
 import logging
 import math
+import os
 import sys
 import time
 from functools import partial
@@ -20,15 +21,16 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from hybridrl.config.check_checkpoint import AUTO, auto_problem
 from hybridrl.config.check_effects import effect_problems
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command_line import CONFIG_NAME, CommandLine, parse_argv
+from hybridrl.config.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given, given_keys, recipe_files
+from hybridrl.config.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.installation import check_installation
 from hybridrl.config.plan_text import plan
 from hybridrl.config.secrets import (
@@ -60,11 +62,19 @@ def main() -> None:
     """The command: everything argv says; leaves by SystemExit unless all went well."""
     set_up_process()
     guard_standard_output()
+    # Hydra's errors come back from it, instead of their tracebacks to the terminal.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     line = parse_argv(sys.argv[1:])
     with exit_codes():
-        overrides = _checked_overrides(line) if line.composes else line.overrides
-        sys.argv = [sys.argv[0], *overrides, *line.options]
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(job)()
+        found = _composed(line)
+        sys.argv = [sys.argv[0], *line.overrides, *line.options]
+        command = hydra.main(
+            version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME
+        )(job)
+        try:
+            command()
+        except INPUT_ERRORS as error:
+            raise ConfigError(*_problems_around(error, line, found)) from error
 
 
 def job(cfg: DictConfig) -> float:
@@ -98,6 +108,13 @@ def job(cfg: DictConfig) -> float:
     return metric
 
 
+def _task_overrides() -> list[str]:
+    """The job's overrides as typed: Hydra's list would resolve links in them, or fail to."""
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return [str(override) for override in overrides]
+
+
 def _written_by_hydra() -> list[Path]:
     """The files in which Hydra has written a job's config as it is."""
     state = HydraConfig.get()
@@ -116,8 +133,9 @@ def run(cfg: DictConfig) -> float:
         ConfigError: every problem of config and data, before any worker is started.
     """
     state = HydraConfig.get()
+    overrides = _task_overrides()
     given = given_keys(
-        state.overrides.task, recipe_files(state.runtime.choices, state.runtime.config_sources)
+        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
     )
     in_sweep = state.mode == RunMode.MULTIRUN
     setup = SetupTimes(time.time() if in_sweep else program_start())
@@ -150,40 +168,68 @@ def run(cfg: DictConfig) -> float:
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     from hybridrl.doctor.preflight import preflight  # heavy, and needed only now
 
-    overrides = list(state.overrides.task)
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
     prepared.is_on_course = config.resume == AUTO
     return train_with_restarts(prepared, Path(state.runtime.output_dir))
 
 
-def _checked_overrides(line: CommandLine) -> list[str]:
-    """The overrides, with `hardware` chosen where they name none.
+def _composed(line: CommandLine) -> Precomposed | None:
+    """What Hydra will compose, with `hardware` chosen in `line` where its overrides name none.
+
+    None where the user named another primary config, or nothing is composed.
 
     Raises:
-        ConfigError: some cannot be used; the rest of the config is checked in the same report.
+        ConfigError: some overrides cannot be used; the rest of the config is checked in the same
+            report.
     """
-    if line.has_own_primary:
-        return line.overrides
+    if line.has_own_primary or not line.composes:
+        return None
     found = composed(line, look)
-    problems = list(found.problems)
-    if problems:
-        if found.cfg is not None and not line.args.multirun:
-            guard_logging(config_secrets(found.cfg))
-            try:
-                result = examined(found.cfg, look(), given_keys(found.overrides, []))
-            except ConfigError as error:
-                raise ConfigError(*problems, *error.problems) from error
-            look_at_data(result)
-            problems += result.report.problems
-        raise ConfigError(*problems)
-    return line.overrides
+    if found.problems:
+        raise ConfigError(*found.problems, *_further_problems(line, found))
+    return found
+
+
+def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
+    """Those of config and data, as far as they were composed; of a sweep each job finds its own."""
+    if found.cfg is None or line.args.multirun:
+        return []
+    guard_logging(config_secrets(found.cfg))
+    try:
+        result = examined(found.cfg, look(), given_keys(found.overrides, []))
+    except ConfigError as error:
+        return error.problems
+    look_at_data(result)
+    return result.report.problems
+
+
+def _problems_around(
+    error: BaseException, line: CommandLine, found: Precomposed | None
+) -> list[str]:
+    """What keeps Hydra from a run or a job, and what else is wrong.
+
+    Args:
+        error: Hydra's.
+        line: the command line.
+        found: what was composed of it.
+    """
+    further = _further_problems(line, found) if found is not None else []
+    if isinstance(error, OSError):
+        key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
+        folder = (
+            f"{key}: the directory cannot be made or written to: {reason_of(error)}.\n"
+            f"Set {key} to one that can."
+        )
+        return [folder, *further]
+    # A value that cannot be resolved stands in the directory's name, too.
+    return further or [problem_of(error)]
 
 
 def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
     state = HydraConfig.get()
     return JobResult(
         job=int(state.job.num),
-        overrides=[argument_without_secret(override) for override in state.overrides.task],
+        overrides=[argument_without_secret(override) for override in _task_overrides()],
         status=status,
         metric=finite(metric),
         seconds=seconds,

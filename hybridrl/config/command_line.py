@@ -17,16 +17,18 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import did_you_mean
+from hybridrl.config.input_errors import INPUT_ERRORS, problem_of, reason_of
+from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
 from hybridrl.config.load import known_keys
+from hybridrl.config.report import shown
 
 CONFIG_NAME = "config"
+# Where runs and sweeps write.
+DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir")
 
 # Changes a config, composed of groups alone, before values are set in it; gets the groups chosen.
 Underlay = Callable[[DictConfig, Sequence[str]], None]
@@ -139,13 +141,17 @@ def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Override]:
     parsed = []
     for text in overrides:
         try:
-            parsed.append(parser.parse_override(text))
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(
-                f"{text}: not an override ({reason}).\n"
-                f"Write key=value, and quote values with special characters: \"key='a, b'\"."
-            )
+            override = parser.parse_override(text)
+            reason = "" if override.key_or_group else "it names no key"
+        except INPUT_ERRORS as error:
+            reason = reason_of(error).splitlines()[0]
+        if not reason:
+            parsed.append(override)
+            continue
+        problems.append(
+            f"{shown(text)}: not an override ({reason}).\n"
+            f"Write key=value, and quote values with special characters: \"key='a, b'\"."
+        )
     return parsed
 
 
@@ -188,10 +194,12 @@ class _Look:
                 f"{text}: several values need --multirun (-m).\n"
                 f"To give one list, write {override.key_or_group}=[a,b]; quote a text."
             )
+        if override.key_or_group in DIRECTORIES and override.value() in ("", None):
+            return f"{text}: names no directory. Write {override.key_or_group}=<directory>"
         if not self.is_group(override) or override.is_delete():
             return None
         group, options = override.key_or_group, self.options(override.key_or_group)
-        in_defaults = group not in ("recipe", "sweep")
+        in_defaults = group not in ADDED_GROUPS
         if not in_defaults and not override.is_add():
             return f"{text}: {group} is not in the defaults list. Write +{text}"
         for value in _values(override):
@@ -206,9 +214,8 @@ class _Look:
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
             return compose(CONFIG_NAME, [*lines, *self.search_path])
-        except (HydraException, OmegaConfBaseException) as error:
-            cause = f"\n{error.__cause__}" if error.__cause__ else ""
-            problems.append(f"{error}{cause}".strip())
+        except INPUT_ERRORS as error:
+            problems.append(problem_of(error))
             return None
 
 
@@ -218,8 +225,8 @@ def _with_values(
     """The config with values set in it as Hydra does, or None with the reason in `problems`."""
     try:
         ConfigLoaderImpl._apply_overrides_to_config(list(overrides), base)
-    except (HydraException, OmegaConfBaseException) as error:
-        problems.append(str(error).strip())
+    except INPUT_ERRORS as error:
+        problems.append(problem_of(error))
         return None
     return base
 
@@ -278,4 +285,4 @@ def _unknown_key(key: str, text: str, base: DictConfig) -> str:
         return f"{text}: there is no {section}, so nothing reads it. Set {section}=default"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it. Write +{text}"
-    return f"{text}: unknown key, nothing reads it. {did_you_mean(key, known)}"
+    return f"{text}: unknown key, nothing reads it. {did_you_mean(key, [*ADDED_GROUPS, *known])}"

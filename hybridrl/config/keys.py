@@ -5,6 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
+# Groups that are in no defaults list: a run has none of them unless it asks for one.
+ADDED_GROUPS = ("recipe", "sweep")
+
+
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Every leaf of nested mappings by its dotted key; an empty mapping is a leaf."""
     found: dict[str, Any] = {}
@@ -19,8 +23,9 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def similar_keys(key: str, known: Collection[str]) -> list[str]:
     """Up to three of the known keys that `key` may have been meant to be, likeliest first."""
-    parent, _, name = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    parent, dot, name = key.rpartition(".")
+    below = [k.removeprefix(parent + dot) for k in known if k.startswith(parent + dot)]
+    siblings = {k.partition(".")[0]: f"{parent}{dot}{k.partition('.')[0]}" for k in below}
     near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=2, cutoff=0.65)]
     near += difflib.get_close_matches(key, known, n=2, cutoff=0.8)
     near += sorted(k for k in known if k.rpartition(".")[2] == name)

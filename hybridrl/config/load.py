@@ -15,14 +15,14 @@ from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.given import Given
-from hybridrl.config.keys import leaves, nothing_reads
+from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.machine import Machine
 from hybridrl.config.model_shape import ModelShape, model_shape
 from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.typed import Builder, element_class, optional_class
+from hybridrl.config.typed import Builder, circular_links, element_class, optional_class
 from hybridrl.config.validate import Checks, run_checks
 
 
@@ -91,7 +91,7 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
     """The config as dataclasses, roles as their workers' own."""
     classes = _role_classes(cfg, report)
     known = known_keys(cfg, classes.values())
-    builder = Builder(report, known)
+    builder = Builder(report, known, circular_links(leaves(_raw_tree(cfg))))
     hints = typing.get_type_hints(RunConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
@@ -118,6 +118,13 @@ def _at(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
 
 
+def _raw_tree(cfg: DictConfig) -> dict[Any, Any]:
+    """The config as plain data, links unresolved."""
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(tree, dict)
+    return tree
+
+
 def _follow(sections: dict[str, Any], target: str) -> Any:
     first, *rest = target.split(".")
     value = sections[first]
@@ -142,8 +149,7 @@ def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.Role
 
 def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
     """All keys of the composed config and of the roles' dataclasses that something reads."""
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
+    tree = _raw_tree(cfg)
     composed = [key for key in leaves(tree) if _is_read(key)]
     roles = dict(zip(BUILT_IN, role_classes, strict=True))
     return sorted({*composed, *_fields(RunConfig, "", roles, tree)})
@@ -202,20 +208,19 @@ def _is_read(key: str) -> bool:
 
 def _top_level_problems(cfg: DictConfig) -> list[str]:
     """Top-level keys that nothing reads; keys that other values refer to are the user's own."""
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
+    tree = _raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
     problems = []
     for name in sorted(tree.keys() - read):
-        if name in ("recipe", "sweep"):
+        if name in ADDED_GROUPS:
             problems.append(
                 f"{name} is a section of its own, so the {name} changes nothing: its file does not "
                 f"begin with the line '# @package _global_'.\n"
                 f"Make that the first line of the file, above every other comment."
             )
         elif f"${{{name}}}" not in text and f"${{{name}." not in text:
-            known = [key for key in leaves(tree) if _is_read(key)]
+            known = [*ADDED_GROUPS, *(key for key in leaves(tree) if _is_read(key))]
             problems += nothing_reads(str(name), tree[name], known)
     return problems
 

@@ -4,6 +4,14 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from hybridrl.config.report import shown
+
+
+# Counts and sizes are multiplied with each other, and torch and vLLM hold them in 64 bits.
+LARGEST_COUNT = 2**48
+# Three weeks: the system counts the milliseconds of a wait in 31 bits.
+LONGEST_S = 1_814_400
+
 
 class Range(NamedTuple):
     """Numbers a key may take.
@@ -24,27 +32,27 @@ class Range(NamedTuple):
         """Whether `value` lies within; infinities and NaN do not."""
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
-        return above and below and math.isfinite(value)
+        return above and below and -math.inf < value < math.inf
 
     def __str__(self) -> str:
         if self.low == -math.inf:
             return "a number neither infinite nor NaN"
         low = f"{'above' if self.low_open else 'at least'} {self.low:g}"
-        if self.high == math.inf:
+        if self.high in (LARGEST_COUNT, math.inf):
             return low
         return f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
 
 
 def _count(why: str) -> Range:
-    return Range(1, why=why)
+    return Range(1, high=LARGEST_COUNT, why=why)
 
 
-def _steps(why: str) -> Range:
-    return Range(0, why=why)
+def _from_zero(why: str) -> Range:
+    return Range(0, high=LARGEST_COUNT, why=why)
 
 
 def _seconds(why: str) -> Range:
-    return Range(0, low_open=True, why=why)
+    return Range(0, high=LONGEST_S, low_open=True, why=f"{why}, and a wait lasts 3 weeks at most")
 
 
 _OPTIM = {
@@ -53,7 +61,7 @@ _OPTIM = {
     "eps": Range(0, low_open=True, why="it keeps AdamW from dividing by zero"),
     "weight_decay": Range(0, why="a negative one makes weights grow"),
     "max_grad_norm": Range(0, low_open=True, why="gradients are scaled down to it"),
-    "warmup_steps": _steps("0 means no warm-up"),
+    "warmup_steps": _from_zero("0 means no warm-up"),
     "min_lr_ratio": Range(0, high=1, why="it is a share of the peak learning rate"),
 }
 
@@ -61,7 +69,7 @@ RANGES: dict[str, Range] = {
     "seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
     "model.seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
     "data.num_eval_problems": _count("null scores all of them"),
-    "data.few_shot": Range(0, why="it counts examples; 0 means none"),
+    "data.few_shot": _from_zero("it counts examples; 0 means none"),
     "data.curriculum_steps": _count("a curriculum takes steps"),
     "data.prompts_per_step": _count("a step needs prompts"),
     "fsdp.dp_shard": _count("it counts ranks"),
@@ -73,19 +81,21 @@ RANGES: dict[str, Range] = {
     "cluster.rendezvous_ports": Range(1024, high=65535, why="lower ports are the system's"),
     "placement.slots_on_nodes": _count("a node of the run has a process"),
     "cluster.start_timeout_s": _seconds("workers need time to start"),
-    "cluster.stall_timeout_s": Range(0, why="it is a length of time; 0 never ends a run for it"),
+    "cluster.stall_timeout_s": Range(
+        0, high=LONGEST_S, why="it is a length of time; 0 never ends a run for it"
+    ),
     "algorithm.gamma": Range(0, high=1, low_open=True, why="it is a discount per token"),
     "algorithm.lam": Range(0, high=1, why="1 is Monte Carlo, 0 is one-step TD"),
     "algorithm.pass_k": _count("a set needs a response; 1 is the reward itself"),
     "algorithm.rollout_correction.low": Range(0, why="it is a bound of ratios; 0 is none"),
     "algorithm.rollout_correction.high": Range(0, low_open=True, why="it caps ratios"),
-    "algorithm.overlong.buffer_tokens": Range(0, why="it counts tokens; 0 means no penalty"),
+    "algorithm.overlong.buffer_tokens": _from_zero("it counts tokens; 0 means no penalty"),
     "algorithm.overlong.penalty": Range(0, low_open=True, why="it is taken off the reward"),
     "algorithm.max_sampling_rounds": _count("1 means that nothing is sampled again"),
     "algorithm.kl.coef": Range(0, why="a negative one drives the policy away; 0 leaves it out"),
     "algorithm.kl.target": Range(0, low_open=True, why="adaptation divides by it"),
     "algorithm.kl.horizon": _count("adaptation divides by it"),
-    "lora.rank": Range(1, why="lora=none leaves adapters out"),
+    "lora.rank": _count("lora=none leaves adapters out"),
     "lora.alpha": Range(0, low_open=True, why="it scales the update"),
     "lora.seed": Range(0, high=2**63 - 1, why="generators take 63 bits"),
     "environment.max_turns": _count("a turn is sampled"),
@@ -117,20 +127,24 @@ RANGES: dict[str, Range] = {
     "rollout.max_num_seqs": _count("vLLM decodes at least one sequence"),
     "rollout.reshard_bucket_mb": _count("weights are moved in buckets"),
     "reward.timeout_s": _seconds("a reward needs time"),
-    "reward.num_processes": _count("rewards are computed in processes of their own"),
+    "reward.num_processes": Range(
+        1, high=4096, why="each is a process of its own, which takes tens of megabytes"
+    ),
     "reward.failed_score": Range(-math.inf, why="NaN or infinity would spoil the whole batch"),
     "reward_model.weight": Range(-math.inf, why="scores are multiplied with it"),
     "trainer.total_steps": _count("a run needs a step"),
-    "trainer.critic_warmup_steps": _steps("0 means none"),
+    "trainer.critic_warmup_steps": _from_zero("0 means none"),
     "trainer.max_log_prob_diff": Range(0, low_open=True, why="it is a limit on a mean of |x|"),
-    "trainer.samples_every_steps": _steps("0 means never"),
+    "trainer.samples_every_steps": _from_zero("0 means never"),
     "trainer.profile_steps": _count("steps are counted from 1; [] profiles none"),
     "trainer.max_skipped_steps": _count("a step that is skipped is worth a look"),
-    "trainer.max_restarts": Range(0, why="0 means that the run ends"),
-    "checkpoint.every_steps": _steps("0 means never"),
-    "checkpoint.keep_last": Range(0, why="it counts checkpoints; 0 keeps all"),
-    "checkpoint.on_sigterm": Range(0, why="it is a length of time; 0 leaves at once"),
-    "eval.every_steps": _steps("0 means only before and after training"),
+    "trainer.max_restarts": _from_zero("0 means that the run ends"),
+    "checkpoint.every_steps": _from_zero("0 means never"),
+    "checkpoint.keep_last": _from_zero("it counts checkpoints; 0 keeps all"),
+    "checkpoint.on_sigterm": Range(
+        0, high=LONGEST_S, why="it is a length of time; 0 leaves at once"
+    ),
+    "eval.every_steps": _from_zero("0 means only before and after training"),
     **{
         f"{role}.optim.{key}": range_
         for role in ("actor", "critic")
@@ -152,4 +166,6 @@ def range_problems(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         numbers = value if isinstance(value, list) else [value]
         if not all(allowed.contains(number) for number in numbers):
             kind = f"each {allowed}" if isinstance(value, list) else str(allowed)
-            yield key, f"{key} = {value}, expected {kind}: {allowed.why}."
+            if max(numbers) > allowed.high == LARGEST_COUNT:
+                kind = f"{kind} and at most {LARGEST_COUNT:g}"
+            yield key, f"{key} = {shown(value)}, expected {kind}: {allowed.why}."

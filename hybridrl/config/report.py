@@ -2,6 +2,21 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+# Of a value in a message, which a user has to find again.
+MAX_SHOWN_CHARACTERS = 300
+
+
+def shown(value: Any) -> str:
+    """A value as messages have it: null for None, and the beginning of what is long."""
+    try:
+        text = "null" if value is None else str(value)
+    except ValueError:  # Python writes numbers of at most 4,300 digits
+        return "a number of thousands of digits"
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return f"{text[:MAX_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.input_errors import reason_of
 from hybridrl.config.keys import nothing_reads
-from hybridrl.config.report import Report
+from hybridrl.config.report import Report, shown
 
 T = TypeVar("T")
 LINK = re.compile(r"\$\{([\w.]+)\}")
@@ -24,11 +25,15 @@ class Builder:
     Args:
         report: takes the problems and the broken keys.
         known: all keys there are, for "did you mean".
+        circular: keys that are links to known keys, and so on, back to themselves.
     """
 
-    def __init__(self, report: Report, known: Collection[str]) -> None:
+    def __init__(
+        self, report: Report, known: Collection[str], circular: Collection[str] = ()
+    ) -> None:
         self.report = report
         self.known = known
+        self.circular = circular
         # For OmegaConf's conversions: to build one for every leaf took half of all checks.
         self._structured: dict[type, DictConfig] = {}
 
@@ -38,7 +43,9 @@ class Builder:
         """Like `build`, for a value that may be no section; then the section is broken."""
         if isinstance(value, DictConfig):
             return self.build(cls, value, path, shared)
-        self.report.add(f"{path} = {value}, expected a section with keys of its own.", broken=path)
+        self.report.add(
+            f"{path} = {shown(value)}, expected a section with keys of its own.", broken=path
+        )
         return Builder(Report(), ()).build(cls, OmegaConf.create({}), path, shared)
 
     def build(
@@ -78,9 +85,9 @@ class Builder:
             value = node[field.name]
         except OmegaConfBaseException as error:
             self.report.broken.add(key)
-            if not self.is_link(node, field.name):
-                raw, reason = raw_value(node, field.name), str(error).splitlines()[0]
-                self.report.add(f"{key} = {raw} cannot be resolved: {reason}.")
+            if key in self.circular or not self.is_link(node, field.name):
+                raw, reason = raw_value(node, field.name), reason_of(error)
+                self.report.add(f"{key} = {shown(raw)} cannot be resolved: {reason}.")
             return None
         element = element_class(hint)
         if element is not None and isinstance(value, DictConfig):
@@ -116,11 +123,10 @@ class Builder:
             if isinstance(converted, DictConfig | ListConfig):
                 return OmegaConf.to_object(converted)
             return converted
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, OverflowError):  # an integer too large for a float
             self.report.broken.add(key)
             if not self.is_link(node, name):
-                found = "null" if value is None else value
-                self.report.add(f"{key} = {found}, expected {type_name(hint)}.")
+                self.report.add(f"{key} = {shown(value)}, expected {type_name(hint)}.")
             return None
 
 
@@ -153,6 +159,25 @@ def _instance(cls: type[T], values: dict[str, Any], path: str, report: Report) -
 
 def _may_be_null(hint: Any) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
+
+
+def circular_links(values: Mapping[str, Any]) -> set[str]:
+    """The keys whose links lead back to themselves.
+
+    Args:
+        values: unresolved, by dotted key.
+    """
+    matches = {key: LINK.fullmatch(value) for key, value in values.items() if type(value) is str}
+    links = {key: match[1] for key, match in matches.items() if match}
+    found = set()
+    for key, target in links.items():
+        seen = {key}
+        while target in links and target not in seen:
+            seen.add(target)
+            target = links[target]
+        if target == key:
+            found.add(key)
+    return found
 
 
 def element_class(hint: Any) -> Any:
