@@ -39,7 +39,7 @@ from hybridrl.config.secrets import (
     hide_in_files,
     without_secrets,
 )
-from hybridrl.controller.command import composed, conf_dir, examined, look
+from hybridrl.controller.command import composed, conf_dir, examined, look, stored_weight_problems
 from hybridrl.controller.command_process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -134,9 +134,7 @@ def run(cfg: DictConfig) -> float:
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    given = given_keys(
-        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
-    )
+    given = given_keys(overrides, recipe_files(state.runtime.choices, state.runtime.config_sources))
     in_sweep = state.mode == RunMode.MULTIRUN
     setup = SetupTimes(time.time() if in_sweep else program_start())
     if not cfg.run.dry:  # first of all: what does not fit breaks the imports of the other checks
@@ -166,6 +164,8 @@ def run(cfg: DictConfig) -> float:
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
+    if problems := [*stored_weight_problems(result, on_hub=True)]:
+        raise ConfigError(*problems)
     from hybridrl.doctor.preflight import preflight  # heavy, and needed only now
 
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
@@ -214,7 +214,7 @@ def _problems_around(
         found: what was composed of it.
     """
     further = _further_problems(line, found) if found is not None else []
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
         key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
         folder = (
             f"{key}: the directory cannot be made or written to: {reason_of(error)}.\n"

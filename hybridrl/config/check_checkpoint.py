@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from hybridrl.config.input_errors import reason_of
+from hybridrl.config.paths import expanded
 from hybridrl.config.schema import RunConfig
 
 # What `resume` may be besides a path.
@@ -18,9 +20,9 @@ def resume_problems(config: RunConfig) -> Iterator[str]:
     if config.resume in (NONE, AUTO):
         return
     try:
-        problem = None if Path(config.resume).expanduser().exists() else "there is no such folder"
-    except OSError as error:
-        problem = f"it cannot be read: {error.strerror}"
+        problem = None if expanded(config.resume).exists() else "there is no such folder"
+    except (OSError, ValueError) as error:
+        problem = f"it cannot be read: {reason_of(error)}"
     if problem is not None:
         yield (
             f"resume = {config.resume}, expected none, auto, or the path of a checkpoint or of a "

@@ -1,11 +1,11 @@
 """Checks of conf/data that need no look into the files."""
 
-import math
 import re
 from collections.abc import Iterator
 
 from hybridrl.config.check_resources import file_problems
 from hybridrl.config.data_schema import MixturePart
+from hybridrl.config.ranges import LARGEST_COUNT
 from hybridrl.config.schema import RunConfig
 
 # Names stand in metrics and in config keys.
@@ -22,7 +22,7 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}: `{name}` is no name for a data set, expected letters, digits and _, a "
                 f"letter first; it becomes part of metrics (reward/mean_<name>)."
             )
-        if not (math.isfinite(part.weight) and part.weight > 0):
+        if not 0 < part.weight <= LARGEST_COUNT:
             yield (
                 f"{key}.weight = {part.weight}, expected a number above 0: it is a share of the "
                 f"prompts. Remove {key} to leave the data set out."

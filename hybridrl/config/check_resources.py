@@ -2,12 +2,16 @@
 
 import importlib.util
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.input_errors import reason_of
 from hybridrl.config.machine import Machine
+from hybridrl.config.paths import is_address
+from hybridrl.config.report import shown
 from hybridrl.config.schema import RunConfig
 
 SLOTS_PER_CORE = 4
@@ -129,13 +133,29 @@ def file_problems(key: str, value: Any) -> Iterator[str]:
     if not paths or not all(isinstance(path, str) and path for path in paths):
         yield f"{key} = {value}, expected a path or a list of paths such as [a.jsonl,b.jsonl]."
         return
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield f"{key} = {path} is a folder. Name the .jsonl or .parquet files in it."
-        elif not path.is_file():
-            yield f"{key} = {path}: there is no such file (seen from {Path.cwd()})."
-        elif path.suffix not in DATA_SUFFIXES:
-            yield f"{key} = {path}: expected a file that ends in .jsonl or .parquet."
+    for path in paths:
+        if problem := _file_problem(path):
+            yield f"{key} = {shown(path)}{problem}"
+
+
+def _file_problem(path: str) -> str | None:
+    """What is wrong with a file of data, to stand behind its path."""
+    if is_address(path):
+        return " is an address on the network, expected a file. Download it, and name the copy."
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return f": there is no such file (seen from {Path.cwd()})."
+    except (OSError, ValueError) as error:
+        return f": it cannot be read: {reason_of(error)}."
+    if stat.S_ISDIR(mode):
+        return " is a folder. Name the .jsonl or .parquet files in it."
+    if not stat.S_ISREG(mode):
+        return " is a device or a pipe, expected a file, which is read more than once."
+    if file.suffix not in DATA_SUFFIXES:
+        return ": expected a file that ends in .jsonl or .parquet."
+    return None if os.access(file, os.R_OK) else ": it cannot be read: Permission denied."
 
 
 def package_problems(config: RunConfig) -> Iterator[str]:

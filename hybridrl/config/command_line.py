@@ -6,7 +6,7 @@ are right are composed, so that one report can hold them all.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,10 @@ def precompose(
         underlay: what the overrides of values are set on, instead of the groups' values alone.
     """
     problems: list[str] = []
-    parsed = _parsed(line.overrides, problems)
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
-        look = _Look(GlobalHydra.instance().config_loader(), _search_path(line, parsed))
+        loader = GlobalHydra.instance().config_loader()
+        parsed = _parsed(line.overrides, loader, problems)
+        look = _Look(loader, _search_path(line, parsed))
         sweep = line.args.multirun or "hydra.mode=MULTIRUN" in line.overrides
         usable = [o for o in parsed if _accept(look.group_problem(o, sweep), problems)]
         groups = [o for o in usable if look.is_group(o) or o.is_hydra_override()]
@@ -136,13 +137,14 @@ def _accept(problem: str | None, problems: list[str]) -> bool:
     return problem is None
 
 
-def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Override]:
+def _parsed(overrides: Sequence[str], loader: ConfigLoader, problems: list[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
         try:
-            override = parser.parse_override(text)
-            reason = "" if override.key_or_group else "it names no key"
+            # A glob asks the loader for names.
+            override = replace(parser.parse_override(text), config_loader=loader)
+            reason = _reason_against(override)
         except INPUT_ERRORS as error:
             reason = reason_of(error).splitlines()[0]
         if not reason:
@@ -153,6 +155,18 @@ def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Override]:
             f"Write key=value, and quote values with special characters: \"key='a, b'\"."
         )
     return parsed
+
+
+def _reason_against(override: Override) -> str:
+    """Why an override can be parsed and not be used; empty if it can."""
+    if not override.key_or_group:
+        return "it names no key"
+    if override.is_discrete_sweep() and not _values(override):
+        return "it gives no value"
+    paths = override.value() if override.get_key_element() == "hydra.searchpath" else []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        return "expected a list of folders"
+    return ""
 
 
 def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
@@ -215,8 +229,21 @@ class _Look:
         try:
             return compose(CONFIG_NAME, [*lines, *self.search_path])
         except INPUT_ERRORS as error:
-            problems.append(problem_of(error))
+            problems.append(f"{self._choice_with(error, overrides)}{problem_of(error)}")
             return None
+
+    def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
+        """The choice of a group that has the error by itself; Python's own errors name no file."""
+        for override in overrides:
+            if self.is_group(override) and override.key_or_group != "hardware":
+                alone = ["hardware=cpu", _first_job(override), *self.search_path]
+                try:
+                    compose(CONFIG_NAME, alone)
+                except type(error):
+                    return f"{override.input_line}: "
+                except INPUT_ERRORS:
+                    continue
+        return ""
 
 
 def _with_values(

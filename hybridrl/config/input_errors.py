@@ -37,8 +37,8 @@ def reason_of(error: BaseException) -> str:
         return f"it is not UTF-8 text: {error.reason} (byte {error.start})"
     if isinstance(error, OmegaConfBaseException):
         return _without_class(text.splitlines()[0])
-    cause = error.__cause__
-    return f"{text}\n{str(cause).strip()}" if cause is not None and str(cause) else text
+    cause = error.__cause__ if isinstance(error, HydraException) else None
+    return f"{text}\n{str(cause).strip()}" if cause is not None else text
 
 
 def problem_of(error: BaseException) -> str:

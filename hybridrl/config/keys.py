@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-
 # Groups that are in no defaults list: a run has none of them unless it asks for one.
 ADDED_GROUPS = ("recipe", "sweep")
 

@@ -1,10 +1,12 @@
 """A decoder's sizes and parameter counts from its config.json, without building it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.ranges import LARGEST_COUNT
+from hybridrl.config.report import shown
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 # Keys that every config.json of these models has.
@@ -15,6 +17,29 @@ REQUIRED = (
     "num_hidden_layers",
     "vocab_size",
 )
+
+# Sizes, which are above 0; the last three may be absent or null.
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+# What other keys hold, where they are given and not null; transformers trips over anything else.
+TYPES: dict[str, tuple[type, ...]] = {
+    "architectures": (list,),
+    "auto_map": (dict,),
+    "attention_bias": (bool,),
+    "attention_dropout": (int, float),
+    "id2label": (dict,),
+    "initializer_range": (int, float),
+    "mlp_bias": (bool,),
+    "rms_norm_eps": (int, float),
+    "rope_parameters": (dict,),
+    "rope_scaling": (dict,),
+    "rope_theta": (int, float),
+    "tie_word_embeddings": (bool,),
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "torch_dtype": ("float32", "bfloat16", "float16", "float64"),
+    "hidden_act": ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape a config.json describes.
 
     Raises:
-        ConfigError: it is of another architecture, quantized, or keys are missing.
+        ConfigError: it is of another architecture, quantized, or keys are missing or wrong.
     """
     kind = config.get("model_type")
     if kind not in SUPPORTED:
@@ -111,9 +136,14 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             "model.path names a quantized model; training needs plain weights. "
             "Name the unquantized model."
         )
-    missing = [key for key in REQUIRED if not isinstance(config.get(key), int)]
+    missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"model.path names a model whose config.json lacks {', '.join(missing)}.")
+    if wrong := [*_type_problems(config)] or [*_size_problems(kind, config)]:
+        raise ConfigError(
+            f"model.path names a model whose config.json cannot be right: {'; '.join(wrong)}.\n"
+            f"Copy the file that belongs to the weights."
+        )
     heads = config["num_attention_heads"]
     # Absent keys mean what transformers' own configurations of these models say.
     return ModelShape(
@@ -131,3 +161,31 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
         max_positions=config.get("max_position_embeddings"),
     )
+
+
+def _type_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys whose values are no sizes, or of another type than they must be."""
+    for key in SIZES:
+        value = config.get(key)
+        is_size = type(value) is int and 0 < value <= LARGEST_COUNT
+        if value is not None and not is_size:
+            yield f"{key} = {shown(repr(value))}, expected an integer above 0"
+    for key, types in TYPES.items():
+        value = config.get(key)
+        if value is not None and type(value) not in types:
+            names = " or ".join(kind.__name__ for kind in types)
+            yield f"{key} = {shown(repr(value))}, expected {names}"
+    for key, choices in CHOICES.items():
+        value = config.get(key)
+        if value is not None and value not in choices:
+            yield f"{key} = {shown(repr(value))}, expected one of {', '.join(choices)}"
+
+
+def _size_problems(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes that contradict each other."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads")
+    if config.get("head_dim") is None and kind != "qwen3" and hidden % heads:
+        yield f"hidden_size = {hidden} does not divide into num_attention_heads = {heads}"
+    if kv_heads is not None and heads % kv_heads:
+        yield f"num_attention_heads = {heads} does not divide into num_key_value_heads = {kv_heads}"

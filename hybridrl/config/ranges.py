@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from hybridrl.config.report import shown
 
-
 # Counts and sizes are multiplied with each other, and torch and vLLM hold them in 64 bits.
 LARGEST_COUNT = 2**48
 # Three weeks: the system counts the milliseconds of a wait in 31 bits.

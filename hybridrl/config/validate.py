@@ -102,7 +102,6 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (offload_problems, ("hardware.accelerator", "fsdp.offload")),
     (resources.kv_cache_problems, ("hardware.accelerator", "rollout.kv_cache_mb")),
     (resources.package_problems, ("tracking",)),
-    (mixture_problems, ("data.mixture",)),
     (environment_problems, ("environment",)),
     (
         reward_model_problems,
@@ -145,7 +144,6 @@ OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
     sizes.port_problems,
     offload_problems,
     resources.kv_cache_problems,
-    mixture_problems,
     environment_problems,
     sizes.length_problems,
     sizes.tensor_parallel_problems,
@@ -210,7 +208,7 @@ def run_checks(
         found += _applicable(report, checks)
     for problem in found:
         report.add(problem)
-    _check_files(config, report)
+    _check_data(config, report)
 
 
 def run_evaluation_checks(
@@ -234,7 +232,7 @@ def run_evaluation_checks(
         found += _applicable(report, checks)
     for problem in found:
         report.add(problem)
-    _check_files(config, report)
+    _check_data(config, report)
 
 
 def _applicable(
@@ -262,7 +260,11 @@ def _check_estimator(config: RunConfig, report: Report) -> None:
                 report.add(problem, broken="algorithm.advantage")
 
 
-def _check_files(config: RunConfig, report: Report) -> None:
+def _check_data(config: RunConfig, report: Report) -> None:
+    """Note what is wrong with the sources of data; then nobody looks into them."""
+    if report.usable(["data.mixture"]):
+        for problem in mixture_problems(config):
+            report.add(problem, broken="data.mixture")
     for key, value in (
         ("data.train_files", config.data.train_files),
         ("data.eval_files", config.data.eval_files),

@@ -1,10 +1,12 @@
 """From a command line to a checked config: what the run and the doctor do alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from hybridrl.config.check_reward_model import REWARD_MODEL_PATH
+from hybridrl.config.choices import Init
 from hybridrl.config.command_line import (
     CommandLine,
     Precomposed,
@@ -18,8 +20,14 @@ from hybridrl.config.installation import check_ray
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine, local_machine
 from hybridrl.controller.ray_head import ray_address
-from hybridrl.models.resolve import read_model_config
+from hybridrl.models.resolve import is_on_hub, read_model_config, resolve_model
 from hybridrl.models.vocabulary import vocabulary_problems
+from hybridrl.models.weight_files import weight_problems
+
+WEIGHTS_ADVICE = {
+    "model.path": "Name a folder with all weights of the model, or set model.init=random.",
+    REWARD_MODEL_PATH: "Name a folder with all weights of a reward model.",
+}
 
 
 def conf_dir() -> Path:
@@ -67,7 +75,28 @@ def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
         config = result.config
         for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
             result.report.add(problem, broken="reward_model.model.path")
+    for problem in stored_weight_problems(result, on_hub=False):
+        result.report.add(problem)
     return result
+
+
+def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
+    """What is wrong with the weights of the models of a config, seen by their headers.
+
+    Args:
+        result: the examined config.
+        on_hub: whether models on the hub are looked at, which have been fetched, or all others.
+    """
+    config, report = result.config, result.report
+    models = []
+    if report.usable(["model.path", "model.init"]) and config.model.init is Init.pretrained:
+        models.append(("model.path", config.model.path, result.shape))
+    if config.reward_model is not None:
+        models.append((REWARD_MODEL_PATH, config.reward_model.model.path, result.reward_shape))
+    for key, path, shape in models:
+        if shape is not None and is_on_hub(path) == on_hub:
+            for problem in weight_problems(resolve_model(path), shape):
+                yield f"{key} = {path}: {problem}.\n{WEIGHTS_ADVICE[key]}"
 
 
 def hardware_overrides(machine: Machine) -> list[str]:

@@ -60,7 +60,13 @@ def lossy_text(file: int | str, secrets: Iterable[str] = ()) -> io.TextIOWrapper
 
 
 def guard_standard_output() -> None:
-    """Let this program go on when what it prints finds no room, and print no secrets."""
+    """Keep this program going when what it prints finds no room, and print no secrets."""
+    for stream in (0, 1, 2):  # closed: a file that is opened later would get what is printed
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+            os.set_inheritable(stream, True)
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
 
 

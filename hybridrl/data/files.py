@@ -1,11 +1,11 @@
 """Problems from JSONL and Parquet files."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.check_resources import file_problems
+from hybridrl.config.json_text import parse_json
 from hybridrl.data.rows import Columns, Row, SourceProblem, kind_of, problems_of
 
 if TYPE_CHECKING:
@@ -49,12 +49,9 @@ def _read_jsonl(path: Path) -> tuple[list[Row], list[str]]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line.decode())
-            except json.JSONDecodeError as error:
-                faults.append(f"{where}: not JSON: {error.msg} (column {error.colno})")
-                continue
-            except UnicodeDecodeError as error:
-                faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
+                values = parse_json(line)
+            except ValueError as error:
+                faults.append(f"{where}: {error}")
                 continue
             if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(values)):
                 faults.append(f"{where}: not Unicode text: a lone surrogate, {surrogate}")

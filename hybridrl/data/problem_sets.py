@@ -62,7 +62,7 @@ def read_problem_sets(config: DataConfig) -> tuple[ProblemSets, list[str]]:
         sets.held_out = named.problems(Split.held_out)
     elif not faults:
         _hold_out_last(config, sets, faults)
-    return sets, faults
+    return sets, list(dict.fromkeys(faults))  # both halves of a named data set meet some
 
 
 class _Named:
@@ -114,8 +114,7 @@ def _embedded(
     ]
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
-        fault = f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}."
-        faults += [] if fault in faults else [fault]  # both halves meet it
+        faults.append(f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}.")
         return []
     problems, wrong = problems_of("data.name", EMBEDDED, rows, columns)
     faults.extend(wrong)

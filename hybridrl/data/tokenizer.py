@@ -1,12 +1,12 @@
 """A model's tokenizer and chat template."""
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.json_text import parse_json
 from hybridrl.data.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
 
@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 # What AutoTokenizer makes of these is this one class; asking it costs seconds of imports.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+# What a template's own expressions may raise.
+_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 # Token ids of many responses -> their texts.
 Decode = Callable[[Sequence[list[int]]], list[str]]
@@ -38,7 +41,7 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises it itself, transformers what it trips over
         if _brings_code(folder):
             raise ConfigError(
                 f"model.path = {model_path}: the tokenizer in {folder} is code of its own "
@@ -63,7 +66,7 @@ def _check_files(folder: Path) -> None:
         raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
     path = folder / "tokenizer.json"
     if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         if not isinstance(content, dict) or "model" not in content:
             raise OSError("tokenizer.json is not a tokenizer's")
 
@@ -72,7 +75,7 @@ def _brings_code(folder: Path) -> bool:
     """Whether the tokenizer's class is to be had from a Python file of the folder."""
     path = folder / "tokenizer_config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError:
         return False
     return isinstance(config, dict) and "auto_map" in config
@@ -84,7 +87,10 @@ def _tokenizer_class(folder: Path) -> str | None:
     if not (path.is_file() and (folder / "tokenizer.json").is_file()):
         return None
     # Absent in folders whose class follows from config.json's model type.
-    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+    config = parse_json(path.read_bytes())
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is not a JSON object")
+    return config.get("tokenizer_class")
 
 
 class Renderer:
@@ -108,9 +114,14 @@ class Renderer:
         """
         if not self.has_template:
             return _plain_text(messages)
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except _TEMPLATE_ERRORS as error:
+            from jinja2 import TemplateError
+
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
         assert isinstance(text, str)
         return text
 

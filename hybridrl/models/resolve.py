@@ -8,7 +8,7 @@
 Imports neither torch nor transformers; only the first conversion of SmolLM2 does.
 """
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,13 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.input_errors import reason_of
+from hybridrl.config.json_text import parse_json
+from hybridrl.config.paths import expanded, is_address
+from hybridrl.config.report import shown
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2
+from hybridrl.models.weight_files import SINGLE, weight_files
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
@@ -80,7 +85,7 @@ def name_or_folder(model: ModelConfig) -> str:
     Raises:
         ConfigError: as for `model_folder`.
     """
-    return model.path if _is_on_hub(model.path) else str(model_folder(model))
+    return model.path if is_on_hub(model.path) else str(model_folder(model))
 
 
 def plain_folder(path: str) -> Path:
@@ -89,13 +94,13 @@ def plain_folder(path: str) -> Path:
     Raises:
         ConfigError: there is no such model, or it is out of reach.
     """
-    return _hub_folder(path, PLAIN_FILES) if _is_on_hub(path) else resolve_model(path)
+    return _hub_folder(path, PLAIN_FILES) if is_on_hub(path) else resolve_model(path)
 
 
 def absolute_path(path: str) -> str:
     """`path` as it means the same in every working directory: local folders in full."""
-    known = path in (EMBEDDED, smollm2.NAME) or _is_on_hub(path)
-    return path if known else str(Path(path).expanduser().resolve())
+    known = path in (EMBEDDED, smollm2.NAME) or is_on_hub(path)
+    return path if known else str(expanded(path).resolve())
 
 
 def read_model_config(path: str) -> dict[str, Any]:
@@ -104,33 +109,47 @@ def read_model_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such model, it is out of reach, or the file is not a JSON object.
     """
-    folder = _hub_folder(path, [_CONFIG]) if _is_on_hub(path) else resolve_model(path)
+    folder = _hub_folder(path, [_CONFIG]) if is_on_hub(path) else resolve_model(path)
     file = folder / _CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path = {path}: {file} is not JSON: {error}") from error
+        config = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else f"is {error}"
+        raise ConfigError(f"model.path = {path}: {file} {reason}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path = {path}: {file} is not a JSON object")
     return config
 
 
-def _is_on_hub(path: str) -> bool:
+def is_on_hub(path: str) -> bool:
+    """Whether `path` is a name on the hub."""
     return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
 
 
 def _is_local(path: str) -> bool:
     """Whether `path` is, or can only be, a path: hub names are `name` or `owner/name`."""
     looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or path == "."
-    return looks_local or path.endswith("/") or Path(path).exists()
+    return looks_local or path.endswith("/") or os.path.exists(path)
 
 
 def _local_folder(path: str) -> Path:
-    folder = Path(path).expanduser().resolve()
-    if not folder.is_dir():
-        found = "is a file, not a folder" if folder.exists() else "does not exist"
+    if is_address(path):
+        raise ConfigError(
+            f"model.path = {path} is an address, expected a folder, or a name on the hub such as "
+            f"Qwen/Qwen2.5-0.5B.\n{_WAYS_OUT}"
+        )
+    try:
+        folder = expanded(path).resolve()
+        there, is_folder = folder.exists(), folder.is_dir()
+        has_config = (folder / _CONFIG).is_file()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path = {shown(path)}: it cannot be read: {reason_of(error)}.\n{_WAYS_OUT}"
+        ) from error
+    if not is_folder:
+        found = "is a file, not a folder" if there else "does not exist"
         raise ConfigError(f"model.path = {path}: {folder} {found}.\n{_WAYS_OUT}")
-    if not (folder / _CONFIG).is_file():
+    if not has_config:
         raise ConfigError(f"model.path = {path}: {folder} has no {_CONFIG}.\n{_WAYS_OUT}")
     return folder
 
@@ -164,7 +183,8 @@ def _is_complete(folder: Path, files: list[str]) -> bool:
         return False
     wanted = {_CONFIG}
     if "*.safetensors" in files:
-        index = folder / "model.safetensors.index.json"
-        weights = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
-        wanted |= set(weights) or {"model.safetensors"}
+        try:
+            wanted |= {file.name for file in weight_files(folder)} or {SINGLE}
+        except (OSError, ValueError):
+            return False
     return all((folder / file).is_file() for file in wanted)

@@ -1,6 +1,5 @@
 """Whether a reward model means the same by a token id as the policy whose ids it reads."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from hybridrl.config.check_reward_model import (
     named,
 )
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.json_text import parse_json
 from hybridrl.models.resolve import plain_folder
 
 FILE = "tokenizer.json"
@@ -64,9 +64,9 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
             f"from a model that has the same one."
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
         return {index: token for token, index in _tokens(content)}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{key} = {path}: {file} is no tokenizer's ({type(error).__name__}: {error}).\n"
             f"Copy that of the model."

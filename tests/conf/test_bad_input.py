@@ -11,7 +11,10 @@ from hybridrl.config.given import Given
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
 from hybridrl.config.machine import GIB, GPU, Machine, Node
+from hybridrl.trainer.launch import look_at_data
 
+# Heads whose size does not follow from the hidden size.
+OWN_HEADS = TINY | {"head_dim": 32}
 # Overrides on top of the recipe on a CPU -> words that the one problem must hold.
 ONE_PROBLEM = [
     (["++actor.fsdp.dp_shard=4"], ["actor.fsdp is a copy", "dp_shard=4", "set fsdp.*"]),
@@ -79,9 +82,25 @@ ONE_PROBLEM = [
     (["actor.optim.warmup_steps=30"], ["actor.optim.warmup_steps = 30", "total_steps = 30"]),
     (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator = k9", "one of k1, k2, k3"]),
     (["fsdp.param_dtype=float16"], ["fsdp.param_dtype = float16", "float32, bfloat16"]),
+    ([f"trainer.total_steps={'9' * 400}"], ["trainer.total_steps = 999", "at most 2.8"]),
+    ([f"actor.optim.lr={'9' * 400}"], ["actor.optim.lr = 999", "(400 characters)", "a number"]),
+    ([f"actor.optim.betas=[0.9,{'9' * 400}]"], ["actor.optim.betas = [0.9, 999", "a list"]),
+    (["reward.timeout_s=1e18"], ["reward.timeout_s = 1e+18", "3 weeks"]),
+    (["reward.num_processes=100000"], ["reward.num_processes = 100000", "at most 4096"]),
     (["run.dry=maybe"], ["run.dry = maybe", "true or false"]),
     (["actor.temperature=0.5"], ["actor.temperature = 0.5", "rollout.temperature = 1.0"]),
     (["seed=${nothing}"], ["seed = ${nothing} cannot be resolved"]),
+    (["seed=${oc.env:NOT_SET}"], ["seed = ${oc.env:NOT_SET}", ": Environment variable 'NOT_SET'"]),
+    (
+        ["trainer.total_steps=${trainer.total_steps}"],
+        ["trainer.total_steps = ${trainer.total_steps} cannot be resolved", "Recursive"],
+    ),
+    (["+algoritm=grpo"], ["algoritm = grpo: unknown key", "Did you mean algorithm?"]),
+    (["+recipie=gsm8k_ppo"], ["recipie = gsm8k_ppo: unknown key", "Did you mean recipe?"]),
+    (["data.train_files=http://a/b.jsonl"], ["data.train_files = http://a/b.jsonl", "Download"]),
+    (["data.train_files=/dev/zero"], ["data.train_files = /dev/zero", "a device or a pipe"]),
+    ([f"data.train_files={'x' * 300}.jsonl"], ["data.train_files = xxx", "File name too long"]),
+    (["resume='~nobody_of_this_name/x'"], ["resume = ~nobody_of_this_name/x", "no such folder"]),
     (["~actor.epochs"], ["actor.epochs is missing"]),
     (["+trainer.total_step=3"], ["trainer.total_step = 3", "Did you mean trainer.total_steps"]),
     (["+actor.lr=1"], ["actor.lr = 1: unknown key", "actor.optim.lr"]),
@@ -211,6 +230,24 @@ def test_all_mistakes_of_a_mixture_are_in_one_report():
     assert all(any(text in problem for problem in found) for text in expected), found
 
 
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "9" * 400])
+def test_data_with_a_wrong_weight_is_not_looked_at(weight):
+    result = examined(
+        ["hardware=cpu", "data=embedded_mixture", f"data.mixture.one_step.weight={weight}"]
+    )
+    (found,) = result.report.problems
+    assert "data.mixture.one_step.weight" in found
+    assert look_at_data(result) is None
+
+
+def test_a_column_that_is_not_there_is_told_once():
+    result = examined(["hardware=cpu", "data.prompt_key=nope"])
+    look_at_data(result)
+    assert [p.splitlines()[0] for p in result.report.problems] == [
+        "data.prompt_key = nope: embedded (from data.name) has no such column."
+    ]
+
+
 def test_any_key_may_be_garbage_without_hiding_the_others():
     """Whatever leaf is broken, the checks go on, name it, and still find another mistake."""
     cfg = composed(["hardware=cpu", "data.eval_files=/nowhere.jsonl"])
@@ -320,8 +357,8 @@ def test_tensor_parallel_sizes_of_qwen_0_5b(tp, words):
 @pytest.mark.parametrize(
     ("size", "model", "words"),
     [
-        (4, TINY | {"num_attention_heads": 14}, ["14 attention heads"]),
-        (4, TINY | {"num_attention_heads": 12, "num_key_value_heads": 6}, ["6 KV heads"]),
+        (4, OWN_HEADS | {"num_attention_heads": 14}, ["14 attention heads"]),
+        (4, OWN_HEADS | {"num_attention_heads": 12, "num_key_value_heads": 6}, ["6 KV heads"]),
         (2, TINY, []),
         # fewer KV heads than ranks
         (4, TINY, []),

@@ -33,7 +33,7 @@ def dry(tmp_path_factory) -> list[str]:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return [*DRY, f"model.path={folder}"]
+    return [*DRY, f"model.path={folder}", "model.init=random"]
 
 
 def command(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -62,16 +62,47 @@ def overrides_of(*argv: str) -> list[str]:
         (["actor.model.path=x"], ["Set model.path=x"]),
         (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
         (["a=b=c'"], ["a=b=c': not an override"]),
+        (["=3"], ["=3: not an override (it names no key)"]),
+        (["="], ["=: not an override"]),
+        (["+"], ["+: not an override"]),
+        (["~"], ["~: not an override"]),
+        ([f"seed={'9' * 5000}"], ["seed=999", "more than 4,300 digits"]),
+        ([f"+data.x={'[' * 500}{']' * 500}"], ["+data.x=[[[", "nested too deeply"]),
+        (["hydra.run.dir="], ["hydra.run.dir=: names no directory"]),
+        (["-m", "hydra.sweep.dir=null"], ["hydra.sweep.dir=null: names no directory"]),
+        (["algoritm=grpo"], ["algoritm=grpo: unknown key", "Did you mean algorithm?"]),
         (["~nothing"], ["nothing", "does not exist"]),
         (["+seed=3"], ["seed", "already"]),
         (["-m", "seed=1,2", "nix=1,2"], ["nix=1,2: unknown key"]),
         (["-m", "model=embedded,nope"], ["model has no nope"]),
+        (["-m", "seed=range(0)"], ["seed=range(0): not an override (it gives no value)"]),
+        (["-m", "model=glob(x*)"], ["model=glob(x*): not an override (it gives no value)"]),
+        (["hydra.searchpath=[3]"], ["hydra.searchpath=[3]", "expected a list of folders"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_a_wrong_override_gets_one_problem(argv, words):
     (found,) = overrides_of("hardware=cpu", *argv)
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"seed:\t3\n\ttrainer: 3\n", "mine.yaml"),
+        (b"run: {name: caf\xe9}\n", "not UTF-8 text"),
+        (b"seed: " + b"9" * 5000, "more than 4,300 digits"),
+        (b"a: &a [*a]\n", "nested too deeply"),
+        (b"seed: 1\nseed: 2\n", "duplicate key seed"),
+        (b"- a\n", "ListConfig"),
+        (b"null: 3\n", "key type"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path, content, words):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_bytes(b"# @package _global_\n" + content)
+    (found,) = overrides_of("hardware=cpu", "--config-dir", str(tmp_path), "+recipe=mine")
+    assert found.startswith("+recipe=mine: ") and words in found
 
 
 def test_all_wrong_overrides_are_named_at_once():
@@ -132,6 +163,47 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
     assert "ConfigError: 2 problems in the config" in done.stderr
     assert "trainer.total_step=3: unknown key" in done.stderr
     assert "actor.mini_batch_size = 7 does not divide the 512 responses" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "problems"),
+    [
+        (
+            ["hydra.run.dir=taken", "actor.mini_batch_size=7"],
+            ["hydra.run.dir: the directory cannot be made", "actor.mini_batch_size = 7"],
+        ),
+        (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be made"]),
+        (["-m", "seed=1,2", "hydra.sweep.dir=taken/here"], ["hydra.sweep.dir: the directory"]),
+        (["run.name=${oc.env:NOT_SET}"], ["run.name = ${oc.env:NOT_SET} cannot be resolved"]),
+        (
+            ["hydra.run.dir=${nowhere.at_all}"],
+            ["hydra.run.dir: Interpolation key"],
+        ),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_directory_that_cannot_be_written_to_or_named_is_a_problem(dry, tmp_path, argv, problems):
+    (tmp_path / "taken").write_text("a file")
+    done = command(*dry, *argv, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    found = [line for line in done.stderr.splitlines() if line.startswith("- ")]
+    assert len(found) == len(problems), done.stderr
+    assert all(f"- {words}" in done.stderr for words in problems), done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "| true"])
+def test_a_command_goes_on_when_nobody_reads_what_it_prints(dry, tmp_path, closed):
+    """Of a pipe's reader nothing is left; a closed stream must not become another file's."""
+    words = [sys.executable, "-m", "hybridrl.main", *dry, "hydra.run.dir=here"]
+    script = f"set -o pipefail; {shlex.join(words)} {closed}"
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "here" / ".hydra" / "config.yaml").read_text().startswith("model:")
 
 
 def test_data_and_config_problems_are_in_one_report(dry, tmp_path):

@@ -69,7 +69,7 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
         ([], {"max_position_embeddings": 100}, ["expected at most 100", "another reward model"]),
         (
             ["cluster.gpus_per_node=2", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
-            {"num_attention_heads": 7, "num_key_value_heads": 7},
+            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 32},
             ["fsdp.ulysses_size = 2", "7 attention heads", "/rm"],
         ),
         (["algorithm.max_sampling_rounds=3"], {}, ["max_sampling_rounds = 3", "vLLM is awake"]),
@@ -153,6 +153,7 @@ def test_under_idle_all_its_weights_are_there_while_it_scores_alone():
 def test_one_too_large_for_the_gpu_is_named():
     """Of 32 B parameters a GPU has 128 GB of weights in float32, and 64 GB gathered."""
     large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+    large |= {"num_attention_heads": 40, "num_key_value_heads": 8}
     found = with_reward_model(
         "hardware=gpu", "cluster.gpus_per_node=1", machine=GPU_NODE, policy=QWEN, **large
     ).report.problems

@@ -43,6 +43,21 @@ def test_jsonl_rows_become_problems_with_the_whole_row(tmp_path):
     assert problems[0].where == f"{path}:1"
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"9" * 5000, "more than 4,300 digits"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"question": "\xe9"}', "not UTF-8 text"),
+    ],
+)
+def test_a_line_that_json_cannot_read_is_named(tmp_path, line, words):
+    path = jsonl(tmp_path / "a.jsonl", rows(1))
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    _, (fault,) = read_problems("data.train_files", [path], COLUMNS)
+    assert f"{path}:2" in fault and words in fault
+
+
 def test_verl_parquet_is_read_as_it_is(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     table = pa.Table.from_pylist(

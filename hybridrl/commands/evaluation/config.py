@@ -22,7 +22,7 @@ from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.machine import Machine
 from hybridrl.config.validate import run_evaluation_checks
-from hybridrl.controller.command import conf_dir, hardware_overrides
+from hybridrl.controller.command import conf_dir, hardware_overrides, stored_weight_problems
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.manifest import HIDDEN
 
@@ -95,7 +95,8 @@ def evaluation_config(
         given=given_keys(found.overrides, []),
         checks=run_evaluation_checks,
     )
-    for problem in _hidden_problems(found.cfg):
+    weights = () if subject.checkpoint else stored_weight_problems(result, on_hub=False)
+    for problem in (*_hidden_problems(found.cfg), *weights):
         result.report.add(problem)
     if result.report.problems:
         raise ConfigError(*result.report.problems)

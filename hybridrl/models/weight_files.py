@@ -1,0 +1,141 @@
+"""Whether a folder's weights are whole and of the model in its config.json, from headers alone.
+
+A safetensors file begins with the length of a header in 8 bytes, then the header, JSON: each
+tensor's dtype, shape and place in the rest of the file. An index names the file of each tensor.
+"""
+
+import math
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hybridrl.config.input_errors import reason_of
+from hybridrl.config.json_text import parse_json
+from hybridrl.config.model_shape import ModelShape
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Pickled weights have no header that could be read without them.
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_LENGTH_BYTES = 8
+# The format allows no longer one.
+_MAX_HEADER_BYTES = 100_000_000
+EMBEDDING = "model.embed_tokens.weight"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MAX_NAMED = 3
+
+
+def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """What is wrong with the weights in a folder, each text with the file's path.
+
+    Args:
+        folder: of the model.
+        shape: as its config.json has it.
+    """
+    tensors: dict[str, list[int]] = {}
+    try:
+        files = weight_files(folder)
+    except (OSError, ValueError) as error:
+        yield f"{folder / INDEX}: {_reason(error)}"
+        return
+    if not files and not any((folder / name).is_file() for name in _PICKLED):
+        yield f"{folder} has no weights ({SINGLE}, {INDEX} or {_PICKLED[0]})"
+    for file in files:
+        try:
+            tensors |= read_header(file)
+        except (OSError, ValueError) as error:
+            yield f"{file}: {_reason(error)}"
+            return
+    yield from _differences(folder, tensors, shape)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model; none where it has other weights, or no weights.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is no index.
+    """
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        return []
+    index = parse_json((folder / INDEX).read_bytes())
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(type(name) is str for name in places.values()):
+        raise ValueError("no index of weights: it has no weight_map from tensors to files")
+    return [folder / name for name in sorted({*places.values()})]
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """The shapes of a file's tensors by name.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no safetensors file, or not all of one.
+    """
+    known = file.stat()
+    if not stat.S_ISREG(known.st_mode):  # a pipe would keep its reader waiting
+        raise ValueError("no plain file")
+    size = known.st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+            raise ValueError("no safetensors file")
+        if _LENGTH_BYTES + length > size:
+            raise ValueError(f"cut off: it has {size:,} bytes, and its header alone takes more")
+        header = parse_json(opened.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("no safetensors file: its header is no JSON object")
+    header.pop("__metadata__", None)
+    try:
+        ends = [tensor["data_offsets"][1] for tensor in header.values()]
+        shapes = {name: [int(n) for n in tensor["shape"]] for name, tensor in header.items()}
+        expected = _LENGTH_BYTES + length + max(ends, default=0)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError("no safetensors file: its header describes no tensors") from error
+    if size != expected:
+        raise ValueError(f"cut off or overwritten: it has {size:,} of {expected:,} bytes")
+    return shapes
+
+
+def _differences(
+    folder: Path, tensors: Mapping[str, list[int]], shape: ModelShape
+) -> Iterator[str]:
+    """Tensors that config.json does not have, has otherwise, or has and the files do not."""
+    if EMBEDDING not in tensors:  # other names, which transformers may know
+        return
+    expected = dict(_expected(shape))
+    found = [
+        f"{name} is {tensors[name]}, expected {list(sides)}"
+        if name in tensors
+        else f"{name} is missing"
+        for name, sides in expected.items()
+        if name not in tensors or math.prod(tensors[name]) != math.prod(sides)
+    ]
+    surplus = f"model.layers.{shape.layers}."
+    found += [f"{name} is of no layer" for name in tensors if name.startswith(surplus)]
+    if found:
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        yield (
+            f"{folder}: the weights are not those that its config.json describes: "
+            f"{'; '.join(found[:MAX_NAMED])}{more}"
+        )
+
+
+def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The matrices of a model by checkpoint name, with their shapes, but for an untied head.
+
+    A reward model has another head.
+    """
+    yield EMBEDDING, (shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        for name, sides in shape.linear_layers.items():
+            block = "self_attn" if name in ATTENTION else "mlp"
+            yield f"model.layers.{layer}.{block}.{name}.weight", sides
+
+
+def _reason(error: Exception) -> str:
+    """What an error says of a file that has been named already."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such file, which {INDEX} names"
+    return str(error.strerror) if isinstance(error, OSError) else reason_of(error)
