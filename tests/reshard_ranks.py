@@ -144,7 +144,11 @@ def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str,
     for name, tensor in side.local.items():
         tensor.mul_(2)
         whole[name] *= 2
-    resharder.sync(3, verify=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        resharder.sync(3, verify=False)
+    issued = ("c10d::send", "c10d::recv_", "c10d::_allgather_base_")
+    seen["issued"] = sum(event.name in issued for event in profile.events())
+    seen["planned"] = sum(bucket.operations for bucket in plan_of(resharder).buckets)
     seen["wrong"] += side.wrong(whole)
     seen["late"] = beside_a_late_rank(resharder)
     seen["missed"] = missed_flips(side, resharder)
@@ -196,7 +200,7 @@ def places(resharder: Resharder) -> Any:
     rank = dist.get_rank(resharder._group)
     taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        for message in (m for section in bucket.receives for m in section.messages):
+        for _, message in bucket.unpacked:
             for takers in message.takers:
                 if rank in takers.receivers:
                     taken.append((takers.parameter, takers.offset, message.region.shape))

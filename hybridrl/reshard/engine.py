@@ -209,10 +209,12 @@ class Resharder:
         mib = self._destination.dtype.itemsize / 2**20
         for mover, what in zip(self._movers[::-1], ("each time", "the first time"), strict=False):
             logger.info(
-                "reshard: %d buckets in %.0f MiB of staging memory; rank 0 receives %.1f MiB "
+                "reshard: %d buckets in %.0f MiB of staging memory; rank 0 takes part in %d sends, "
+                "receives and all-gathers; it receives %.1f MiB "
                 "%s, of which %.1f MiB are beyond what it holds under any layout",
                 len(mover.plan.buckets),
                 mover.staging.nbytes / 2**20,
+                sum(bucket.operations for bucket in mover.plan.buckets),
                 mover.plan.received * mib,
                 what,
                 mover.plan.unavoidable * mib,

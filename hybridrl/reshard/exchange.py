@@ -1,11 +1,11 @@
 """Staging memory, and the exchange of what lies in it.
 
-A bucket's half of the staging memory holds what this rank sends, packed once however many ranks
-take it, and then what it receives. Buckets take the two halves in turn: while one is on its way,
-the next is packed into the other half, as soon as what had been received there is unpacked.
+What a rank sends is packed once, however many ranks take it. Buckets take the two halves of the
+memory in turn: while one is on its way, the next is packed into the other half, as soon as what
+had been received there is unpacked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.reshard.layout import SourceLayout
-from hybridrl.reshard.messages import Bucket, Message, Section
+from hybridrl.reshard.messages import Bucket
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # the name before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 
 class Staging:
-    """Memory for two buckets and the point-to-point transfers between ranks.
+    """Memory for two buckets, and the transfers between ranks.
 
     Args:
         buckets: this rank's part of them.
@@ -37,7 +42,7 @@ class Staging:
         self._ranks = dist.get_process_group_ranks(group)
         self._dtype = dtype
         self._device = device
-        sizes = [bucket.send_size + bucket.receive_size for bucket in buckets]
+        sizes = [bucket.size for bucket in buckets]
         self._sizes = [max(sizes[half::2], default=0) for half in (0, 1)]
         self.halves: list[Tensor] = []
 
@@ -57,44 +62,25 @@ class Staging:
         self.halves = []
 
     def start(self, number: int) -> list[Any]:
-        """Send what was packed for a bucket and receive the rest; on GPUs only enqueued.
+        """Send or gather what was packed for a bucket; on GPUs only enqueued.
 
         Returns:
             What to wait for before the bucket is unpacked.
         """
         bucket, memory = self._buckets[number], self.halves[number % 2]
-        operations = []
-        for start, section in placed(bucket.sends, 0):
-            packed = memory[start : start + section.size]
-            for receiver in section.receivers:
-                operations.append(self._operation(dist.isend, packed, receiver))
-        for start, section in placed(bucket.receives, bucket.send_size):
-            operations.append(
-                self._operation(dist.irecv, memory[start : start + section.size], section.sender)
-            )
-        return dist.batch_isend_irecv(operations) if operations else []
+        works = []
+        if bucket.slot:
+            slots = memory[: bucket.slot * len(self._ranks)]
+            own = slots.view(len(self._ranks), -1)[dist.get_rank(self._group)]
+            works.append(all_gather_single(slots, own, group=self._group, async_op=True))
+        operations = [self._operation(dist.isend, memory[part], to) for to, part in bucket.sends]
+        operations += [
+            self._operation(dist.irecv, memory[part], sender) for sender, part in bucket.receives
+        ]
+        return works + (dist.batch_isend_irecv(operations) if operations else [])
 
     def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[peer], self._group)
-
-
-def placed(sections: Sequence[Section], start: int) -> Iterator[tuple[int, Section]]:
-    """Each section with its place in staging memory, if the first begins at `start`."""
-    for section in sections:
-        yield start, section
-        start += section.size
-
-
-def packed(bucket: Bucket) -> Iterator[tuple[int, Message]]:
-    """Each message that this rank sends, with its place in staging memory."""
-    for start, section in placed(bucket.sends, 0):
-        yield from section.places(start)
-
-
-def unpacked(bucket: Bucket) -> Iterator[tuple[int, Message]]:
-    """Each message that this rank receives, with its place in staging memory."""
-    for start, section in placed(bucket.receives, bucket.send_size):
-        yield from section.places(start)
 
 
 def gather(shard: Tensor, source: SourceLayout, group: dist.ProcessGroup) -> Tensor:

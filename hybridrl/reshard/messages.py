@@ -48,51 +48,36 @@ class Message(NamedTuple):
         return tuple(sorted({rank for takers in self.takers for rank in takers.receivers}))
 
 
-class Section(NamedTuple):
-    """Messages of one sender to the same receivers in one bucket: one send to each of them."""
-
-    sender: int
-    receivers: tuple[int, ...]
-    messages: tuple[Message, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements, with what aligns the messages."""
-        return sum(_aligned(message.numel) for message in self.messages)
-
-    def places(self, start: int) -> Iterator[tuple[int, Message]]:
-        """Each message with its place in a section that begins at `start`."""
-        for message in self.messages:
-            yield start, message
-            start += _aligned(message.numel)
-
-
 @dataclass(frozen=True)
 class Bucket:
-    """One rank's part of the messages that move together.
+    """One rank's part of what moves together, and where it lies in staging memory.
+
+    slots of an all-gather, one a rank | what this rank sends | what it receives
 
     Attributes:
-        sends: from this rank.
-        receives: to this rank; those of one sender in the order in which it sends them.
+        slot: elements of a slot; 0 if nothing is gathered.
+        sends, receives: the other rank, and the part of staging memory that is sent or received;
+            those between two ranks in one order on both.
+        packed, unpacked: each message to others or from others, and where it begins.
+        size: elements of staging memory.
     """
 
-    sends: list[Section]
-    receives: list[Section]
+    slot: int
+    sends: list[tuple[int, slice]]
+    receives: list[tuple[int, slice]]
+    packed: list[tuple[int, Message]]
+    unpacked: list[tuple[int, Message]]
+    size: int
 
     @property
-    def send_size(self) -> int:
-        """Elements of staging memory that this rank's messages take; packed once each."""
-        return sum(section.size for section in self.sends)
+    def operations(self) -> int:
+        """Sends, receives and all-gathers that this rank takes part in."""
+        return len(self.sends) + len(self.receives) + (self.slot > 0)
 
     @property
     def received(self) -> int:
         """Elements of weights that this rank receives."""
-        return sum(m.numel for section in self.receives for m in section.messages)
-
-    @property
-    def receive_size(self) -> int:
-        """Elements of staging memory for what this rank receives."""
-        return sum(section.size for section in self.receives)
+        return sum(message.numel for _, message in self.unpacked)
 
 
 def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
@@ -111,10 +96,14 @@ class Window(NamedTuple):
 
     Attributes:
         load: [ranks] int64, elements of staging memory that each rank needs for it.
+        slot: elements that each rank gives to an all-gather; 0: the messages are sent.
+        breadth: most ranks that receive one message.
         messages: those that the rank which plans sends or receives.
     """
 
     load: NDArray[np.int64]
+    slot: int
+    breadth: int
     messages: list[Message]
 
 
@@ -160,7 +149,7 @@ class Windows:
         windows, names = self._known[key]
         renamed = dict(zip(names, parameters, strict=True))
         return [
-            Window(window.load, [_renamed(m, source.name, renamed) for m in window.messages])
+            window._replace(messages=[_renamed(m, source.name, renamed) for m in window.messages])
             for window in windows
         ]
 
@@ -200,9 +189,13 @@ class Windows:
         start: int,
         rows: int,
     ) -> Window:
-        """What moves of rows [start, start + rows) of every shard to other ranks."""
-        load = np.zeros(self._num_ranks, dtype=np.int64)
-        messages = []
+        """What moves of rows [start, start + rows) of every shard to other ranks.
+
+        Messages that all go to everybody are gathered: one operation instead of two for each other
+        rank. Between two ranks a send is faster, and slots that few ranks fill are a waste.
+        """
+        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
+        breadths, messages = {0}, []
         for sender, shard in enumerate(shards):
             height = min(rows, shard.shape[0] - start)
             if height <= 0:
@@ -218,11 +211,16 @@ class Windows:
                 if not len(others):
                     continue
                 size = _aligned(math.prod(region.shape))
-                load[sender] += size
-                load[others] += size
+                sent[sender] += size
+                received[others] += size
+                breadths.add(len(others))
                 if self._rank == sender or (others == self._rank).any():
                     messages.append(Message(source, region, sender, _takers(pieces, sender)))
-        return Window(load, messages)
+        breadth, slot = max(breadths), int(sent.max())
+        to_everybody = breadth > 1 and breadths == {0, self._num_ranks - 1}
+        if to_everybody and slot * self._num_ranks <= 2 * sent.sum():
+            return Window(np.full_like(sent, slot * self._num_ranks), slot, breadth, messages)
+        return Window(sent + received, 0, breadth, messages)
 
 
 def _others(pieces: Sequence[_Wanted], sender: int) -> NDArray[np.int64]:
@@ -248,30 +246,53 @@ def _renamed(message: Message, source: str, parameters: Mapping[str, str]) -> Me
     return Message(source, message.region, message.sender, takers)
 
 
-def fill_buckets(windows: Iterable[Window], bucket_elements: int) -> Iterator[list[Message]]:
+def fill_buckets(windows: Iterable[Window], bucket_elements: int) -> Iterator[list[Window]]:
     """Join consecutive windows as long as no rank needs more than a bucket."""
-    current: list[Message] = []
-    load: NDArray[np.int64] | None = None
+    current: list[Window] = []
+    load = np.zeros(1, dtype=np.int64)
     for window in windows:
-        total = window.load if load is None else load + window.load
-        if load is not None and total.max() > bucket_elements:
+        total = load + window.load
+        if current and total.max() > bucket_elements:
             yield current
             current, total = [], window.load
-        current.extend(window.messages)
+        current.append(window)
         load = total
-    if load is not None:
+    if current:
         yield current
 
 
-def bucket_of(messages: Sequence[Message], rank: int) -> Bucket:
-    """A rank's part of a bucket, in sections."""
-    sections: dict[tuple[int, tuple[int, ...]], list[Message]] = {}
-    for message in messages:
-        sections.setdefault((message.sender, message.receivers), []).append(message)
-    ordered = [Section(*key, tuple(part)) for key, part in sorted(sections.items())]
+def bucket_of(windows: Sequence[Window], rank: int, num_ranks: int) -> Bucket:
+    """A rank's part of a bucket. What one rank sends to the same others is one send to each."""
+    slot = sum(window.slot for window in windows)
+    ends = [number * slot for number in range(num_ranks)]
+    placed: list[tuple[int, Message]] = []
+    sections: dict[tuple[bool, int, tuple[int, ...]], list[Message]] = {}
+    for message, is_gathered in ((m, w.slot > 0) for w in windows for m in w.messages):
+        if is_gathered:
+            placed.append((ends[message.sender], message))
+            ends[message.sender] += _aligned(message.numel)
+        else:
+            key = (message.sender != rank, message.sender, message.receivers)
+            sections.setdefault(key, []).append(message)
+    sends: list[tuple[int, slice]] = []
+    receives: list[tuple[int, slice]] = []
+    end = num_ranks * slot
+    for (_, sender, receivers), messages in sorted(sections.items()):
+        begin = end
+        for message in messages:
+            placed.append((end, message))
+            end += _aligned(message.numel)
+        if sender == rank:
+            sends += [(receiver, slice(begin, end)) for receiver in receivers]
+        else:
+            receives.append((sender, slice(begin, end)))
     return Bucket(
-        sends=[section for section in ordered if section.sender == rank],
-        receives=[section for section in ordered if rank in section.receivers],
+        slot=slot,
+        sends=sends,
+        receives=receives,
+        packed=[(place, message) for place, message in placed if message.sender == rank],
+        unpacked=[(place, message) for place, message in placed if message.sender != rank],
+        size=end,
     )
 
 

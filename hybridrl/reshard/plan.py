@@ -5,7 +5,7 @@ the sequence is the same, no sizes or headers are exchanged when data moves.
 
     source layouts (FSDP2 shards)  ---+                +-> local copies
                                       +--> intersect --+
-    traces (what vLLM's loader does) -+                +-> messages -> sections -> buckets
+    traces (what vLLM's loader does) -+                +-> messages -> windows -> buckets
 """
 
 import gc
@@ -126,8 +126,10 @@ def _plan(
     """The plan for these sources; traces copy from no others."""
     takers = _takers(sources, traces)
     windows = Windows(rank, len(traces), bucket_elements)
-    cut = (window for source in sources for window in windows.of(source, takers[source.name]))
-    buckets = [bucket_of(part, rank) for part in fill_buckets(cut, bucket_elements)]
+    cut = [window for source in sources for window in windows.of(source, takers[source.name])]
+    # What many ranks take comes together, so that few buckets go to many.
+    cut.sort(key=lambda window: -window.breadth)
+    buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(cut, bucket_elements)]
     taken = traces[rank].copies
     local = [
         piece

@@ -10,7 +10,6 @@ import torch
 
 from hybridrl.distributed.regions import TracedCopy
 from hybridrl.reshard.copies import Buffers, Copies, Job, build_copies
-from hybridrl.reshard.exchange import packed, unpacked
 from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.layout import SourceLayout
 from hybridrl.reshard.messages import Message
@@ -78,7 +77,7 @@ class Tables:
         bucket = self._plan.buckets[number]
         return [
             piece
-            for start, message in packed(bucket)
+            for start, message in bucket.packed
             for piece in self._pieces(
                 TracedCopy(message.source, message.region, "", ()),
                 self._shard(message.source, message.region.offset),
@@ -96,7 +95,7 @@ class Tables:
         bucket = self._plan.buckets[number]
         return [
             piece
-            for start, message in unpacked(bucket)
+            for start, message in bucket.unpacked
             for copy in self._taken(message)
             for piece in self._pieces(
                 copy,

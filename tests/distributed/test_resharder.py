@@ -20,7 +20,7 @@ def test_weights_arrive_wherever_they_lie_and_no_flipped_bit_passes(
     for rank, seen in enumerate(run_on_ranks(run_side, ranks, tp, replicas, by_columns, "cpu")):
         assert seen["wrong"] == [], rank
         assert seen["missed"] == [], rank
-        assert seen["buckets"] > 1
+        assert seen["issued"] == seen["planned"] >= seen["buckets"] > 1
         late = seen["late"]
         assert not late or late["wait_s"] > LATE_S / 2 > late["move_s"]
         if replicas > 1:

@@ -93,18 +93,38 @@ def carry_out(plans, engines, shards, cuts):
             values = torch.full(fill.region.shape, int(fill.value))
             write(rank, fill.parameter, fill.region, values)
     for buckets in zip(*(plan.buckets for plan in plans), strict=True):
-        for sender, receiver in itertools.permutations(range(len(plans)), 2):
-            sent = [s for s in buckets[sender].sends if receiver in s.receivers]
-            assert sent == [s for s in buckets[receiver].receives if s.sender == sender]
-            for message in (message for section in sent for message in section.messages):
-                assert message.sender == sender
+        memory = [torch.full((bucket.size,), -9) for bucket in buckets]
+        for rank, bucket in enumerate(buckets):
+            for start, message in bucket.packed:
+                assert message.sender == rank
                 layout = by_name[message.source]
-                values = held_piece(message.source, message.region, sender, shards, layout)
+                values = held_piece(message.source, message.region, rank, shards, layout)
+                memory[rank][start : start + values.numel()] = values.flatten()
+        exchange(buckets, memory)
+        for rank, bucket in enumerate(buckets):
+            for start, message in bucket.unpacked:
+                values = memory[rank][start : start + message.numel].view(message.region.shape)
                 for takers in message.takers:
-                    if receiver in takers.receivers:
+                    if rank in takers.receivers:
                         region = Region(takers.offset, message.region.shape)
-                        write(receiver, takers.parameter, region, values)
+                        write(rank, takers.parameter, region, values)
     return written
+
+
+def exchange(buckets, memory):
+    """One bucket's all-gather, sends and receives; a receive lies apart from what is sent."""
+    (slot,) = {bucket.slot for bucket in buckets}
+    own = [part[rank * slot : (rank + 1) * slot].clone() for rank, part in enumerate(memory)]
+    for part in memory:
+        part[: slot * len(memory)] = torch.cat(own)
+    for sender, receiver in itertools.permutations(range(len(buckets)), 2):
+        sent = [part for to, part in buckets[sender].sends if to == receiver]
+        places = [part for by, part in buckets[receiver].receives if by == sender]
+        for part, place in zip(sent, places, strict=True):
+            assert place.start >= max(
+                [slot * len(memory)] + [s.stop for _, s in buckets[receiver].sends]
+            )
+            memory[receiver][place] = memory[sender][part]
 
 
 @pytest.mark.parametrize("row_parallel_dim", [0, 1])
@@ -182,7 +202,7 @@ def test_no_rank_stages_more_than_a_bucket(bucket_elements):
     traces = [trace_of(rank % 2, 2) for rank in range(4)]
     plans = [build_plan(layouts(4), traces, rank, bucket_elements) for rank in range(4)]
     limit = max(bucket_elements, 4 * 32)
-    sizes = [bucket.send_size + bucket.receive_size for plan in plans for bucket in plan.buckets]
+    sizes = [bucket.size for plan in plans for bucket in plan.buckets]
     assert max(sizes) <= limit
     assert len(plans[0].buckets) > 1
 
@@ -213,16 +233,40 @@ def test_aligned_shards_stay_at_home_except_what_is_replicated(tp):
         assert build_plan(cuts, traces, rank, 10**6).received == norm + heads
 
 
-def test_what_several_ranks_take_is_packed_once():
-    """tp 1: all 4 ranks take all. Each stages its shard of 6 x 24 / 4 once, and three others."""
-    whole = TracedCopy("down", Region((0, 0), (6, 24)), "down", (0, 0))
-    trace = Trace([whole], [], {}, {"down": (6, 24)})
-    plan = build_plan([SourceLayout("down", (6, 24), 4, 1)], [trace] * 4, 1, 10**6)
+WHOLE = TracedCopy("down", Region((0, 0), (6, 24)), "down", (0, 0))
+FILLED = TracedFill("down", WHOLE.region, 0.0)
+
+
+@pytest.mark.parametrize("takers", [3, 4])
+def test_what_several_ranks_take_is_packed_once(takers):
+    """Each stages its shard of 6 x 24 / 4, padded to 48, once, and three others.
+
+    It is sent to each taker; if all 4 ranks take it, it is gathered in one operation.
+    """
+    parameters = {"down": (6, 24)}
+    traces = [Trace([WHOLE], [], {}, parameters)] * takers
+    traces += [Trace([], [FILLED], {}, parameters)] * (4 - takers)
+    plan = build_plan([SourceLayout("down", (6, 24), 4, 1)], traces, 1, 10**6)
     (bucket,) = plan.buckets
-    (section,) = bucket.sends
-    assert section.receivers == (0, 2, 3)
-    assert (bucket.send_size, bucket.receive_size) == (48, 3 * 48)  # 36, padded to 48
+    assert bucket.size == 48 + 3 * 48
     assert plan.received == plan.unavoidable == 3 * 36
+    if takers == 4:
+        assert (bucket.slot, bucket.sends, bucket.receives) == (48, [], [])
+        assert bucket.operations == 1
+    else:
+        assert bucket.sends == [(0, slice(0, 48)), (2, slice(0, 48))]
+        assert [sender for sender, _ in bucket.receives] == [0, 2, 3]
+        assert bucket.operations == 5
+
+
+def test_what_few_ranks_hold_is_sent():
+    """One of 4 ranks holds a row that all take: slots of an all-gather would be empty but one."""
+    row = TracedCopy("gate", Region((0, 0), (1, 24)), "gate", (0, 0))
+    trace = Trace([row], [], {}, {"gate": (1, 24)})
+    source = SourceLayout("gate", (1, 24), 4)
+    plans = [build_plan([source], [trace] * 4, rank, 10**6) for rank in range(4)]
+    assert [plan.buckets[0].operations for plan in plans] == [3, 1, 1, 1]
+    assert {plan.buckets[0].size for plan in plans} == {32}
 
 
 def test_shards_are_cut_as_torch_chunk_does():

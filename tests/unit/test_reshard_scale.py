@@ -1,7 +1,8 @@
-"""A rank's plan for a model of 405 B parameters on 1,024 GPUs, in seconds of CPU time."""
+"""Plans for models of 70 B and 405 B parameters on many GPUs: a rank's seconds and operations."""
 
 import math
 import time
+from typing import NamedTuple
 
 import pytest
 
@@ -9,65 +10,84 @@ from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.reshard.layout import SourceLayout
 from tests.unit.whole_plan import build_plan
 
-# Llama 3.1 405B (Dubey et al. 2024, table 3), engines of 8.
-HIDDEN, MLP, LAYERS, VOCAB = 16384, 53248, 126, 128256
-Q_ROWS, KV_ROWS = 128 * 128, 8 * 128
-WORLD, TP = 1024, 8
+HEAD, KV_ROWS, VOCAB = 128, 8 * 128, 128256
 BUCKET_ELEMENTS = (256 << 20) // 2
 BFLOAT16 = 2
 
 
-def layer(number: int) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """(checkpoint name, shape, parameter of the engine, dim that the engine cuts; -1: none)."""
-    at = f"layers.{number}."
-    return [
-        (f"{at}q", (Q_ROWS, HIDDEN), f"{at}qkv", 0),
-        (f"{at}k", (KV_ROWS, HIDDEN), f"{at}qkv", 0),
-        (f"{at}v", (KV_ROWS, HIDDEN), f"{at}qkv", 0),
-        (f"{at}o", (HIDDEN, Q_ROWS), f"{at}o", 1),
-        (f"{at}gate", (MLP, HIDDEN), f"{at}gate_up", 0),
-        (f"{at}up", (MLP, HIDDEN), f"{at}gate_up", 0),
-        (f"{at}down", (HIDDEN, MLP), f"{at}down", 1),
-        (f"{at}norm_1", (HIDDEN,), f"{at}norm_1", -1),
-        (f"{at}norm_2", (HIDDEN,), f"{at}norm_2", -1),
-    ]
+class Model(NamedTuple):
+    """Sizes of a Llama 3.1 (Dubey et al. 2024, table 3)."""
+
+    hidden: int
+    mlp: int
+    layers: int
+
+    def layer(self, number: int) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """(checkpoint name, shape, parameter of the engine, dim that the engine cuts; -1: none)."""
+        at, hidden = f"layers.{number}.", self.hidden
+        return [
+            (f"{at}q", (hidden, hidden), f"{at}qkv", 0),
+            (f"{at}k", (KV_ROWS, hidden), f"{at}qkv", 0),
+            (f"{at}v", (KV_ROWS, hidden), f"{at}qkv", 0),
+            (f"{at}o", (hidden, hidden), f"{at}o", 1),
+            (f"{at}gate", (self.mlp, hidden), f"{at}gate_up", 0),
+            (f"{at}up", (self.mlp, hidden), f"{at}gate_up", 0),
+            (f"{at}down", (hidden, self.mlp), f"{at}down", 1),
+            (f"{at}norm_1", (hidden,), f"{at}norm_1", -1),
+            (f"{at}norm_2", (hidden,), f"{at}norm_2", -1),
+        ]
+
+    def tensors(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """All of them."""
+        return [
+            ("embed", (VOCAB, self.hidden), "embed", 0),
+            *(tensor for number in range(self.layers) for tensor in self.layer(number)),
+            ("norm", (self.hidden,), "norm", -1),
+            ("head", (VOCAB, self.hidden), "head", 0),
+        ]
+
+    def trace(self, rank: int, tp: int) -> Trace:
+        """What a loader that fuses q, k, v and gate, up as vLLM's does, copies on one rank.
+
+        KV heads are replicated where tp exceeds their number.
+        """
+        copies, parameters = [], {}
+        for name, shape, parameter, dim in self.tensors():
+            offset, part = [0] * len(shape), list(shape)
+            if dim >= 0:
+                slices = min(tp, KV_ROWS // HEAD) if name[-2:] in (".k", ".v") else tp
+                part[dim] //= slices
+                offset[dim] = rank // (tp // slices) * part[dim]
+            filled = parameters.get(parameter, (0,) * len(shape))
+            place = (filled[0], *[0] * (len(shape) - 1))
+            copies.append(TracedCopy(name, Region(tuple(offset), tuple(part)), parameter, place))
+            parameters[parameter] = (filled[0] + part[0], *part[1:])
+        return Trace(copies, [], {}, parameters)
+
+    def inputs(self, shards: int, tp: int) -> tuple[list[SourceLayout], list[Trace]]:
+        """Sources and traces, layout aligned: the ranks of one slice are consecutive shards.
+
+        Dim 1 is cut where tp cuts it.
+        """
+        cuts = [
+            SourceLayout(name, shape, shards, max(0, d)) for name, shape, _, d in self.tensors()
+        ]
+        slices = [self.trace(rank, tp) for rank in range(tp)]
+        return cuts, [slices[shard // (shards // tp)] for shard in range(shards)]
 
 
-TENSORS = [
-    ("embed", (VOCAB, HIDDEN), "embed", 0),
-    *(tensor for number in range(LAYERS) for tensor in layer(number)),
-    ("norm", (HIDDEN,), "norm", -1),
-    ("head", (VOCAB, HIDDEN), "head", 0),
-]
-
-
-def trace(tp_rank: int) -> Trace:
-    """What a loader that fuses q, k, v and gate, up as vLLM's does, copies on one rank."""
-    copies, parameters = [], {}
-    for name, shape, parameter, dim in TENSORS:
-        offset, part = [0] * len(shape), list(shape)
-        if dim >= 0:
-            part[dim] //= TP
-            offset[dim] = tp_rank * part[dim]
-        filled = parameters.get(parameter, (0,) * len(shape))
-        place = (filled[0], *[0] * (len(shape) - 1))
-        copies.append(TracedCopy(name, Region(tuple(offset), tuple(part)), parameter, place))
-        parameters[parameter] = (filled[0] + part[0], *part[1:])
-    return Trace(copies, [], {}, parameters)
+B70 = Model(hidden=8192, mlp=28672, layers=80)
+B405 = Model(hidden=16384, mlp=53248, layers=126)
+WORLD = 1024
 
 
 @pytest.mark.parametrize(
     "shards", [pytest.param(WORLD, id="one copy"), pytest.param(64, id="16 copies of 64 shards")]
 )
 def test_a_plan_for_405b_parameters_takes_seconds_and_says_its_bytes(shards, capsys):
-    """Layout aligned: the ranks of one slice are consecutive shards, dim 1 is cut where tp cuts.
-
-    A plan is of one copy's ranks; the one of 1,024 takes most of this test's seconds.
-    """
-    assert sum(math.prod(shape) for _, shape, _, _ in TENSORS) == 405_853_388_800
-    sources = [SourceLayout(name, shape, shards, max(0, dim)) for name, shape, _, dim in TENSORS]
-    slices = [trace(tp_rank) for tp_rank in range(TP)]
-    traces = [slices[shard // (shards // TP)] for shard in range(shards)]
+    """A plan is of one copy's ranks; the one of 1,024 takes most of this test's seconds."""
+    assert sum(math.prod(shape) for _, shape, _, _ in B405.tensors()) == 405_853_388_800
+    sources, traces = B405.inputs(shards, tp=8)
     start = time.process_time()
     plan = build_plan(sources, traces, rank=3, bucket_elements=BUCKET_ELEMENTS)
     seconds = time.process_time() - start
@@ -81,4 +101,29 @@ def test_a_plan_for_405b_parameters_takes_seconds_and_says_its_bytes(shards, cap
     # All of a rank's own shard is of use to it.
     own = BFLOAT16 * 405_853_388_800 / shards / 1e9
     assert received == pytest.approx(written - own, rel=1e-3)
-    assert max(bucket.send_size + bucket.receive_size for bucket in plan.buckets) <= BUCKET_ELEMENTS
+    assert max(bucket.size for bucket in plan.buckets) <= BUCKET_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("shards", "tp", "rank", "at_most"),
+    [
+        (128, 8, 3, 2500),  # 15 others hold parts of a rank's slice
+        (128, 8, 127, 2500),
+        (128, 16, 3, 600),  # 7 others, and 8 more of its KV heads
+        (16, 1, 3, 600),  # everything is gathered: one operation a bucket
+    ],
+)
+def test_operations_are_bounded_by_buckets_and_the_ranks_of_a_slice(shards, tp, rank, at_most):
+    """Of 70 B parameters, counted as sends, receives and all-gathers of one rank in one sync.
+
+    A slice's other ranks take a send and a receive per bucket. What everybody takes whole (norms,
+    and with tp 1 all weights) is gathered, and what more ranks than a slice's take comes together.
+    """
+    sources, traces = B70.inputs(shards, tp)
+    plan = build_plan(sources, traces, rank, BUCKET_ELEMENTS)
+    assert sum(bucket.operations for bucket in plan.buckets) <= at_most
+    assert max(bucket.size for bucket in plan.buckets) <= BUCKET_ELEMENTS
+    staged = sum(bucket.size for bucket in plan.buckets)
+    assert staged < 1.002 * sum(  # what aligns messages and slots
+        message.numel for bucket in plan.buckets for _, message in bucket.packed + bucket.unpacked
+    )
