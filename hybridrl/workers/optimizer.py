@@ -94,7 +94,10 @@ class Optimizer:
         return lr
 
     def gradient_norm(self) -> Tensor:
-        """The gradients' global norm, a scalar on the device, the same on all ranks; collective."""
+        """The gradients' global norm, a scalar on the device; collective.
+
+        The same on all ranks but for rounding: each copy of the weights adds in its own order.
+        """
         norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -109,10 +112,13 @@ class Optimizer:
         Args:
             loss: a scalar on the device: the sum of this rank's losses of the step.
         """
-        norm = self.gradient_norm()
-        skipped = torch.stack([norm.float(), loss.float()]).isfinite().all().logical_not().float()
-        # A loss can be NaN on one rank where no gradient is: nothing of it reaches the norm.
-        dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
+        norm = self.gradient_norm().float()
+        skipped = torch.stack([norm, loss.float()]).isfinite().all().logical_not().float()
+        # A loss can be NaN on one rank where no gradient is: nothing of it reaches the norm. The
+        # norm's bits are made the same on all ranks, or copies of the weights would drift apart.
+        reduced = torch.stack([norm, skipped])
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        norm, skipped = reduced.unbind()
         self.adamw.grad_scale = (norm / self.config.max_grad_norm).clamp(min=1.0)
         self.adamw.found_inf = skipped
         self.moments.wait()
