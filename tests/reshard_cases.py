@@ -180,6 +180,8 @@ def build_worker(case: Case, folder: Path, device_type: str, **changes: Any) -> 
 def run_case(case: Case, worker: RolloutWorker, folder: Path) -> dict[str, Any]:
     if case.model == "qwen3_tied":
         write_oddly(worker, ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"])
+    if case.model == "llama":
+        keep_as_buffer(worker, "model.norm.weight")
     columns = worker.columns(case.spec())
     actor = Actor(folder / "A", replace(case.spec(), columns=columns), worker.mesh)
     worker.connect({"actor": actor})
@@ -298,6 +300,14 @@ def write_oddly(worker: RolloutWorker, names: list[str]) -> None:
 
         vars(parameter).pop("weight_loader", None)
         parameter.weight_loader = load
+
+
+def keep_as_buffer(worker: RolloutWorker, name: str) -> None:
+    """Have this parameter be a buffer, which vLLM's loader writes as well."""
+    path, _, key = name.rpartition(".")
+    module = worker.engine._model.get_submodule(path)
+    parameter = module._parameters.pop(key)
+    module.register_buffer(key, parameter.data)
 
 
 def tp_rank() -> int:

@@ -28,13 +28,14 @@ EXPERTS = (4, 6, 10)  # one more source, with three dims, of which each tp rank 
 
 
 class FloatEngine(ToyEngine):
-    """The toy engine with bfloat16 parameters."""
+    """The toy engine with bfloat16 parameters and a bfloat16 buffer that is loaded."""
 
     def __init__(self, rank: int, tp: int) -> None:
         super().__init__(rank, tp)
         for name, parameter in list(self.named_parameters()):
             values = parameter.data.to(BFLOAT)
             setattr(self, name, nn.Parameter(values, requires_grad=False))
+        self.scales = self.scales.to(BFLOAT)
 
 
 class Side:
@@ -56,7 +57,7 @@ class Side:
         tp_rank = dist.get_rank() % tp
         self.engine = FloatEngine(tp_rank, tp).to(device)
         trace = trace_loader(self.engine, self.engine.load_weights, list(SOURCES.items()), BFLOAT)
-        self.tensors = {name: p.data for name, p in self.engine.named_parameters()}
+        self.tensors = self.engine.tensors()
         width = EXPERTS[2] // tp
         self.tensors["experts"] = torch.zeros((*EXPERTS[:2], width), dtype=BFLOAT, device=device)
         slice_ = Region((0, 0, tp_rank * width), (*EXPERTS[:2], width))
@@ -99,7 +100,7 @@ class Side:
         """Parameters that are not, bit for bit, what the loader makes of the whole weights."""
         oracle = FloatEngine(self.engine.rank, self.engine.tp)
         oracle.load_weights((name, whole[name]) for name in SOURCES)
-        expected = {name: p.data for name, p in oracle.named_parameters()}
+        expected = oracle.tensors()
         slice_ = self.trace.copies[-1].region
         expected["experts"] = cut(whole["experts"], slice_).to(BFLOAT)
         return [n for n, t in self.tensors.items() if not torch.equal(t.cpu(), expected[n])]

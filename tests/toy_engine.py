@@ -1,7 +1,8 @@
 """A stand-in for a vLLM model on one tensor-parallel rank, fused and split in the same way.
 
 Its loader slices with chunk and narrow as vLLM's do. Given data-free tensors it can be traced;
-given tensors that hold their own coordinates it says what belongs where (the oracle).
+given tensors that hold their own coordinates it says what belongs where (the oracle). One buffer
+is loaded like a parameter; another is computed when the engine starts.
 """
 
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ SOURCES: dict[str, tuple[int, ...]] = {
     "gate": (INTERMEDIATE, HIDDEN),
     "up": (INTERMEDIATE, HIDDEN),
     "down": (HIDDEN, INTERMEDIATE),
+    "scales": (3,),
     "lm_head": (VOCAB, HIDDEN),  # a tied duplicate, which the loader skips
 }
 
@@ -51,6 +53,13 @@ class ToyEngine(nn.Module):
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.full(shape, -7, dtype=torch.int64), requires_grad=False)
             self.register_parameter(name, parameter)
+        self.register_buffer("scales", torch.full((3,), -7, dtype=torch.int64))
+        self.register_buffer("rotary", torch.arange(4), persistent=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the loader writes, by name."""
+        parameters = {name: parameter.data for name, parameter in self.named_parameters()}
+        return parameters | {"scales": self.scales}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
@@ -64,8 +73,8 @@ class ToyEngine(nn.Module):
             own.copy_(tensor.chunk(self.tp)[self.rank])
         elif name in ("o", "down"):
             getattr(self, name).data.copy_(tensor.chunk(self.tp, dim=1)[self.rank])
-        elif name == "norm":
-            self.norm.data.copy_(tensor)
+        elif name in ("norm", "scales"):
+            getattr(self, name).data.copy_(tensor)
         elif name == "embed":
             rows = len(self.embed)
             part = tensor[self.rank * rows : (self.rank + 1) * rows]

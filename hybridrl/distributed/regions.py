@@ -56,7 +56,8 @@ class Trace(NamedTuple):
     Attributes:
         copies, fills: in the loader's order; none touches a refused parameter.
         refused: by parameter; these take the gathered path.
-        parameters: shape of each parameter of the engine's model.
+        parameters: shape of each parameter of the engine's model, and of each buffer that the
+            loader writes.
     """
 
     copies: list[TracedCopy]

@@ -60,7 +60,10 @@ class RolloutEngine(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live parameters by name; where they lie does not change."""
+        """The live parameters by name, and the buffers that `trace` saw written.
+
+        Where they lie does not change.
+        """
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -3,6 +3,9 @@
 The loader gets meta tensors under the checkpoint's names. Every copy into a parameter is noted
 and not done, so that neither the parameters nor any memory are touched. What a loader slices,
 chunks and views keeps storage and offset, which is why no knowledge of layouts is needed here.
+
+A buffer that the loader writes is a parameter here. Those that it leaves alone (rotary caches) are
+computed when the engine starts, and vLLM keeps them through every sleep.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +31,7 @@ def trace_loader(
     """Run `load` on data-free tensors and return what it would have written where.
 
     Args:
-        model: whose parameters the loader writes. Their values are not read or written.
+        model: whose parameters and buffers the loader writes. Their values are not read or written.
         load: takes (name, tensor) pairs; vLLM's `model.load_weights`.
         sources: names and shapes of the checkpoint's tensors.
         dtype: of the moved data; a parameter of another dtype is refused, because a cast on the
@@ -39,16 +42,19 @@ def trace_loader(
         it stands with a reason in `Trace.refused`, and none of its copies and fills are listed.
     """
     tracer = _Tracer(model, dtype)
-    storages = {name: (p.data_ptr(), tuple(p.shape)) for name, p in model.named_parameters()}
+    before = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
     with torch.no_grad(), tracer:
         load(tracer.feed(sources))
-    moved = [
-        name
-        for name, p in model.named_parameters()
-        if storages[name] != (p.data_ptr(), tuple(p.shape))
-    ]
+    after = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
+    moved = sorted(name for name in before | after if before.get(name) != after.get(name))
     assert not moved, f"the loader replaced the storage of {moved}"
     return tracer.result()
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters, then its buffers, by name."""
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    return parameters | dict(model.named_buffers())
 
 
 class _Tracer(TorchDispatchMode):
@@ -61,21 +67,18 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._parameters = {name: p.data for name, p in model.named_parameters()}
-        self._name_by_storage: dict[int, str] = {}
+        self._live = live_tensors(model)
+        # Parameters, and the buffers that were written.
+        self._written_names = {name for name, _ in model.named_parameters()}
+        self._names_by_storage: dict[int, list[str]] = {}
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._copies: list[TracedCopy] = []
         self._fills: list[TracedFill] = []
         self._reasons: dict[str, str] = {}
         self._in_hand: dict[str, list[str]] = {}
         self._handed_out: list[str] = []
-        for name, parameter in self._parameters.items():
-            other = self._name_by_storage.setdefault(_storage(parameter), name)
-            if other != name:
-                self._refuse(name, f"it shares its storage with {other}")
-                self._refuse(other, f"it shares its storage with {name}")
-            if parameter.dtype != dtype:
-                self._refuse(name, f"its dtype is {parameter.dtype}, not {dtype}")
+        for name, tensor in self._live.items():
+            self._names_by_storage.setdefault(_storage(tensor), []).append(name)
 
     def feed(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
         """Meta tensors for the loader; remembers which one it has in hand."""
@@ -93,6 +96,7 @@ class _Tracer(TorchDispatchMode):
         if written is None:
             return func(*args, **(kwargs or {}))
         name, target = written
+        self._written_names.update(self._names_by_storage[_storage(target)])
         if func is torch.ops.aten.copy_.default:
             self._note_copy(name, target, args[1])
         elif func in _FILLS:
@@ -104,7 +108,7 @@ class _Tracer(TorchDispatchMode):
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, Tensor] | None:
-        """The parameter that `func` would write, and the view of it."""
+        """The parameter or buffer that `func` would write, and the view of it."""
         if not func._schema.is_mutable:
             return None
         named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
@@ -114,8 +118,8 @@ class _Tracer(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor) and _storage(tensor) in self._name_by_storage:
-                    return self._name_by_storage[_storage(tensor)], tensor
+                if isinstance(tensor, Tensor) and _storage(tensor) in self._names_by_storage:
+                    return self._names_by_storage[_storage(tensor)][0], tensor
         return None
 
     def _note_copy(self, name: str, target: Tensor, value: Tensor) -> None:
@@ -125,14 +129,14 @@ class _Tracer(TorchDispatchMode):
         if value.shape != target.shape:
             return self._refuse(name, f"{source} is broadcast into it")
         region = rectangle(value, whole)
-        destination = rectangle(target, self._parameters[name])
+        destination = rectangle(target, self._live[name])
         if region is None or destination is None:
             return self._refuse(name, f"what it takes of {source} is no rectangle")
         self._copies.append(TracedCopy(source, region, name, destination.offset))
         del self._handed_out[:-1]
 
     def _note_fill(self, name: str, target: Tensor, value: float) -> None:
-        region = rectangle(target, self._parameters[name])
+        region = rectangle(target, self._live[name])
         if region is None:
             return self._refuse(name, "the region that is filled is no rectangle")
         if target.numel():
@@ -144,6 +148,11 @@ class _Tracer(TorchDispatchMode):
 
     def result(self) -> Trace:
         """The trace, once the loader is through."""
+        written = [name for name in self._live if name in self._written_names]
+        for name in written:
+            for reason in self._odd(name):
+                self._reasons.setdefault(name, reason)
+                self._in_hand.setdefault(name, [])
         for copy in self._copies:
             if copy.parameter in self._reasons:
                 self._in_hand[copy.parameter].append(copy.source)
@@ -155,8 +164,17 @@ class _Tracer(TorchDispatchMode):
             copies=[copy for copy in self._copies if copy.parameter not in refused],
             fills=[fill for fill in self._fills if fill.parameter not in refused],
             refused=refused,
-            parameters={name: tuple(p.shape) for name, p in self._parameters.items()},
+            parameters={name: tuple(self._live[name].shape) for name in written},
         )
+
+    def _odd(self, name: str) -> Iterator[str]:
+        """What makes a parameter unfit for plain copies, however it is written."""
+        tensor = self._live[name]
+        for other in self._names_by_storage[_storage(tensor)]:
+            if other != name:
+                yield f"it shares its storage with {other}"
+        if tensor.dtype != self._dtype:
+            yield f"its dtype is {tensor.dtype}, not {self._dtype}"
 
 
 def rectangle(view: Tensor, whole: Tensor) -> Region | None:

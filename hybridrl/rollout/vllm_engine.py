@@ -1,9 +1,10 @@
 """vLLM in this process as a rollout engine."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from hybridrl.rollout.engine import EnginePart, Generated
 from hybridrl.rollout.options import engine_options
 from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.start import StartTimes, log_start, start_vllm
-from hybridrl.rollout.trace import trace_loader
+from hybridrl.rollout.trace import live_tensors, trace_loader
 
 # What `sleep` lets go of.
 SLEEPERS = {
@@ -86,7 +87,8 @@ class VLLMEngine:
             options = engine_options(config, device_type)
             self._llm = start_vllm(folder, options, times, device_type, self._adapt)
         self._model = self._llm.apply_model(lambda model: model)[0]
-        self._places = _places(self._model)
+        self._written = {name for name, _ in self._model.named_parameters()}
+        self._places = _places(self._model, self._written)
         with times.part("first sampling"):
             self._warm_up()
         log_start(times, self._llm)
@@ -110,11 +112,15 @@ class VLLMEngine:
         The parameters are not touched.
         """
         trace, lora = self._trace(self._model, sources), self._config.lora
+        buffers = trace.parameters.keys() - self._written
+        self._written |= buffers
+        self._places += _places(self._model, buffers)
         return trace if lora is None else trace_with_adapters(trace, lora)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live parameters by vLLM's names."""
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        """The live parameters by vLLM's names, and the buffers that its loader writes."""
+        live = live_tensors(self._model)
+        return {name: tensor for name, tensor in live.items() if name in self._written}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Run vLLM's `load_weights`."""
@@ -267,7 +273,7 @@ class VLLMEngine:
 
 
 class _Place(NamedTuple):
-    """Where a module's parameter lay once."""
+    """Where a module's parameter or buffer lay once."""
 
     name: str
     module: nn.Module
@@ -277,14 +283,18 @@ class _Place(NamedTuple):
 
     def is_kept(self) -> bool:
         """Whether it lies there still."""
-        found = self.module._parameters.get(self.key)
+        found = (self.module._parameters | self.module._buffers).get(self.key)
         return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
 
 
-def _places(model: nn.Module) -> list[_Place]:
-    """All parameters, with their modules: walking through these takes longer than comparing."""
+def _places(model: nn.Module, names: Collection[str]) -> list[_Place]:
+    """Those named, with their modules: walking through these takes longer than comparing."""
     return [
-        _Place(name, module, name.rpartition(".")[2], parameter.data_ptr(), parameter.shape)
+        _Place(name, module, name.rpartition(".")[2], tensor.data_ptr(), tensor.shape)
         for prefix, module in model.named_modules()
-        for name, parameter in module.named_parameters(prefix, recurse=False)
+        for name, tensor in chain(
+            module.named_parameters(prefix, recurse=False),
+            module.named_buffers(prefix, recurse=False),
+        )
+        if name in names
     ]

@@ -75,8 +75,8 @@ def held_piece(source, region, sender, shards, layout):
 
 def carry_out(plans, engines, shards, cuts):
     """Do what the plans of one shard group say; return how often each element was written."""
-    written = [{n: torch.zeros_like(p) for n, p in e.named_parameters()} for e in engines]
-    parameters = [{n: p.data for n, p in e.named_parameters()} for e in engines]
+    parameters = [engine.tensors() for engine in engines]
+    written = [{n: torch.zeros_like(t) for n, t in own.items()} for own in parameters]
     by_name = {layout.name: layout for layout in cuts}
 
     def write(rank, name, region, values):
@@ -154,9 +154,9 @@ def check_group(tp_ranks, tp, row_parallel_dim):
         for place, (tp_rank, engine) in enumerate(zip(tp_ranks, engines, strict=True)):
             oracle = ToyEngine(tp_rank, tp)
             oracle.load_weights(whole.items())
-            for name, parameter in engine.named_parameters():
+            for name, tensor in engine.tensors().items():
                 assert (written[place][name] == 1).all(), name
-                assert torch.equal(parameter, dict(oracle.named_parameters())[name]), name
+                assert torch.equal(tensor, oracle.tensors()[name]), name
 
 
 @pytest.mark.parametrize(("num_shards", "tp"), [(1, 1), (2, 2), (4, 2), (4, 4), (4, 1)])
@@ -173,9 +173,9 @@ def test_the_two_plans_together_write_what_one_would(num_shards, tp):
     for rank, engine in enumerate(engines):
         oracle = ToyEngine(rank % tp, tp)
         oracle.load_weights(whole.items())
-        for name, parameter in oracle.named_parameters():
+        for name, tensor in oracle.tensors().items():
             assert (first[rank][name] + second[rank][name] == 1).all(), name
-            assert torch.equal(dict(engine.named_parameters())[name], parameter), name
+            assert torch.equal(engine.tensors()[name], tensor), name
         assert second[rank]["embed"].sum() == second[rank]["norm"].sum() == 0
         assert 0 < first[rank]["gate_up"].sum() == second[rank]["gate_up"].sum()
         written = sum(int(counts.sum()) for counts in second[rank].values())
@@ -217,10 +217,11 @@ def test_nothing_moves_between_ranks_if_each_holds_everything():
 def test_aligned_shards_stay_at_home_except_what_is_replicated(tp):
     """tp = dp_shard, vocabulary left out: norms, and KV heads where 4 ranks share 2 of them.
 
-    A rank receives the norm's 6 elements but its own shard's; at tp 4 also the half of its KV
-    head (2 rows of 6, and a bias of 2, for k and v) that its neighbour holds.
+    A rank receives the norm's 6 elements but its own shard's, and the buffer's 3; at tp 4 also the
+    half of its KV head (2 rows of 6, and a bias of 2, for k and v) that its neighbour holds.
     """
     cuts = [c for c in layouts(tp, 1) if c.name not in ("embed", "lm_head")]
+    (scales,) = (c for c in cuts if c.name == "scales")
     traces = []
     for rank in range(tp):
         trace = trace_of(rank, tp)
@@ -230,7 +231,8 @@ def test_aligned_shards_stay_at_home_except_what_is_replicated(tp):
     for rank in range(tp):
         norm = 6 - layouts(tp)[1].region(rank).shape[0]
         heads = 2 * (6 + 1) if tp == 4 else 0
-        assert build_plan(cuts, traces, rank, 10**6).received == norm + heads
+        buffer = 3 - scales.region(rank).shape[0]
+        assert build_plan(cuts, traces, rank, 10**6).received == norm + heads + buffer
 
 
 WHOLE = TracedCopy("down", Region((0, 0), (6, 24)), "down", (0, 0))

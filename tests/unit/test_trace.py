@@ -112,6 +112,57 @@ def test_a_parameter_of_another_dtype_is_refused():
     assert "float64" in trace.refused["b"].reason
 
 
+def test_a_buffer_is_a_parameter_where_the_loader_writes_it():
+    """Not one that is left alone; one that shares a written parameter's memory is refused."""
+    model = Model()
+    model.register_buffer("scale", torch.full((3,), 7.0))
+    model.register_buffer("rotary", torch.full((2,), 7.0, dtype=torch.float64), persistent=False)
+    model.register_buffer("alias", model.b.data.view(3, 1))
+
+    def load(weights):
+        for name, tensor in weights:
+            if name == "y":
+                model.scale.copy_(tensor)
+                model.b.data.copy_(tensor)
+
+    trace = trace_loader(model, load, SOURCES, torch.float32)
+    assert all((buffer == 7).all() for buffer in model.buffers())
+    assert trace.copies == [TracedCopy("y", Region((0,), (3,)), "scale", (0,))]
+    assert trace.parameters == {"w": (4, 3), "b": (3,), "scale": (3,), "alias": (3, 1)}
+    assert {name: refusal.sources for name, refusal in trace.refused.items()} == {
+        "b": ("y",),
+        "alias": (),
+    }
+
+
+def test_a_buffer_that_cannot_be_copied_into_is_refused_by_name():
+    model = Model()
+    model.register_buffer("scale", torch.tensor(7.0))
+
+    def load(weights):
+        for name, tensor in weights:
+            if name == "y":
+                model.scale.fill_(1.0).mul_(2.0)
+                model.scale.copy_(tensor[0] * 2)
+
+    trace = trace_loader(model, load, SOURCES, torch.float32)
+    assert model.scale == 7
+    assert trace.refused["scale"].sources == ("x", "y")
+    assert "aten.mul_" in trace.refused["scale"].reason
+
+
+def test_a_loader_that_replaces_a_buffer_is_named():
+    model = Model()
+    model.register_buffer("scale", torch.tensor(7.0))
+
+    def load(weights):
+        for _, tensor in weights:
+            model.scale = tensor
+
+    with pytest.raises(AssertionError, match=r"replaced the storage of \['scale'\]"):
+        trace_loader(model, load, SOURCES, torch.float32)
+
+
 def test_a_view_that_wraps_around_a_row_is_no_rectangle():
     whole = torch.zeros(4, 3)
     assert rectangle(whole.as_strided((2, 2), (3, 1), 4), whole) == Region((1, 1), (2, 2))
