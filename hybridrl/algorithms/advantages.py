@@ -9,7 +9,10 @@ Units:   rewards, values and returns share the reward's unit
 Errors:  what is NaN or infinite on the mask is refused; what stands off it is never read
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -37,6 +40,39 @@ class Estimate(NamedTuple):
     returns: Tensor | None
 
 
+Arguments = ParamSpec("Arguments")
+# Attribute of an estimator: the function that the trainer calls on blocks of whole groups.
+GROUP_WISE = "group_wise"
+
+
+def group_wise(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
+    """Mark an estimator in which a response's advantages depend on its group alone.
+
+    The trainer then calls it on blocks of whole groups, or of any responses if it takes no
+    group_id, and never pads the batch as a whole.
+    """
+    function.group_wise = function  # type: ignore[attr-defined]
+    return function
+
+
+def whitened(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
+    """Make an estimator that whitens over the batch what a group-wise one estimates.
+
+    By itself it whitens over all response tokens; the trainer does so over those that count in the
+    policy loss.
+    """
+
+    @wraps(function)
+    def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Estimate:
+        advantages, returns = function(*args, **kwargs)
+        mask = signature(function).bind(*args, **kwargs).arguments["response_mask"]
+        return Estimate(whiten(advantages, mask) if bool(mask.any()) else advantages, returns)
+
+    whole.group_wise = function  # type: ignore[attr-defined]
+    return whole
+
+
+@group_wise
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> Estimate:
@@ -74,27 +110,39 @@ def gae(
     off_mask = ~response_mask
     rewards = at_least_float32(rewards).masked_fill(off_mask, 0.0)
     values = at_least_float32(values).masked_fill(off_mask, 0.0)
-    # Tokens come first, so that each turn of the loop reads and writes neighbours in memory.
-    by_token = rewards.T.contiguous(), values.T.contiguous(), response_mask.T.contiguous()
-    next_value = rewards.new_zeros(len(rewards))
-    next_advantage = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(by_token[0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        reward, value, here = (tensor[t] for tensor in by_token)
-        delta = reward + gamma * next_value - value
-        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(here, value, next_value)
-        advantages[t] = next_advantage
-    result = advantages.T.masked_fill(off_mask, 0.0)
+    order = None
+    if bool((off_mask[:, :-1] & response_mask[:, 1:]).any()):
+        # Without what is stepped over, the next response token stands next.
+        order = off_mask.to(torch.uint8).argsort(dim=1, stable=True)
+        rewards, values = rewards.gather(1, order), values.gather(1, order)
+    next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
+    deltas = rewards + gamma * next_values - values
+    advantages = _discounted_sums(deltas, gamma * lam)
+    if order is not None:
+        advantages = torch.zeros_like(advantages).scatter_(1, order, advantages)
+        values = torch.zeros_like(values).scatter_(1, order, values)
+    result = advantages.masked_fill(off_mask, 0.0)
     return Estimate(result, (result + values).masked_fill(off_mask, 0.0))
 
 
+def _discounted_sums(deltas: Tensor, discount: float) -> Tensor:
+    """[B, T]: d_t + discount * d_{t+1} + discount^2 * d_{t+2} + ..., each from the sum after it."""
+    # Tokens come first, so that each turn of the loop reads and writes neighbours in memory.
+    sums = deltas.T.contiguous()
+    by_token = sums.unbind()
+    later = deltas.new_empty(len(deltas))
+    for t in range(len(by_token) - 2, -1, -1):
+        by_token[t].add_(torch.mul(by_token[t + 1], discount, out=later))
+    return sums.T.contiguous()
+
+
+@whitened
 def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Estimate:
     """REINFORCE++: each token's discounted return, whitened over the batch.
 
     G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std,
     where t+1 is the next response token: masked tokens are stepped over. mean and std (over N, with
-    1e-8 added to the variance) are those of G over all response tokens of the batch. With the k1
+    1e-8 added to the variance) are those of G over the batch (`whitened`). With the k1
     penalty in the reward and gamma = 1, G_t is the outcome less the penalties from t on.
 
     verl takes the variance over N - 1, and drops the return at a masked token, so that tokens
@@ -119,11 +167,10 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
         raise ValueError(f"reinforce_plus_plus needs 0 < gamma <= 1; got {gamma=}")
     # Without values, Monte Carlo advantages are the returns.
     returns, _ = gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0)
-    if not bool(response_mask.any()):
-        return Estimate(returns, None)
-    return Estimate(whiten(returns, response_mask), None)
+    return Estimate(returns, None)
 
 
+@group_wise
 def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Estimate:
     """ReMax: each response against the greedy one to the same prompt.
 

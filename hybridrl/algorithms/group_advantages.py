@@ -11,7 +11,7 @@ Errors:  a group of a single response, and rewards on the mask that are NaN or i
 
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import Estimate, whiten
+from hybridrl.algorithms.advantages import Estimate, group_wise, whitened
 from hybridrl.algorithms.groups import grouped
 from hybridrl.algorithms.outcomes import on_every_token, outcomes
 
@@ -19,6 +19,7 @@ from hybridrl.algorithms.outcomes import on_every_token, outcomes
 GROUP_EPS = 1.0e-6
 
 
+@group_wise
 def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     """Group-relative advantages: each response against the others to the same prompt.
 
@@ -48,6 +49,7 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     return Estimate(on_every_token(centred / (std + GROUP_EPS), rewards, response_mask), None)
 
 
+@group_wise
 def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     """GRPO's advantages without the division by the deviation (Dr. GRPO).
 
@@ -76,6 +78,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimat
     return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)
 
 
+@group_wise
 def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     """REINFORCE leave-one-out: each response against the mean of the others.
 
@@ -105,6 +108,7 @@ def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     return Estimate(on_every_token(relative, rewards, response_mask), None)
 
 
+@group_wise
 def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     """Advantages against the baseline of least gradient variance, weighted by length (OPO).
 
@@ -140,14 +144,15 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     return Estimate(on_every_token(relative - baseline, rewards, response_mask), None)
 
 
+@whitened
 def reinforce_plus_plus_baseline(
     rewards: Tensor, response_mask: Tensor, group_id: Tensor
 ) -> Estimate:
     """REINFORCE++ with baseline: less the group's mean, then whitened over the batch.
 
     A'_i = r_i - mean_g,   A_i = (A'_i - mean) / std,
-    where mean and std (over N, with 1e-8 added to the variance) are those of A' over all response
-    tokens of the batch: a long response counts more often than a short one. Responses of a group
+    where mean and std (over N, with 1e-8 added to the variance) are those of A' over the tokens of
+    the batch (`whitened`): a long response counts more often than a short one. Responses of a group
     of equal rewards have A' = 0, but A = -mean / std.
 
     The same as verl's, which takes the variance over N - 1. OpenRLHF subtracts the group's mean
@@ -170,7 +175,4 @@ def reinforce_plus_plus_baseline(
     """
     outcome = outcomes("reinforce_plus_plus_baseline", rewards, response_mask)
     groups = grouped("reinforce_plus_plus_baseline", rewards, group_id)
-    centred = on_every_token(groups.centred(outcome), rewards, response_mask)
-    if not bool(response_mask.any()):
-        return Estimate(centred, None)
-    return Estimate(whiten(centred, response_mask), None)
+    return Estimate(on_every_token(groups.centred(outcome), rewards, response_mask), None)

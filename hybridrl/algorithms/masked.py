@@ -3,6 +3,8 @@
 What stands off the mask is never read, not even NaN, and gets gradient 0.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ def check_mask(function: str, mask: Tensor) -> None:
 def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
     """Raise a ValueError that names the tensor if one is NaN or infinite where `mask` is true."""
     for name, tensor in tensors.items():
+        if bool(tensor.sum(dtype=torch.float64).isfinite()):
+            continue  # then all of it is finite, in one pass
         bad = ~torch.isfinite(tensor) & mask
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
@@ -93,14 +97,34 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tenso
     Raises:
         ValueError: the shapes differ, the mask is not bool or true nowhere, or eps <= 0.
     """
+    return whiten_parts([values], [mask], eps=eps)[0]
+
+
+def whiten_parts(
+    parts: Sequence[Tensor], masks: Sequence[Tensor], *, eps: float = 1.0e-8
+) -> list[Tensor]:
+    """`masked_whiten` of a batch in parts, of any shapes, with one mean and variance over all."""
     if not eps > 0:
         raise ValueError(f"masked_whiten needs eps > 0; got {eps=}")
-    check_same_shape("masked_whiten", values=values, mask=mask)
-    check_mask("masked_whiten", mask)
-    values = at_least_float32(values)
-    if bool(mask.any()):
-        # Relative to one of them, equal values are exactly 0, whatever their mean rounds to.
-        values = values - values.detach()[mask][0]
-    centred = values - masked_mean(values, mask)
-    variance = masked_mean(centred.square(), mask)
-    return (centred * torch.rsqrt(variance + eps)).masked_fill(~mask, 0.0)
+    for values, mask in zip(parts, masks, strict=True):
+        check_same_shape("masked_whiten", values=values, mask=mask)
+        check_mask("masked_whiten", mask)
+    parts = [at_least_float32(values) for values in parts]
+    count = sum(int(mask.sum()) for mask in masks)
+    if count == 0:
+        shapes = ", ".join(str(tuple(mask.shape)) for mask in masks)
+        raise ValueError(f"masked_whiten over masks of shapes {shapes}, true nowhere")
+
+    def mean(parts: Sequence[Tensor]) -> Tensor:
+        sums = [masked_sum(values, mask) for values, mask in zip(parts, masks, strict=True)]
+        return torch.stack(sums).sum() / count
+
+    # Relative to one of them, equal values are exactly 0, whatever their mean rounds to.
+    one = next(v.detach()[mask][0] for v, mask in zip(parts, masks, strict=True) if mask.any())
+    parts = [values - one for values in parts]
+    middle = mean(parts)
+    parts = [values - middle for values in parts]
+    scale = torch.rsqrt(mean([values.square() for values in parts]) + eps)
+    return [
+        (values * scale).masked_fill(~mask, 0.0) for values, mask in zip(parts, masks, strict=True)
+    ]

@@ -6,12 +6,13 @@ Shapes:  B = responses   T = response tokens, right-padded   G = groups (prompts
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import Estimate
+from hybridrl.algorithms.advantages import Estimate, group_wise
 from hybridrl.algorithms.group_advantages import GROUP_EPS
 from hybridrl.algorithms.groups import Groups, grouped
 from hybridrl.algorithms.outcomes import on_every_token, outcomes
 
 
+@group_wise
 def pass_at_k(rewards: Tensor, response_mask: Tensor, group_id: Tensor, *, pass_k: int) -> Estimate:
     """Pass@k GRPO: every response is judged by the sets of k responses that it belongs to.
 

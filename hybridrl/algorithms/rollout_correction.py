@@ -10,7 +10,7 @@ Units:   log-probs in nats; ratios and weights without unit
 Errors:  a log-prob that is NaN or infinite on the mask is refused; off the mask it is never read
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -141,12 +141,7 @@ WEIGHTS: Mapping[CorrectionMethod, Weigh] = MappingProxyType(
 def mismatch_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the trainer's policy is from the sampler's, estimated on the sampled tokens.
-
-    kl: mean of rollout - old, an estimate of KL(mu || pi_old) per token, of either sign
-    kl_k3: the same by rho - 1 - log rho, never negative
-    chi2_token: mean of rho_t^2, less 1; chi2_sequence: the same of whole responses
-    ess: (sum rho_t)^2 / (N sum rho_t^2), the share of the tokens that weighted ones are worth
+    """How far the trainer's policy is from the sampler's; see `mismatch_from`.
 
     Args:
         old_log_probs: [B, T] the trainer's, nats.
@@ -156,22 +151,58 @@ def mismatch_metrics(
     Raises:
         ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob on the mask
             is not finite.
+    """
+    return mismatch_from([mismatch_sums(old_log_probs, rollout_log_probs, response_mask)])
+
+
+def mismatch_sums(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> Tensor:
+    """[8] float64: a part of a batch as `mismatch_from` takes it; arguments as there."""
+    difference = _differences(old_log_probs, rollout_log_probs, response_mask).double()
+    per_token = difference[response_mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_responses = difference.sum(1)[response_mask.any(1)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratios = per_token.exp()
+    terms = [
+        torch.ones_like(per_token),
+        torch.ones_like(of_responses),
+        per_token,
+        torch.expm1(per_token) - per_token,
+        torch.expm1(2 * per_token),
+        torch.expm1(2 * of_responses),
+        ratios,
+        ratios.square(),
+    ]
+    return torch.stack([term.sum() for term in terms])
+
+
+def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
+    """How far the trainer's policy is from the sampler's, estimated on the sampled tokens.
+
+    kl: mean of rollout - old, an estimate of KL(mu || pi_old) per token, of either sign
+    kl_k3: the same by rho - 1 - log rho, never negative
+    chi2_token: mean of rho_t^2, less 1; chi2_sequence: the same of whole responses
+    ess: (sum rho_t)^2 / (N sum rho_t^2), the share of the tokens that weighted ones are worth
+
+    Args:
+        parts: `mismatch_sums` of the parts of a batch.
+
+    Raises:
+        ValueError: no part has a response token.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Kong 1992 for the effective
         sample size
     """
-    difference = _differences(old_log_probs, rollout_log_probs, response_mask).double()
-    if not bool(response_mask.any()):
+    sums = torch.stack(list(parts)).sum(0)
+    tokens, responses, log_ratio, k3, chi2, chi2_of_responses, ratio, squared = sums
+    if not tokens:
         raise ValueError("mismatch_metrics needs a response token")
-    per_token = difference[response_mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    of_responses = difference.sum(1)[response_mask.any(1)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratios = per_token.exp()
     return {
-        "kl": float(-per_token.mean()),
-        "kl_k3": float((torch.expm1(per_token) - per_token).mean()),
-        "chi2_token": float(torch.expm1(2 * per_token).mean()),
-        "chi2_sequence": float(torch.expm1(2 * of_responses).mean()),
-        "ess": float(ratios.sum().square() / (len(ratios) * ratios.square().sum())),
+        "kl": float(-log_ratio / tokens),
+        "kl_k3": float(k3 / tokens),
+        "chi2_token": float(chi2 / tokens),
+        "chi2_sequence": float(chi2_of_responses / responses),
+        "ess": float(ratio.square() / (tokens * squared)),
     }
 
 

@@ -16,7 +16,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 
 # What the trainer can give an estimator: tensors, and keys of the algorithm section.
-TENSORS = ("rewards", "values", "response_mask", "group_id", "baseline_rewards")
+TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.balance import balance
-from hybridrl.data.ragged import Ragged, RowPicker, concat
+from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.shardable import Shardable
 
 
@@ -20,7 +20,7 @@ class PromptBatch(Shardable):
     """Prompts to be answered in one call.
 
     Attributes:
-        prompts: ragged int64 [P, ...], token ids.
+        prompts: ragged int32 [P, ...], token ids.
         prompt_id: [P] int64, stable over the run; sampling seeds derive from it.
         step: training step, or evaluation at that step; sampling seeds derive from it.
         responses_per_prompt: samples of each prompt.
@@ -67,10 +67,12 @@ class PromptBatch(Shardable):
             for prompt in range(len(self))
             for sample in range(self.responses_per_prompt)
         ]
-        engines = [torch.full((len(r.batch),), engine) for engine, r in enumerate(results)]
-        batch = RolloutBatch.concat([result.batch for result in results])
+        batches = [
+            replace(result.batch, engine=torch.full((len(result.batch),), engine))
+            for engine, result in enumerate(results)
+        ]
         return Rollout(
-            replace(batch, engine=torch.cat(engines)).select(order),
+            RolloutBatch.concat(batches, torch.tensor(order)),
             tuple(engine for result in results for engine in result.engines),
         )
 
@@ -140,8 +142,8 @@ class RolloutBatch:
     """Responses and what each phase has added to them; a field is None until its phase ran.
 
     Attributes:
-        prompts: ragged int64, the prompt of each response.
-        responses: ragged int64, sampled token ids, the end tokens included; in a conversation the
+        prompts: ragged int32, the prompt of each response.
+        responses: ragged int32, sampled token ids, the end tokens included; in a conversation the
             environment's stand between them.
         response_mask: ragged bool, true on tokens the policy sampled.
         rollout_log_probs: ragged float32, log pi of each token as vLLM reported it.
@@ -205,22 +207,14 @@ class RolloutBatch:
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """The responses `indices`, in that order, with every field they have."""
-        return self.pick(self.picker(indices))
-
-    def picker(self, indices: Sequence[int]) -> RowPicker:
-        """Picks the responses `indices` from any field with their lengths."""
-        return RowPicker.of(self.responses.lengths, indices)
-
-    def pick(self, picker: RowPicker) -> "RolloutBatch":
-        """The responses that a picker of this batch stands for, with every field they have."""
-        picked = {"prompts": self.prompts.select(picker.rows)}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or field.name == "prompts":
-                continue
-            ragged = isinstance(value, Ragged)
-            picked[field.name] = picker.pick(value) if ragged else value[picker.rows]
-        return RolloutBatch(**picked)
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        return RolloutBatch(
+            **{
+                name: value.select(rows) if isinstance(value, Ragged) else value[rows]
+                for name, value in present.items()
+            }
+        )
 
     def adding(self, **new: Ragged) -> "RolloutBatch":
         """This batch with fields filled in; each must have the responses' lengths.
@@ -234,13 +228,21 @@ class RolloutBatch:
         return replace(self, **new)
 
     @classmethod
-    def concat(cls, parts: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """All parts' responses, in order; every part must have the same fields."""
+    def concat(
+        cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None
+    ) -> "RolloutBatch":
+        """All parts' responses, copied once; every part must have the same fields.
+
+        Args:
+            parts: at least one.
+            order: [B] int64, which responses, counted through all parts; None: as they stand.
+        """
         joined = {}
         for field in fields(cls):
             values = [getattr(part, field.name) for part in parts]
             if isinstance(values[0], Ragged):
-                joined[field.name] = concat(values)
+                joined[field.name] = concat(values, order)
             elif values[0] is not None:
-                joined[field.name] = torch.cat(values)
+                whole = torch.cat(values)
+                joined[field.name] = whole if order is None else whole[order]
         return cls(**joined)

@@ -18,7 +18,7 @@ from hybridrl.config.model_shape import ModelShape
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.dealing import Dealer, dealer_for
-from hybridrl.data.ragged import Ragged, RowPicker, concat
+from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.shardable import Piece, Shardable
 from hybridrl.data.totals import Totals
@@ -84,63 +84,49 @@ class RankBatch:
 
 
 @dataclass(frozen=True)
-class Added:
-    """What a rank's batch gets after it was sent.
-
-    Attributes:
-        fields: by name.
-        counted: totals of the loss mask among the fields; None where there is none.
-    """
-
-    fields: dict[str, Ragged]
-    counted: EpochTotals | None
-
-
-@dataclass(frozen=True)
 class ScheduledBatch(Shardable):
     """A global batch and who computes what.
 
     Attributes:
         batch: the responses of the step.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
-        pickers: for each rank, the responses it touches in some epoch.
+        rows: for each rank, the responses it touches in some epoch, rising.
         cut: for each rank the pieces of its `RankBatch`: the batch as it was scheduled, then what
             each `adding` added.
     """
 
     batch: RolloutBatch
     ranks: list[Epochs]
-    pickers: list[RowPicker]
+    rows: list[list[int]]
     cut: list[list[Piece]]
 
     @classmethod
     def of(cls, batch: RolloutBatch, ranks: list[Epochs]) -> "ScheduledBatch":
         """A batch cut as the ranks' indices say."""
-        sampled = counted = _totals(ranks, batch.response_mask)
-        if batch.loss_mask is not None:
-            counted = _totals(ranks, batch.loss_mask)
-        pickers, cut = [], []
-        for epochs in ranks:
-            used, renamed = _renumbered(epochs)
-            pickers.append(batch.picker(used))
-            whole = RankBatch(batch.pick(pickers[-1]), renamed, sampled, counted)
-            cut.append([Piece(whole)])
-        return cls(batch, ranks, pickers, cut)
+        sampled, counted = _totals(ranks, batch.response_mask), _totals(ranks, batch.counted)
+
+        def whole(rows: list[int], epochs: Epochs) -> RankBatch:
+            return RankBatch(batch.select(rows), epochs, sampled, counted)
+
+        parts = [_renumbered(epochs) for epochs in ranks]
+        cut = [[Piece(partial(whole, *part))] for part in parts]
+        return cls(batch, ranks, [rows for rows, _ in parts], cut)
 
     def adding(self, **new: Ragged) -> "ScheduledBatch":
         """The same schedule with fields filled in, which alone are still to be sent.
 
-        With a loss_mask, what the policy loss is divided by is counted anew.
-
         Raises:
             ValueError: a field's rows are not as long as the responses.
         """
+
+        def added(rows: list[int]) -> dict[str, Ragged]:
+            return {name: value.select(rows) for name, value in new.items()}
+
         batch = self.batch.adding(**new)
-        counted = _totals(self.ranks, new["loss_mask"]) if "loss_mask" in new else None
-        cut = []
-        for pieces, picker in zip(self.cut, self.pickers, strict=True):
-            fields = {name: picker.pick(value) for name, value in new.items()}
-            cut.append([*pieces, Piece(Added(fields, counted))])
+        cut = [
+            [*pieces, Piece(partial(added, rows))]
+            for pieces, rows in zip(self.cut, self.rows, strict=True)
+        ]
         return replace(self, batch=batch, cut=cut)
 
     def keeping(self, batch: RolloutBatch) -> "ScheduledBatch":
@@ -162,10 +148,8 @@ class ScheduledBatch(Shardable):
     def assemble(contents: Sequence[Any]) -> RankBatch:
         """A rank's batch with the fields that were added to it."""
         first, *added = contents
-        fields = {name: value for more in added for name, value in more.fields.items()}
-        counts = [more.counted for more in added if more.counted is not None]
-        counted = counts[-1] if counts else first.counted
-        return replace(first, batch=first.batch.adding(**fields), counted=counted)
+        fields = {name: value for more in added for name, value in more.items()}
+        return replace(first, batch=first.batch.adding(**fields))
 
     def shard(self, num_shards: int) -> list[RankBatch]:
         """What each rank receives."""
@@ -179,10 +163,10 @@ class ScheduledBatch(Shardable):
         Raises:
             ValueError: a rank's rows are not as long as its responses.
         """
-        whole = concat(results)
-        if not torch.equal(whole.lengths, self.batch.responses.lengths[self._first_epochs]):
+        lengths = torch.cat([result.lengths for result in results])
+        if not torch.equal(lengths, self.batch.responses.lengths[self._first_epochs]):
             raise ValueError("a result does not have one value per response token")
-        return self._back.pick(whole)
+        return concat(results, self._first_epochs.argsort())
 
     @cached_property
     def _first_epochs(self) -> Tensor:
@@ -190,12 +174,6 @@ class ScheduledBatch(Shardable):
         return torch.tensor(
             [i for epochs in self.ranks for mini in epochs[0] for micro in mini for i in micro]
         )
-
-    @cached_property
-    def _back(self) -> RowPicker:
-        """Brings rows in that order into the batch's."""
-        order = self._first_epochs
-        return RowPicker.of(self.batch.responses.lengths[order], order.argsort())
 
 
 def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:

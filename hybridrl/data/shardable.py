@@ -1,16 +1,25 @@
 """Batches that are dealt to ranks: how they are cut, sent and put together again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Something that reaches a rank once, however many calls need it; known by its identity."""
+    """Something that reaches a rank once, however many calls need it; known by its identity.
 
-    content: Any
+    Attributes:
+        make: makes its content, which is not kept here: a batch is in memory once.
+    """
+
+    make: Callable[[], Any]
+
+    @property
+    def content(self) -> Any:
+        """The content, made anew."""
+        return self.make()
 
 
 class Shardable(ABC):
@@ -30,7 +39,7 @@ class Shardable(ABC):
         A batch that goes into several calls returns the same pieces each time: those that were
         sent before are not sent again.
         """
-        return [[Piece(part)] for part in self.shard(num_shards)]
+        return [[Piece(lambda part=part: part)] for part in self.shard(num_shards)]
 
     @staticmethod
     def assemble(contents: Sequence[Any]) -> Any:

@@ -1,7 +1,7 @@
 """A model's tokenizer and chat template."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # What a template's own expressions may raise.
 _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
-# Token ids of many responses -> their texts.
-Decode = Callable[[Sequence[list[int]]], list[str]]
+# Token ids of many responses -> their texts; ids are lists for one response at a time.
+Decode = Callable[[Iterable[list[int]]], list[str]]
 
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
@@ -145,7 +145,7 @@ def _plain_text(messages: list[Message]) -> str:
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
     """A function from token ids of many responses to their texts, special tokens left out."""
 
-    def decode(rows: Sequence[list[int]]) -> list[str]:
-        return tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+    def decode(rows: Iterable[list[int]]) -> list[str]:
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     return decode

@@ -80,11 +80,13 @@ def pack(
     position_ids = torch.arange(total) - (ends - lengths).repeat_interleave(lengths)
     is_response = position_ids >= prompts.lengths.repeat_interleave(lengths)
     input_ids = torch.empty(total, dtype=torch.int64)
-    input_ids[is_response] = responses.values
-    input_ids[~is_response] = prompts.values
-    state_index, response_ids = is_response.nonzero().squeeze(1) - 1, responses.values
+    # Batches hold token ids as int32; a gather over the vocabulary wants them as int64.
+    response_ids = responses.values.long()
+    input_ids[is_response] = response_ids
+    input_ids[~is_response] = prompts.values.long()
+    state_index = is_response.nonzero().squeeze(1) - 1
     if states is States.last:
-        state_index, response_ids = ends - 1, responses.values[responses.lengths.cumsum(0) - 1]
+        state_index, response_ids = ends - 1, response_ids[responses.lengths.cumsum(0) - 1]
     starts = torch.cat([ends.new_zeros(1), ends])
     parts = (input_ids, position_ids, state_index, response_ids, starts)
     piece = None

@@ -24,7 +24,7 @@ class Generated:
     """Responses, those of each prompt together, in the order of the prompts.
 
     Attributes:
-        responses: ragged int64, the end token included.
+        responses: ragged int32, the end token included.
         log_probs: ragged float32, log pi of each token under what was sampled from, nats.
         truncated: [B] bool, true where the length limit ended the response.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.

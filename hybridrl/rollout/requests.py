@@ -92,7 +92,7 @@ class _Responses:
         owners = torch.tensor(self._owners, dtype=torch.int64)
         order = owners.argsort(stable=True)
         lengths = owners.bincount(minlength=len(self.truncated))
-        tokens = torch.tensor(self._tokens, dtype=torch.int64)
+        tokens = torch.tensor(self._tokens, dtype=torch.int32)
         log_probs = torch.from_numpy(np.concatenate(self._log_probs))
         return Ragged(tokens[order], lengths), Ragged(log_probs[order], lengths)
 

@@ -223,7 +223,7 @@ class VLLMEngine:
         vLLM warms up sampling itself, but asks for other log-probs, which are other kernels.
         """
         one = PromptBatch(
-            prompts=Ragged.from_rows([[0]], torch.int64),
+            prompts=Ragged.from_rows([[0]], torch.int32),
             prompt_id=torch.zeros(1, dtype=torch.int64),
             step=0,
             responses_per_prompt=1,

@@ -1,18 +1,28 @@
 """From rewards to advantages by the estimator that the config names."""
 
+from collections.abc import Iterator, Mapping
+
+import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import Estimate, whiten
-from hybridrl.algorithms.masked import check_finite
+from hybridrl.algorithms.advantages import GROUP_WISE, Estimate
+from hybridrl.algorithms.masked import check_finite, whiten_parts
 from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.classes import locate
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.blocks import PaddedBlocks
 from hybridrl.data.ragged import Ragged
+
+# A block that every batch fits into.
+WHOLE = 2**62
 
 
 class AdvantageEstimator:
     """Calls the function that `algorithm.advantage` names with what it takes.
+
+    A function that is marked as group-wise is called on blocks of the batch
+    (algorithms/advantages.py), any other on all of it, padded.
 
     Args:
         config: the algorithm section, checked.
@@ -21,46 +31,70 @@ class AdvantageEstimator:
     def __init__(self, config: AlgorithmConfig) -> None:
         estimator = estimator_of(config.advantage)
         self._name = config.advantage
-        self._function = locate("algorithm.advantage", estimator.path)
+        function = locate("algorithm.advantage", estimator.path)
+        self._is_group_wise = GROUP_WISE in vars(function)
+        self._function = vars(function)[GROUP_WISE] if self._is_group_wise else function
+        self._compares_groups = estimator.compares_groups
         self._tensors = [name for name in estimator.takes if name in TENSORS]
         settings = vars(config)
         self._settings = {name: settings[name] for name in estimator.takes if name in settings}
-        self._whiten = config.whiten_advantages
+        self._whiten = config.whiten_advantages or self._function is not function
 
     def estimate(self, batch: RolloutBatch, rewards: Ragged) -> dict[str, Ragged]:
         """`advantages` and, of estimators with a critic, `returns` of a scored batch.
 
+        Whitening is over the tokens that count in the policy loss; where none does, advantages
+        stay as they are.
+
         Args:
-            batch: with values if the estimator takes them.
+            batch: with its loss mask, and with values if the estimator takes them.
             rewards: per token, after the KL penalty.
 
         Raises:
             ValueError: the estimator refuses its input, or an advantage is NaN or infinite.
         """
-        mask = batch.response_mask.pad(False)
-        tensors = {name: _tensor(name, batch, rewards, mask) for name in self._tensors}
-        estimate: Estimate = self._function(**tensors, **self._settings)
-        advantages, returns = estimate
-        check_finite(f"the policy loss after {self._name}", mask, advantages=advantages)
-        if self._whiten:  # what does not count in the loss has no part in mean and deviation
-            counted = batch.counted.pad(False)
-            if bool(counted.any()):
-                advantages = whiten(advantages, counted)
-        found = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
-        lengths = batch.responses.lengths
-        return {name: Ragged.from_padded(tensor, lengths) for name, tensor in found.items()}
+        blocks = PaddedBlocks(
+            batch.responses.lengths,
+            batch.group_id if self._compares_groups else None,
+            **({} if self._is_group_wise else {"max_elements": WHOLE}),
+        )
+        inputs = {name: _input(name, batch, rewards) for name in self._tensors}
+        _check_finite(self._name, batch.response_mask, inputs)
+        estimates = list(self._by_block(blocks, inputs))
+        advantages = [estimate.advantages for estimate in estimates]
+        found = {"advantages": blocks.ragged(advantages)}
+        _check_finite(f"the policy loss after {self._name}", batch.response_mask, found)
+        if self._whiten and bool(batch.counted.values.any()):
+            counted = list(blocks.of(batch.counted, False))
+            found = {"advantages": blocks.ragged(whiten_parts(advantages, counted))}
+        returns = [estimate.returns for estimate in estimates if estimate.returns is not None]
+        return found | ({"returns": blocks.ragged(returns)} if returns else {})
+
+    def _by_block(
+        self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
+    ) -> Iterator[Estimate]:
+        def of(value: Ragged | Tensor) -> Iterator[Tensor]:
+            if isinstance(value, Ragged):
+                return blocks.of(value, 0.0)
+            return (value[rows] for rows in blocks.rows)
+
+        padded = [of(value) for value in inputs.values()]
+        for tensors in zip(*padded, strict=True):
+            named = dict(zip(inputs, tensors, strict=True))
+            yield Estimate(*self._function(**named, **self._settings))
 
 
-def _tensor(name: str, batch: RolloutBatch, rewards: Ragged, mask: Tensor) -> Tensor:
-    """One of TENSORS, token fields padded to [B, T]."""
-    if name == "response_mask":
-        return mask
-    if name == "group_id":
-        return batch.group_id
+def _input(name: str, batch: RolloutBatch, rewards: Ragged) -> Ragged | Tensor:
+    """One of TENSORS: of tokens, or of responses [B]."""
     if name == "rewards":
-        return rewards.pad(0.0)
-    if name == "baseline_rewards":
-        assert batch.baseline_rewards is not None, name
-        return batch.baseline_rewards
-    assert name == "values" and batch.values is not None, name
-    return batch.values.pad(0.0)
+        return rewards
+    found = batch.counted if name == "loss_mask" else vars(batch)[name]
+    assert found is not None, name
+    return found
+
+
+def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
+    """Raise a ValueError that says where if a field is NaN or infinite where `mask` is true."""
+    for name, field in fields.items():
+        if isinstance(field, Ragged) and not bool(field.values.sum(dtype=torch.float64).isfinite()):
+            check_finite(function, mask.pad(False), **{name: field.pad(0.0)})

@@ -95,7 +95,7 @@ class _Conversation:
 
     def heard(self, ids: list[int]) -> None:
         """Take in what the environment said."""
-        self.tokens.append(torch.tensor(ids, dtype=torch.int64))
+        self.tokens.append(torch.tensor(ids, dtype=torch.int32))
         self.log_probs.append(torch.zeros(len(ids)))
         self.masks.append(torch.zeros(len(ids), dtype=torch.bool))
 
@@ -186,9 +186,9 @@ class Conversations:
         if not any(openings):
             return request, conversations
         rows = zip(request.prompts.rows(), openings, strict=True)
-        prompts = [torch.cat([row, torch.tensor(ids, dtype=torch.int64)]) for row, ids in rows]
+        prompts = [torch.cat([row, torch.tensor(ids, dtype=torch.int32)]) for row, ids in rows]
         left = torch.tensor([self._limits.max_tokens - len(ids) for ids in openings])
-        opened = Ragged.from_rows(prompts, torch.int64)
+        opened = Ragged.from_rows(prompts, torch.int32)
         return replace(request, prompts=opened, max_tokens=left), conversations
 
     def _take(self, conversations: list[_Conversation], batch: RolloutBatch) -> None:
@@ -197,7 +197,7 @@ class Conversations:
         fields = zip(conversations, rows, batch.rollout_log_probs.rows(), strict=True)
         for conversation, tokens, log_probs in fields:
             conversation.sampled(tokens, log_probs)
-        texts = self._decode([row.tolist() for row in rows])
+        texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
         turns = [Turn(conversations[i].state, texts[i]) for i in asked]
         start = time.perf_counter()
@@ -261,7 +261,7 @@ def _continued(
     return replace(
         request,
         prompts=Ragged.from_rows(
-            [torch.cat([rows[c.prompt], *c.tokens]) for c in conversations], torch.int64
+            [torch.cat([rows[c.prompt], *c.tokens]) for c in conversations], torch.int32
         ),
         prompt_id=request.prompt_id[which],
         responses_per_prompt=1,

@@ -69,7 +69,7 @@ class EnvironmentJudge:
         scores = batch.environment_rewards.tolist()
         for failure in failures:
             scores[failure.index] = self._failed_score
-        texts = self._decode([row.tolist() for row in batch.responses.rows()])
+        texts = self._decode(row.tolist() for row in batch.responses.rows())
         return Rewarded(texts, scores, failures)
 
 

@@ -134,7 +134,7 @@ def request_of(
         first_sample: how many samples of each problem there are already.
     """
     return PromptBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
         prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
         step=step,
         responses_per_prompt=samples,

@@ -1,10 +1,10 @@
 """What the policy loss reads beside log-probs and advantages, decided for the whole step at once.
 
-loss_mask: which tokens count; loss_weights: importance weights against the sampler's mismatch;
-selected: the tokens that a loss treats in a way of its own.
+loss_weights: importance weights against the sampler's mismatch; selected: the tokens that a loss
+treats in a way of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,13 +14,15 @@ from hybridrl.algorithms.covariance_losses import covariances
 from hybridrl.algorithms.rollout_correction import (
     WEIGHTS,
     importance_ratios,
-    mismatch_metrics,
+    mismatch_from,
+    mismatch_sums,
 )
 from hybridrl.config.algorithm_schema import AlgorithmConfig, RolloutCorrectionConfig
 from hybridrl.config.choices import CorrectionMethod
 from hybridrl.config.classes import locate
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.blocks import PaddedBlocks
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 
@@ -39,8 +41,6 @@ class LossFields:
     def __init__(self, config: AlgorithmConfig, seed: int) -> None:
         loss = policy_loss_of(config.loss.function)
         self._parts: list[Part] = [mismatch]
-        if not config.overlong.train_on_truncated:
-            self._parts.append(without_truncated)
         if config.rollout_correction.method is not CorrectionMethod.none and (
             not loss.is_against_rollout
         ):
@@ -69,17 +69,9 @@ class LossFields:
 
 def mismatch(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
     """No field; how far the trainer's policy is from the sampler's."""
-    found = mismatch_metrics(*_padded(batch))
+    blocks = PaddedBlocks(batch.responses.lengths)
+    found = mismatch_from([mismatch_sums(*tensors) for tensors in _padded(blocks, batch)])
     return {}, {f"rollout/mismatch_{name}": value for name, value in found.items()}
-
-
-def without_truncated(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
-    """loss_mask, false on responses that were cut off (overlong filtering).
-
-    Source: Yu et al. 2025, section 3.4, https://arxiv.org/abs/2503.14476
-    """
-    kept = ~batch.truncated[batch.responses.row_ids()]
-    return {"loss_mask": batch.responses.like(batch.counted.values & kept)}, {}
 
 
 class Correction:
@@ -96,15 +88,19 @@ class Correction:
         self, batch: RolloutBatch, step: int
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
         """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
-        config = self._config
-        old, rollout, mask = _padded(batch)
-        ratios = importance_ratios(old, rollout, mask, config.level)
-        weights = WEIGHTS[config.method](ratios, mask, config.low, config.high)
+        config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
+        all_weights, all_ratios = [], []
+        for old, rollout, mask in _padded(blocks, batch):
+            ratios = importance_ratios(old, rollout, mask, config.level)
+            all_ratios.append(ratios)
+            all_weights.append(WEIGHTS[config.method](ratios, mask, config.low, config.high))
+        weights, sampled = blocks.ragged(all_weights), batch.response_mask.values
+        differ = weights.values != blocks.ragged(all_ratios).values
         metrics = {
-            "rollout/correction_weight_mean": float(weights[mask].mean()),
-            "rollout/corrected_fraction": float((weights != ratios)[mask].float().mean()),
+            "rollout/correction_weight_mean": float(weights.values[sampled].mean()),
+            "rollout/corrected_fraction": float(differ[sampled].float().mean()),
         }
-        return {"loss_weights": Ragged.from_padded(weights, batch.responses.lengths)}, metrics
+        return {"loss_weights": weights}, metrics
 
 
 class Selection:
@@ -138,11 +134,9 @@ class Selection:
         return {"selected": batch.responses.like(chosen)}, metrics
 
 
-def _padded(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """old_log_probs, rollout_log_probs and the mask of sampled tokens, [B, T] each."""
+def _padded(blocks: PaddedBlocks, batch: RolloutBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """By block old_log_probs, rollout_log_probs and the mask of sampled tokens."""
     assert batch.old_log_probs is not None
-    return (
-        batch.old_log_probs.pad(0.0),
-        batch.rollout_log_probs.pad(0.0),
-        batch.response_mask.pad(False),
-    )
+    fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+    old, rollout, mask = (blocks.of(field, 0.0) for field in fields)
+    return zip(old, rollout, mask, strict=True)

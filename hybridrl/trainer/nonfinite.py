@@ -50,7 +50,7 @@ class SkippedSteps:
 
 
 class NonFiniteGuard:
-    """Watches for updates that are skipped; keeps each step's batch until the next.
+    """Watches for updates that are skipped; keeps each step's batch until it is checked.
 
     Args:
         config: the run.
@@ -103,6 +103,7 @@ class NonFiniteGuard:
                     f"training step {self.skipped.since[role]}: their loss or gradient was not "
                     f"finite (trainer.max_skipped_steps = {limit}).\n{self._keep(role)}"
                 )
+        self._met = None
 
     def _keep(self, role: str) -> str:
         """Write what a replay needs; says where it is."""

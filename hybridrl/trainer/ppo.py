@@ -140,13 +140,7 @@ class PPOTrainer:
             self.go_on(resume)
         for step in range(self.state.step + 1, last + 1):
             with self.profiler.step(step), self.phases.step():
-                self.reshard()
-                sampled = self.rollout(step)
-                self.pause()
-                scheduled = self.score(sampled, step)
-                scheduled = self.advantage(scheduled, step)
-                self.pause()
-                self.update(scheduled, step)
+                self.train(step)
                 if self.evaluates(step):
                     self.reshard()
                     self.evaluate(step)
@@ -158,6 +152,16 @@ class PPOTrainer:
         self.save()
         self.reporter.finish(self.checkpoints.failures)
         return self.evaluator.last_accuracy
+
+    def train(self, step: int) -> None:
+        """Sample and learn; the batch is gone at the end, before the next one is sampled."""
+        self.reshard()
+        sampled = self.rollout(step)
+        self.pause()
+        scheduled = self.score(sampled, step)
+        scheduled = self.advantage(scheduled, step)
+        self.pause()
+        self.update(scheduled, step)
 
     def begin(self) -> None:
         """Evaluate the model as it is."""

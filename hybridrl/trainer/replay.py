@@ -149,7 +149,7 @@ def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> lis
     scheduled = _Examined.of(kept.batch, ranks)
     per_rank = group.call("examine_update", scheduled, kept.kl_coef)
     return [
-        Located(rank, [int(scheduled.pickers[rank].rows[row]) for row in result.rows], result)
+        Located(rank, [scheduled.rows[rank][row] for row in result.rows], result)
         for rank, results in enumerate(per_rank)
         for result in results
     ]

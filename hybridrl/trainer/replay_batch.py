@@ -117,8 +117,8 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
 def texts_of(replay: ReplayBatch) -> list[Texts]:
     """Prompts and responses as people read them."""
     decode, batch = decoder(load_tokenizer(replay.config.model.path)), replay.batch
-    prompts = decode([row.tolist() for row in batch.prompts.rows()])
-    responses = decode([row.tolist() for row in batch.responses.rows()])
+    prompts = decode(row.tolist() for row in batch.prompts.rows())
+    responses = decode(row.tolist() for row in batch.responses.rows())
     rows = zip(batch.group_id.tolist(), prompts, responses, strict=True)
     return [Texts(*row) for row in rows]
 

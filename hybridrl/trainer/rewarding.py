@@ -161,7 +161,7 @@ class Rewarder:
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """The responses' texts and scores; prompts[b] belongs to response b."""
-        texts = self._decode([row.tolist() for row in batch.responses.rows()])
+        texts = self._decode(row.tolist() for row in batch.responses.rows())
         items = [
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)
         ]

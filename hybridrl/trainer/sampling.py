@@ -126,6 +126,25 @@ class DynamicSampling:
         return _Round(rollout, of_responses, rewarded, (scores != scores[:, :1]).any(1))
 
 
+class WithoutTruncated:
+    """Responses that were cut off are left out of the policy loss (overlong filtering).
+
+    Args:
+        sampling: where responses come from.
+
+    Source: Yu et al. 2025 (DAPO), section 3.4, https://arxiv.org/abs/2503.14476
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+
+    def sample(self, step: int) -> Sampled:
+        """The responses, those that were cut off without a token that counts."""
+        sampled = self._sampling.sample(step)
+        batch = counting(sampled.rollout.batch, ~sampled.rollout.batch.truncated)
+        return replace(sampled, rollout=replace(sampled.rollout, batch=batch))
+
+
 @dataclass(frozen=True)
 class _Round:
     """One round's responses.
@@ -153,10 +172,16 @@ class _Round:
 
 
 def sampling_for(config: RunConfig, take: Take, generate: Generate, judge: Judge) -> Sampling:
-    """The sampling that algorithm.max_sampling_rounds asks for."""
+    """The sampling that the algorithm section asks for, with the mask of what counts in the loss.
+
+    Whatever is computed of the batch later sees the same mask: whitening, selected tokens, loss.
+    """
+    sampling: Sampling = PlainSampling(config, take, generate)
     if config.algorithm.max_sampling_rounds > 1:
-        return DynamicSampling(config, take, generate, judge)
-    return PlainSampling(config, take, generate)
+        sampling = DynamicSampling(config, take, generate, judge)
+    if config.algorithm.overlong.train_on_truncated:
+        return sampling
+    return WithoutTruncated(sampling)
 
 
 def request_for(
@@ -164,7 +189,7 @@ def request_for(
 ) -> PromptBatch:
     """Prompts to be sampled as in training."""
     return PromptBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int64),
+        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
         prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
         step=step,
         responses_per_prompt=config.rollout.responses_per_prompt,
@@ -208,7 +233,12 @@ def _mixed_tokens(batch: RolloutBatch, num_unmixed: int, each: int) -> RolloutBa
         return batch
     counts = torch.ones(len(batch), dtype=torch.bool)
     counts[len(batch) - num_unmixed * each :] = False
-    mask = batch.response_mask.values & counts[batch.responses.row_ids()]
+    return counting(batch, counts)
+
+
+def counting(batch: RolloutBatch, counts: Tensor) -> RolloutBatch:
+    """The batch with the responses that do not count [B] left out of the policy loss, too."""
+    mask = batch.counted.values & batch.responses.spread(counts)
     return replace(batch, loss_mask=batch.responses.like(mask))
 
 

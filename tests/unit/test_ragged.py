@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.ragged import Ragged, RowPicker, concat
+from hybridrl.data.blocks import PaddedBlocks
+from hybridrl.data.ragged import Ragged, concat
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 
@@ -46,15 +47,36 @@ def test_select_pad_and_back_against_lists(lengths, data):
     assert [row.tolist() for row in field.select(indices).rows()] == [rows[i] for i in indices]
     width = max(lengths)
     assert field.pad(-1).tolist() == [row + [-1] * (width - len(row)) for row in rows]
-    assert torch.equal(Ragged.from_padded(field.pad(-1), field.lengths).values, field.values)
 
 
-def test_one_picker_serves_all_fields_of_the_same_rows():
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    groups=st.none() | st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    budget=st.integers(1, 60),
+)
+def test_blocks_hold_each_row_once_within_their_bound(lengths, groups, budget):
+    field = Ragged.from_rows([[b] * n for b, n in enumerate(lengths)], torch.float32)
+    group_id = None if groups is None else torch.tensor(groups[: len(lengths)])
+    blocks = PaddedBlocks(field.lengths, group_id, budget)
+    assert sorted(row for rows in blocks.rows for row in rows) == list(range(len(lengths)))
+    padded = list(blocks.of(field, -1))
+    for rows, block in zip(blocks.rows, padded, strict=True):
+        names = rows if groups is None else [groups[row] for row in rows]
+        assert block.shape == (len(rows), max(lengths[row] for row in rows))
+        assert block.numel() <= budget or len(set(names)) == 1
+        assert rows == sorted(rows)
+        outside = [row for row in range(len(lengths)) if row not in rows]
+        assert not {*names} & {row if groups is None else groups[row] for row in outside}
+    assert torch.equal(blocks.ragged(padded).values, field.values)
+    assert blocks.ragged(padded).lengths.tolist() == lengths
+
+
+def test_a_batch_that_fits_into_a_block_is_one_in_its_own_order():
     field = ragged()
-    picker = RowPicker.of(field.lengths, [3, 0])
-    flags = field.like(field.values > 2)
-    assert picker.pick(field).values.tolist() == [5, 6, 1, 2, 3]
-    assert picker.pick(flags).values.tolist() == [True, True, False, False, True]
+    blocks = PaddedBlocks(field.lengths, torch.tensor([7, 1, 7, 1]))
+    (only,) = blocks.of(field, -1)
+    assert blocks.rows == [[0, 1, 2, 3]] and torch.equal(only, field.pad(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
@@ -77,14 +99,20 @@ def test_pad_fills_on_the_right():
     assert ragged().pad(-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1], [5, 6, -1]]
 
 
-def test_from_padded_inverts_pad():
-    back = Ragged.from_padded(ragged().pad(0), ragged().lengths)
-    assert torch.equal(back.values, ragged().values)
+def test_a_value_of_each_row_on_its_elements():
+    assert ragged().spread(torch.tensor([True, True, False, True])).tolist() == [
+        *[True] * 3,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_concat_keeps_order():
     joined = concat([ragged(), ragged().select([2])])
     assert [row.tolist() for row in joined.rows()] == [*ROWS, [4]]
+    ordered = concat([ragged(), ragged().select([2])], torch.tensor([4, 0, 1]))
+    assert [row.tolist() for row in ordered.rows()] == [[4], [1, 2, 3], []]
 
 
 def test_lengths_that_do_not_sum_are_refused():

@@ -1,0 +1,345 @@
+"""A step's work of the driver alone: the real trainer, with ranks that answer at once.
+
+    python -m tests.driver_step --responses 4096 --steps 3
+
+Responses have log-normal lengths of mean 4,096, at most 32,768; prompts have 256 tokens. Ranks and
+reward function do nothing: they hand back values that lie in shared memory, as Ray's object store
+would, and what is sent to them is copied into such memory. Prints one JSON line: for each step the
+seconds of its phases without the ranks', the peak of the process's own memory (RssAnon) over that
+before the first step, and the bytes of the batch as it was trained on.
+"""
+
+import argparse
+import json
+import mmap
+import pickle
+import re
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import Outcome
+from hybridrl.controller.placement import Slot
+from hybridrl.controller.spans import Span, SpanLog
+from hybridrl.controller.worker_group import WorkerGroup, Workers
+from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.prompts import Prompt
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import RankBatch, ScheduledBatch
+from hybridrl.trainer.kl_control import KLPenalty
+from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.value_function import Critic
+from hybridrl.workers.base import Worker
+from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from tests.run_configs import run_config
+
+RANKS, EACH, PROMPT_TOKENS, MEAN, CAP = 8, 8, 256, 4096, 32768
+
+
+def lengths_of(count: int) -> torch.Tensor:
+    """Log-normal response lengths of mean MEAN, cut at CAP."""
+    sigma = 0.9
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mean = MEAN * 1.03  # the cut takes some of it
+    lengths = (sigma * noise - sigma**2 / 2).exp() * mean
+    return lengths.long().clamp(1, CAP)
+
+
+def shared(values: Any) -> Any:
+    """A copy in memory that is not the process's own, as of what another one has sent."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+    raws = [buffer.raw() for buffer in buffers]
+    starts = np.cumsum([0, *(-(-raw.nbytes // 64) * 64 for raw in raws)]).tolist()
+    if not starts[-1]:
+        return pickle.loads(data)
+    with TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(starts[-1])
+        memory = memoryview(mmap.mmap(file.fileno(), starts[-1]))
+    views = [memory[start : start + raw.nbytes] for start, raw in zip(starts, raws, strict=False)]
+    for view, raw in zip(views, raws, strict=True):
+        view[:] = raw
+    return pickle.loads(data, buffers=[view.toreadonly() for view in views])
+
+
+def flat_shared(values: torch.Tensor) -> torch.Tensor:
+    """A vector in such memory."""
+    return shared(Ragged(values, torch.tensor([len(values)]))).values
+
+
+class Idle(Worker):
+    """A role of any kind; `Ranks` answers for it."""
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def generate(self, prompts: PromptBatch) -> Rollout:
+        """Responses."""
+        raise NotImplementedError
+
+    @on_all_ranks(Dispatch.SHARD_DP)
+    def compute_log_probs(self, batch: RankBatch) -> Ragged:
+        """A value for each token of the first epoch."""
+        raise NotImplementedError
+
+    compute_values = compute_log_probs
+
+    @on_all_ranks(Dispatch.SHARD_DP_REDUCED)
+    def update(self, batch: RankBatch, step: int, kl_coef: float = 0.0) -> dict[str, float]:
+        """Metrics."""
+        raise NotImplementedError
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def reshard(self, version: int) -> dict[str, float]:
+        """Metrics."""
+        raise NotImplementedError
+
+    @on_all_ranks(Dispatch.BROADCAST)
+    def sleep(self) -> None:
+        """Nothing."""
+        raise NotImplementedError
+
+
+class Ranks:
+    """A pool whose processes answer at once, and the object store beside it.
+
+    Attributes:
+        seconds: that answering took, which is not the driver's work.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.size = RANKS
+        self.hosts = [SimpleNamespace(slot=Slot("node", "127.0.0.1", k)) for k in range(RANKS)]
+        self.spans = SpanLog(RANKS)
+        self.store = self
+        self.seconds = 0.0
+        self._version = 0
+        self._stored: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._lengths = lengths_of(count)
+        total = int(self._lengths.sum())
+        generator = torch.Generator().manual_seed(1)
+        self._noise = [
+            flat_shared(0.1 * torch.randn(total, generator=generator) - 1.0) for _ in range(2)
+        ]
+        self._tokens = flat_shared(
+            torch.randint(0, 150_000, (total,), generator=generator, dtype=torch.int32)
+        )
+        self._mask = flat_shared(torch.ones(total, dtype=torch.bool))
+
+    def reference(self, piece: Any) -> Any:
+        """Where ranks find a piece; it is copied once."""
+        if piece not in self._stored:
+            self._stored[piece] = shared(piece.content)
+        return self._stored[piece]
+
+    def run(self, method: str, arguments: Any, phase: str) -> Any:
+        """Call and wait."""
+        return self.begin(method, arguments, phase)()
+
+    def begin(self, method: str, arguments: Any, phase: str) -> Any:
+        """Call; the answers are there at once."""
+        with self.answering():
+            answers = []
+            for rank, (calls, assemble, *contents) in enumerate(arguments):
+                part = assemble(contents) if assemble else None
+                span = Span(phase, time.time(), 0.0)
+                answers.append([Outcome(self._answer(c, part, rank), span) for c in calls])
+        return lambda: answers
+
+    @contextmanager
+    def answering(self) -> Any:
+        """Time inside is not the driver's."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+    def _answer(self, call: Any, part: Any, rank: int) -> Any:
+        if call.method == "generate":
+            return self._rollout(part)
+        if call.method in ("compute_log_probs", "compute_values"):
+            order = [i for mini in part.epochs[0] for micro in mini for i in micro]
+            lengths = part.batch.responses.lengths[order]
+            noise = self._noise[call.role == "ref"]
+            return Ragged(noise[: int(lengths.sum())], lengths)
+        if call.method == "reshard":
+            (self._version,) = call.args
+        return {"reshard": {"s": 0.0}, "sleep": None, "update": {f"{call.role}/loss": 0.0}}[
+            call.method
+        ]
+
+    def _rollout(self, prompts: PromptBatch) -> Rollout:
+        ids = prompts.prompt_id.repeat_interleave(EACH)
+        sample = torch.arange(len(ids)) % EACH
+        lengths = self._lengths[(ids * EACH + sample) % len(self._lengths)]
+        total = int(lengths.sum())
+        responses = Ragged(self._tokens[:total], lengths)
+        batch = RolloutBatch(
+            prompts=prompts.prompts.select([i for i in range(len(prompts)) for _ in range(EACH)]),
+            responses=responses,
+            response_mask=responses.like(self._mask[:total]),
+            rollout_log_probs=responses.like(self._noise[0][:total]),
+            group_id=ids,
+            weight_version=torch.full_like(ids, self._version),
+            truncated=lengths == CAP,
+        )
+        return Rollout(shared(batch), (EngineStats(total, 1.0, 1.0),))
+
+
+class OwnMemory:
+    """The largest RssAnon of this process while the block runs, over that at its begin."""
+
+    def __enter__(self) -> "OwnMemory":
+        self._done = threading.Event()
+        self._before, self.peak = self._now(), 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.peak = max(self.peak, self._now() - self._before)
+
+    def _now(self) -> int:
+        (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found)
+
+
+class Driver:
+    """What the trainer needs beside ranks: prompts, a judge, a reporter, and no checkpoints."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.steps: list[dict[str, float]] = []
+        self.batch_bytes = 0
+        self.failures = 0
+        self.last_accuracy = 0.0
+        self.is_asked = False
+        self.write_s = None
+        self.run_dir = Path("/nowhere")
+        self.taken = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        first, self.taken = self.taken, self.taken + count
+        return [Prompt(first + k, [1] * PROMPT_TOKENS, "", "", {}, {}) for k in range(count)]
+
+    def in_turns(self, generate: Any) -> Any:
+        """One turn."""
+        return generate
+
+    def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
+        """Every third response is right."""
+        with self._ranks.answering():
+            scores = [float(k % 3 == 0) for k in range(len(batch))]
+            return Rewarded([""] * len(batch), scores, [])
+
+    def log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Keep a step's times."""
+        seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k)}
+        self.steps.append(seconds | {"ranks": self._ranks.seconds, "metrics": metrics})
+        self._ranks.seconds = 0.0
+        return metrics
+
+    def evaluate(self, step: int, generate: Any) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def is_due(self, step: int) -> bool:
+        """No checkpoint."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Trainer(PPOTrainer):
+    """Notes how large the batch of an update is."""
+
+    driver: Driver
+
+    def update(self, scheduled: ScheduledBatch, step: int) -> None:
+        """As the trainer does."""
+        batch = scheduled.batch
+        values = [getattr(batch, field.name) for field in fields(batch)]
+        flat = [v.values if isinstance(v, Ragged) else v for v in values if v is not None]
+        distinct = {tensor.data_ptr(): tensor.nbytes for tensor in flat}
+        self.driver.batch_bytes = max(self.driver.batch_bytes, sum(distinct.values()))
+        super().update(scheduled, step)
+
+
+def config_of(responses: int, steps: int, overrides: list[str]) -> RunConfig:
+    """PPO with critic and reference on eight ranks, long responses."""
+    return run_config(
+        f"data.prompts_per_step={responses // EACH}",
+        f"rollout.responses_per_prompt={EACH}",
+        f"rollout.max_response_tokens={CAP}",
+        f"rollout.max_prompt_tokens={PROMPT_TOKENS}",
+        f"actor.mini_batch_size={responses // 4}",
+        f"actor.max_tokens_per_gpu={CAP + PROMPT_TOKENS}",
+        f"cluster.gpus_per_node={RANKS}",
+        f"trainer.total_steps={steps}",
+        "trainer.max_log_prob_diff=10",
+        "trainer.save_final_model=false",
+        *overrides,
+    )
+
+
+@dataclass(frozen=True)
+class IdleConfig:
+    """Names the worker."""
+
+    worker: str = "tests.driver_step.Idle"
+
+
+def train(config: RunConfig, responses: int) -> tuple[Driver, int]:
+    """The run; and its peak of own memory."""
+    ranks = Ranks(responses)
+    driver = Driver(ranks)
+    names = ("actor", "critic", "rollout", "ref")
+    groups = {name: WorkerGroup(ranks, name, IdleConfig()) for name in names}
+    workers = Workers(pool=ranks, reward_model=None, saver=None, **groups)
+    kl = KLPenalty(config.algorithm.kl, groups["ref"])
+    trainer = Trainer(
+        config, workers, kl, Critic(groups["critic"], 0), *[driver] * 6
+    )
+    trainer.driver = driver
+    with OwnMemory() as memory:
+        trainer.fit()
+    return driver, memory.peak
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    config = config_of(args.responses, args.steps, args.overrides)
+    driver, peak = train(config, args.responses)
+    steps = []
+    for step in driver.steps[1:]:
+        seconds = {k: round(v, 3) for k, v in step.items() if isinstance(v, float)}
+        steps.append(seconds | {"driver": round(seconds["step"] - seconds["ranks"], 3)})
+    metrics = {k: v for k, v in driver.steps[-1]["metrics"].items() if "time/" not in k}
+    print(json.dumps({"steps": steps, "peak": peak, "batch": driver.batch_bytes}))
+    print(json.dumps(metrics))
+    print(f"peak {peak / driver.batch_bytes:.2f} x {driver.batch_bytes / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
