@@ -56,26 +56,36 @@ def lengths_of(count: int) -> torch.Tensor:
     return lengths.long().clamp(1, CAP)
 
 
-def shared(values: Any) -> Any:
-    """A copy in memory that is not the process's own, as of what another one has sent."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
-    raws = [buffer.raw() for buffer in buffers]
-    starts = np.cumsum([0, *(-(-raw.nbytes // 64) * 64 for raw in raws)]).tolist()
-    if not starts[-1]:
-        return pickle.loads(data)
-    with TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(starts[-1])
-        memory = memoryview(mmap.mmap(file.fileno(), starts[-1]))
-    views = [memory[start : start + raw.nbytes] for start, raw in zip(starts, raws, strict=False)]
-    for view, raw in zip(views, raws, strict=True):
-        view[:] = raw
-    return pickle.loads(data, buffers=[view.toreadonly() for view in views])
+class SharedMemory:
+    """Copies of values in memory that is not the process's own, as in Ray's object store.
 
+    Its pages are used again once nothing is in it.
 
-def flat_shared(values: torch.Tensor) -> torch.Tensor:
-    """A vector in such memory."""
-    return shared(Ragged(values, torch.tensor([len(values)]))).values
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        with TemporaryFile(dir="/dev/shm") as file:
+            file.truncate(size)
+            self._memory = memoryview(mmap.mmap(file.fileno(), size))
+        self._next = 0
+
+    def clear(self) -> None:
+        """Nothing in it is used any more."""
+        self._next = 0
+
+    def copy(self, values: Any) -> Any:
+        """Values whose arrays lie in the memory."""
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+        views = []
+        for raw in (buffer.raw() for buffer in buffers):
+            view = self._memory[self._next : self._next + raw.nbytes]
+            view[:] = raw
+            views.append(view.toreadonly())
+            self._next += -(-raw.nbytes // 64) * 64
+        return pickle.loads(data, buffers=views)
 
 
 class Idle(Worker):
@@ -127,18 +137,25 @@ class Ranks:
         self._lengths = lengths_of(count)
         total = int(self._lengths.sum())
         generator = torch.Generator().manual_seed(1)
-        self._noise = [
-            flat_shared(0.1 * torch.randn(total, generator=generator) - 1.0) for _ in range(2)
+        size = torch.tensor([total])
+        made = [
+            0.1 * torch.randn(total, generator=generator) - 1.0,
+            0.1 * torch.randn(total, generator=generator) - 1.0,
+            torch.randint(0, 150_000, (total,), generator=generator, dtype=torch.int32),
+            torch.ones(total, dtype=torch.bool),
         ]
-        self._tokens = flat_shared(
-            torch.randint(0, 150_000, (total,), generator=generator, dtype=torch.int32)
+        kept = SharedMemory(sum(tensor.nbytes for tensor in made) + 2**16)
+        *self._noise, self._tokens, self._mask = (
+            kept.copy(Ragged(tensor, size)).values for tensor in made
         )
-        self._mask = flat_shared(torch.ones(total, dtype=torch.bool))
+        self._sent = SharedMemory(64 * total + 2**24)
 
     def reference(self, piece: Any) -> Any:
         """Where ranks find a piece; it is copied once."""
+        if not self._stored:
+            self._sent.clear()
         if piece not in self._stored:
-            self._stored[piece] = shared(piece.content)
+            self._stored[piece] = self._sent.copy(piece.content)
         return self._stored[piece]
 
     def run(self, method: str, arguments: Any, phase: str) -> Any:
@@ -191,7 +208,7 @@ class Ranks:
             weight_version=torch.full_like(ids, self._version),
             truncated=lengths == CAP,
         )
-        return Rollout(shared(batch), (EngineStats(total, 1.0, 1.0),))
+        return Rollout(batch, (EngineStats(total, 1.0, 1.0),))
 
 
 class OwnMemory:

@@ -31,8 +31,8 @@ def check_mask(function: str, mask: Tensor) -> None:
 def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
     """Raise a ValueError that names the tensor if one is NaN or infinite where `mask` is true."""
     for name, tensor in tensors.items():
-        if bool(tensor.sum(dtype=torch.float64).isfinite()):
-            continue  # then all of it is finite, in one pass
+        if bool(tensor.sum().isfinite()):
+            continue  # then all of it is, seen in one pass
         bad = ~torch.isfinite(tensor) & mask
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
@@ -40,6 +40,13 @@ def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
                 f"{function} needs finite {name}; {int(bad.sum())} of {int(mask.sum())} on the "
                 f"mask are not, the first, {float(tensor[tuple(first)])}, at {first}"
             )
+
+
+def on_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """`values[mask]`; of plain CPU tensors, for which numpy is ten times as fast."""
+    if values.requires_grad or values.is_cuda:
+        return values[mask]
+    return torch.from_numpy(values.numpy()[mask.numpy()])
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -57,7 +64,8 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """
     check_same_shape("masked_sum", values=values, mask=mask)
     check_mask("masked_sum", mask)
-    return at_least_float32(values).masked_fill(~mask, 0.0).sum()
+    values = at_least_float32(values)
+    return (values if bool(mask.all()) else values.masked_fill(~mask, 0.0)).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -74,7 +82,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
         ValueError: the shapes differ, or the mask is not bool or true nowhere.
     """
     total = masked_sum(values, mask)
-    count = int(mask.sum())
+    count = int(mask.count_nonzero())
     if count == 0:
         raise ValueError(f"no mean over a mask of shape {tuple(mask.shape)} that is true nowhere")
     return total / count
@@ -110,21 +118,21 @@ def whiten_parts(
         check_same_shape("masked_whiten", values=values, mask=mask)
         check_mask("masked_whiten", mask)
     parts = [at_least_float32(values) for values in parts]
-    count = sum(int(mask.sum()) for mask in masks)
+    count = sum(int(mask.count_nonzero()) for mask in masks)
     if count == 0:
         shapes = ", ".join(str(tuple(mask.shape)) for mask in masks)
         raise ValueError(f"masked_whiten over masks of shapes {shapes}, true nowhere")
 
-    def mean(parts: Sequence[Tensor]) -> Tensor:
-        sums = [masked_sum(values, mask) for values, mask in zip(parts, masks, strict=True)]
-        return torch.stack(sums).sum() / count
-
     # Relative to one of them, equal values are exactly 0, whatever their mean rounds to.
     one = next(v.detach()[mask][0] for v, mask in zip(parts, masks, strict=True) if mask.any())
-    parts = [values - one for values in parts]
-    middle = mean(parts)
-    parts = [values - middle for values in parts]
-    scale = torch.rsqrt(mean([values.square() for values in parts]) + eps)
-    return [
-        (values * scale).masked_fill(~mask, 0.0) for values, mask in zip(parts, masks, strict=True)
-    ]
+    parts = _shifted(parts, masks, one)
+    parts = _shifted(parts, masks, torch.stack([values.sum() for values in parts]).sum() / count)
+    squares = torch.stack([values.square().sum() for values in parts]).sum()
+    scale = torch.rsqrt(squares / count + eps)
+    return [values * scale for values in parts]
+
+
+def _shifted(parts: Sequence[Tensor], masks: Sequence[Tensor], by: Tensor) -> list[Tensor]:
+    """Values less a number, 0 off the mask."""
+    pairs = zip(parts, masks, strict=True)
+    return [(values - by).masked_fill(~mask, 0.0) for values, mask in pairs]

@@ -22,6 +22,7 @@ from hybridrl.algorithms.masked import (
     check_finite,
     check_mask,
     check_same_shape,
+    on_mask,
 )
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
@@ -160,7 +161,7 @@ def mismatch_sums(
 ) -> Tensor:
     """[8] float64: a part of a batch as `mismatch_from` takes it; arguments as there."""
     difference = _differences(old_log_probs, rollout_log_probs, response_mask).double()
-    per_token = difference[response_mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    per_token = on_mask(difference, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_responses = difference.sum(1)[response_mask.any(1)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratios = per_token.exp()
     terms = [

@@ -5,10 +5,10 @@ Whole rows stand in a block, rows of similar length together, so that little of 
 
 from collections.abc import Iterator, Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from hybridrl.data.ragged import Ragged, padded
+from hybridrl.data.ragged import Ragged, joined, padded
 
 # Elements of a block: 4 MiB in float32. A batch that fits into one is one block.
 BLOCK_ELEMENTS = 2**20
@@ -49,14 +49,14 @@ class PaddedBlocks:
 
     def of(self, field: Ragged, fill: float) -> Iterator[Tensor]:
         """A field's blocks [b, t], right-padded with `fill`."""
-        rows = field.rows()
+        rows = field.views()
         return (padded([rows[row] for row in block], fill) for block in self.rows)
 
     def ragged(self, blocks: Sequence[Tensor]) -> Ragged:
         """The field that has these blocks, whatever stands in their padding."""
         lengths = self._lengths.tolist()
-        rows: dict[int, Tensor] = {}
+        rows: dict[int, np.ndarray] = {}
         for numbers, block in zip(self.rows, blocks, strict=True):
-            for number, row in zip(numbers, block.unbind(), strict=True):
+            for number, row in zip(numbers, block.numpy(), strict=True):
                 rows[number] = row[: lengths[number]]
-        return Ragged(torch.cat([rows[number] for number in range(len(rows))]), self._lengths)
+        return Ragged(joined([rows[k] for k in range(len(rows))], blocks[0]), self._lengths)

@@ -185,7 +185,7 @@ def _renumbered(epochs: Epochs) -> tuple[list[int], Epochs]:
 
 def _totals(ranks: Sequence[Epochs], mask: Ragged) -> EpochTotals:
     """What a mask leaves of each mini-batch over all ranks, by epoch and mini-batch."""
-    of_response = mask.sums().tolist()
+    of_response = mask.counts().tolist()
     totals: EpochTotals = []
     for per_rank in zip(*ranks, strict=True):
         totals.append([])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import GROUP_WISE, Estimate
@@ -62,12 +61,13 @@ class AdvantageEstimator:
         _check_finite(self._name, batch.response_mask, inputs)
         estimates = list(self._by_block(blocks, inputs))
         advantages = [estimate.advantages for estimate in estimates]
-        found = {"advantages": blocks.ragged(advantages)}
-        _check_finite(f"the policy loss after {self._name}", batch.response_mask, found)
+        if not all(bool(block.sum().isfinite()) for block in advantages):
+            found = {"advantages": blocks.ragged(advantages)}
+            _check_finite(f"the policy loss after {self._name}", batch.response_mask, found)
         if self._whiten and bool(batch.counted.values.any()):
-            counted = list(blocks.of(batch.counted, False))
-            found = {"advantages": blocks.ragged(whiten_parts(advantages, counted))}
+            advantages = whiten_parts(advantages, list(blocks.of(batch.counted, False)))
         returns = [estimate.returns for estimate in estimates if estimate.returns is not None]
+        found = {"advantages": blocks.ragged(advantages)}
         return found | ({"returns": blocks.ragged(returns)} if returns else {})
 
     def _by_block(
@@ -96,5 +96,5 @@ def _input(name: str, batch: RolloutBatch, rewards: Ragged) -> Ragged | Tensor:
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
     """Raise a ValueError that says where if a field is NaN or infinite where `mask` is true."""
     for name, field in fields.items():
-        if isinstance(field, Ragged) and not bool(field.values.sum(dtype=torch.float64).isfinite()):
+        if isinstance(field, Ragged) and not bool(field.values.sum().isfinite()):
             check_finite(function, mask.pad(False), **{name: field.pad(0.0)})

@@ -6,7 +6,7 @@ Chosen once from config; the loop calls the same methods whichever it is.
 from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
-from hybridrl.algorithms.masked import masked_mean
+from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.config.algorithm_schema import KLConfig
 from hybridrl.config.choices import KLPlacement
 from hybridrl.controller.worker_group import Call, WorkerGroup
@@ -120,7 +120,7 @@ class KLPenalty:
         if self._config.target is not None:
             self._coef = adapt_coef(
                 used,
-                current=float(per_token[mask].sum()) / len(batch),
+                current=float(on_mask(per_token, mask).sum()) / len(batch),
                 target=self._config.target,
                 horizon=self._config.horizon,
                 num_responses=len(batch),

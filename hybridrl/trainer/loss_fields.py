@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.covariance_losses import covariances
+from hybridrl.algorithms.masked import on_mask
 from hybridrl.algorithms.rollout_correction import (
     WEIGHTS,
     importance_ratios,
@@ -89,18 +90,19 @@ class Correction:
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
         """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
         config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
-        all_weights, all_ratios = [], []
+        config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
+        weights, num_cut = [], 0
         for old, rollout, mask in _padded(blocks, batch):
             ratios = importance_ratios(old, rollout, mask, config.level)
-            all_ratios.append(ratios)
-            all_weights.append(WEIGHTS[config.method](ratios, mask, config.low, config.high))
-        weights, sampled = blocks.ragged(all_weights), batch.response_mask.values
-        differ = weights.values != blocks.ragged(all_ratios).values
+            weights.append(WEIGHTS[config.method](ratios, mask, config.low, config.high))
+            num_cut += int(((weights[-1] != ratios) & mask).count_nonzero())
+        field = blocks.ragged(weights)
+        sampled = on_mask(field.values, batch.response_mask.values)
         metrics = {
-            "rollout/correction_weight_mean": float(weights.values[sampled].mean()),
-            "rollout/corrected_fraction": float(differ[sampled].float().mean()),
+            "rollout/correction_weight_mean": float(sampled.mean()),
+            "rollout/corrected_fraction": float(torch.tensor(float(num_cut)) / len(sampled)),
         }
-        return {"loss_weights": weights}, metrics
+        return {"loss_weights": field}, metrics
 
 
 class Selection:

@@ -80,4 +80,4 @@ def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tenso
         top_p: probability mass of the nucleus; 1 is the whole distribution.
     """
     raised = rollout - trained
-    return (raised - raised.clamp(0.0, -math.log(top_p))).abs()
+    return raised.sub_(raised.clamp(0.0, -math.log(top_p))).abs_()

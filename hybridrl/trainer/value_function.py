@@ -5,6 +5,7 @@ Chosen once from config; the loop asks for the same things whichever it is.
 
 from typing import Protocol
 
+from hybridrl.algorithms.masked import on_mask
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 
@@ -73,6 +74,6 @@ class Critic:
         assert batch.values is not None and batch.returns is not None
         mask = batch.response_mask.values
         return {
-            "critic/value_mean": float(batch.values.values[mask].mean()),
-            "critic/return_mean": float(batch.returns.values[mask].mean()),
+            "critic/value_mean": float(on_mask(batch.values.values, mask).mean()),
+            "critic/return_mean": float(on_mask(batch.returns.values, mask).mean()),
         }

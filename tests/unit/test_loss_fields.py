@@ -72,17 +72,6 @@ def test_a_loss_against_the_sampler_is_not_corrected_again():
     assert fields == {}
 
 
-def test_truncated_responses_do_not_count_where_told():
-    fields, _ = fields_of("algorithm.overlong.train_on_truncated=false")
-    assert [row.tolist() for row in fields["loss_mask"].rows()] == [[True] * 3, [True], [False] * 4]
-
-
-def test_what_sampling_left_out_stays_out():
-    mask = batch_of(LENGTHS).responses.like(torch.arange(8) != 0)
-    fields, _ = fields_of("algorithm.overlong.train_on_truncated=false", loss_mask=mask)
-    assert fields["loss_mask"].values.tolist() == [False, True, True, True] + [False] * 4
-
-
 def test_selected_tokens_are_those_with_the_largest_covariance():
     # Log-probs fall as advantages rise, by response: covariances are largest at the middle.
     fields, metrics = fields_of("algorithm/loss=kl_cov", "algorithm.loss.args.fraction=0.25")
@@ -98,8 +87,9 @@ def test_selected_tokens_are_those_with_the_largest_covariance():
 def test_tokens_are_selected_of_those_that_count():
     """Without the last response, whose advantages are far above, covariances are others."""
     overrides = ["algorithm/loss=kl_cov", "algorithm.loss.args.fraction=0.5"]
-    fields, metrics = fields_of(*overrides, "algorithm.overlong.train_on_truncated=false")
-    counted = fields["loss_mask"].values
+    counted = torch.arange(8) < 4
+    mask = batch_of(LENGTHS).responses.like(counted)
+    fields, metrics = fields_of(*overrides, loss_mask=mask)
     whole = batch()
     log_probs, advantages = whole.old_log_probs.values[counted], whole.advantages.values[counted]
     covariance = (log_probs - log_probs.mean()) * (advantages - advantages.mean())

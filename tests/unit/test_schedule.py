@@ -89,7 +89,7 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
     more = plan.adding(values=values)
     for before, after, rank in zip(plan.pieces(2), more.pieces(2), more.shard(2), strict=True):
         assert after[:-1] == before and len(before) == 1
-        assert list(after[-1].content.fields) == ["values"]
+        assert list(after[-1].content) == ["values"]
         assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
         assert rank.epochs == before[0].content.epochs
     assert more.batch.values is values and plan.batch.values is None
@@ -196,13 +196,23 @@ def test_as_few_micro_batches_as_the_budget_allows():
 
 
 def test_a_loss_mask_changes_what_the_policy_loss_is_divided_by_and_nothing_else():
-    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8], epochs=1)
+    lengths = [5, 1, 7, 3, 2, 9, 4, 8]
+    plan = scheduled(lengths, epochs=1)
     mask = torch.arange(39) >= 6  # of the first response one token is left, of the second none
     mask[0] = True
-    masked = plan.adding(loss_mask=plan.batch.responses.like(mask))
+    batch = plan.batch.adding(loss_mask=plan.batch.responses.like(mask))
+    masked = ScheduledBatch.of(batch, plan.ranks)
     for before, after in zip(plan.shard(2), masked.shard(2), strict=True):
         assert after.sampled == before.sampled == before.counted
         totals = [mini.totals for mini in after.policy_mini_batches()]
         assert [mini.totals for mini in after.mini_batches()] == before.sampled[0]
         assert sum(total.tokens for total in totals) == 34
         assert sum(total.responses for total in totals) == 7
+
+
+def test_what_is_sent_is_made_when_it_is_sent():
+    """The driver holds one copy of the batch: a rank's part lives as long as it is sent."""
+    plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
+    more = plan.adding(values=plan.batch.responses.like(plan.batch.responses.values * 2.0))
+    for pieces in more.pieces(2):
+        assert all(piece.content is not piece.content for piece in pieces)
