@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
+from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
 from hybridrl.controller.placement import Slot
@@ -39,7 +39,7 @@ from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.trainer.kl_control import KLPenalty
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.value_function import Critic
+from hybridrl.trainer.value_function import Critic, NoCritic
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from tests.run_configs import run_config
@@ -226,7 +226,7 @@ class OwnMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.001):
+        while not self._done.wait(0.005):
             self.peak = max(self.peak, self._now() - self._before)
 
     def _now(self) -> int:
@@ -240,6 +240,7 @@ class Driver:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.steps: list[dict[str, float]] = []
+        self._cpu = time.process_time()
         self.batch_bytes = 0
         self.failures = 0
         self.last_accuracy = 0.0
@@ -265,8 +266,9 @@ class Driver:
 
     def log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         """Keep a step's times."""
-        seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k)}
-        self.steps.append(seconds | {"ranks": self._ranks.seconds, "metrics": metrics})
+        seconds = {k[5:-2]: v for k, v in metrics.items() if re.match(r"time/\w+_s$", k) and v}
+        cpu, self._cpu = time.process_time() - self._cpu, time.process_time()
+        self.steps.append(seconds | {"cpu": cpu, "ranks": self._ranks.seconds})
         self._ranks.seconds = 0.0
         return metrics
 
@@ -321,7 +323,9 @@ class IdleConfig:
     worker: str = "tests.driver_step.Idle"
 
 
-def train(config: RunConfig, responses: int) -> tuple[Driver, int]:
+def train(
+    config: RunConfig, responses: int, trainer_class: type[Trainer] = Trainer
+) -> tuple[Driver, int]:
     """The run; and its peak of own memory."""
     ranks = Ranks(responses)
     driver = Driver(ranks)
@@ -329,9 +333,8 @@ def train(config: RunConfig, responses: int) -> tuple[Driver, int]:
     groups = {name: WorkerGroup(ranks, name, IdleConfig()) for name in names}
     workers = Workers(pool=ranks, reward_model=None, saver=None, **groups)
     kl = KLPenalty(config.algorithm.kl, groups["ref"])
-    trainer = Trainer(
-        config, workers, kl, Critic(groups["critic"], 0), *[driver] * 6
-    )
+    value_function = Critic(groups["critic"], 0) if uses_critic(config) else NoCritic()
+    trainer = trainer_class(config, workers, kl, value_function, *[driver] * 6)
     trainer.driver = driver
     with OwnMemory() as memory:
         trainer.fit()
@@ -345,17 +348,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     config = config_of(args.responses, args.steps, args.overrides)
     driver, peak = train(config, args.responses)
-    steps = []
-    for step in driver.steps[1:]:
-        seconds = {k: round(v, 3) for k, v in step.items() if isinstance(v, float)}
-        steps.append(seconds | {"driver": round(seconds["step"] - seconds["ranks"], 3)})
-    metrics = {k: v for k, v in driver.steps[-1]["metrics"].items() if "time/" not in k}
-    print(json.dumps({"steps": steps, "peak": peak, "batch": driver.batch_bytes}))
-    print(json.dumps(metrics))
-    print(f"peak {peak / driver.batch_bytes:.2f} x {driver.batch_bytes / 2**20:.0f} MiB")
+    seconds = [
+        {name: round(value, 3) for name, value in step.items()}
+        | {
+            "driver": round(step["step"] - step["ranks"], 3),
+            "driver_cpu": round(step["cpu"] - step["ranks"], 3),
+        }
+        for step in driver.steps[1:]
+    ]
+    print(json.dumps({"steps": seconds, "peak": peak, "batch": driver.batch_bytes}))
 
 
 if __name__ == "__main__":

@@ -228,9 +228,7 @@ class RolloutBatch:
         return replace(self, **new)
 
     @classmethod
-    def concat(
-        cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None
-    ) -> "RolloutBatch":
+    def concat(cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None) -> "RolloutBatch":
         """All parts' responses, copied once; every part must have the same fields.
 
         Args:

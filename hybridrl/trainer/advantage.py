@@ -10,7 +10,7 @@ from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.classes import locate
 from hybridrl.config.estimators import TENSORS, estimator_of
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import PaddedBlocks
+from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks
 from hybridrl.data.ragged import Ragged
 
 # A block that every batch fits into.
@@ -55,7 +55,7 @@ class AdvantageEstimator:
         blocks = PaddedBlocks(
             batch.responses.lengths,
             batch.group_id if self._compares_groups else None,
-            **({} if self._is_group_wise else {"max_elements": WHOLE}),
+            BLOCK_ELEMENTS if self._is_group_wise else WHOLE,
         )
         inputs = {name: _input(name, batch, rewards) for name in self._tensors}
         _check_finite(self._name, batch.response_mask, inputs)
