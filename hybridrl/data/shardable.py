@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -39,10 +40,14 @@ class Shardable(ABC):
         A batch that goes into several calls returns the same pieces each time: those that were
         sent before are not sent again.
         """
-        return [[Piece(lambda part=part: part)] for part in self.shard(num_shards)]
+        return [[Piece(partial(_itself, part))] for part in self.shard(num_shards)]
 
     @staticmethod
     def assemble(contents: Sequence[Any]) -> Any:
         """A part from the contents of its pieces; runs where the part is needed."""
         (part,) = contents
         return part
+
+
+def _itself(content: Any) -> Any:
+    return content

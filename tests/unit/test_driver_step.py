@@ -10,15 +10,16 @@ import torch
 from tests.driver_step import Trainer, config_of, train
 
 
-@pytest.mark.parametrize(
-    ("responses", "seconds"), [(512, 1.5), pytest.param(4096, 1.5, marks=pytest.mark.slow)]
-)
-def test_a_step_of_long_responses_costs_the_driver_little(responses, seconds):
-    """Less than three times the batch, and at 4,096 responses less than 1.5 s on two idle cores."""
+@pytest.mark.parametrize("responses", [512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_a_step_of_long_responses_costs_the_driver_little(responses):
+    """Less than three times the batch, and 1 s of CPU time for each 1,024 responses.
+
+    The clock says nothing where other tests run beside; padded to the longest it was 9 s.
+    """
     command = [sys.executable, "-m", "tests.driver_step", "--responses", str(responses)]
     found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert found["peak"] < 3 * found["batch"], found
-    assert min(step["driver"] for step in found["steps"]) < seconds, found
+    assert min(step["driver_cpu"] for step in found["steps"]) < max(1.0, responses / 1024), found
 
 
 class Looking(Trainer):
