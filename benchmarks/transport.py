@@ -71,7 +71,7 @@ class Idle(Worker):
         each = prompts.responses_per_prompt
         ids = prompts.prompt_id.repeat_interleave(each)
         lengths = torch.full((len(ids),), self.config.tokens)
-        tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
         responses = Ragged(tokens, lengths)
         batch = RolloutBatch(
             prompts=prompts.prompts.select(torch.arange(len(prompts)).repeat_interleave(each)),
@@ -160,7 +160,7 @@ def prompts_of(responses: int) -> PromptBatch:
     """Prompts for so many responses."""
     count = responses // RESPONSES_PER_PROMPT
     return PromptBatch(
-        prompts=Ragged.from_rows([[1] * PROMPT_TOKENS] * count, torch.int64),
+        prompts=Ragged.from_rows([[1] * PROMPT_TOKENS] * count, torch.int32),
         prompt_id=torch.arange(count),
         step=1,
         responses_per_prompt=RESPONSES_PER_PROMPT,

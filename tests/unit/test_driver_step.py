@@ -14,7 +14,7 @@ from tests.driver_step import Trainer, config_of, train
 def test_a_step_of_long_responses_costs_the_driver_little(responses):
     """Less than three times the batch, and 1 s of CPU time for each 1,024 responses.
 
-    The clock says nothing where other tests run beside; padded to the longest it was 9 s.
+    The clock says nothing where other tests run beside.
     """
     command = [sys.executable, "-m", "tests.driver_step", "--responses", str(responses)]
     found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
