@@ -1,5 +1,6 @@
 """Problems from JSONL and Parquet files."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

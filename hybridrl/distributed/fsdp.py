@@ -30,7 +30,6 @@ from hybridrl.distributed.lora import (
     add_adapters,
     checkpoint_parameters,
     first_factor,
-    merger_of,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind

@@ -151,7 +151,7 @@ def finite_number(value: Any, function: str) -> float:
         raise TypeError(f"{function} returned a {type(value).__name__}, expected a number")
     if not math.isfinite(number):
         raise ValueError(f"{function} returned {value}, expected a finite number")
-    if abs(number) > MAX_REWARD:
+    if abs(float(number)) > MAX_REWARD:
         raise ValueError(f"{function} returned {value}, expected at most {MAX_REWARD:g} in size")
     return float(number)
 

@@ -127,7 +127,7 @@ class TaskPool:
         awaited = [process for process in self._processes if not process.is_idle]
         soonest = min(process.deadline for process in awaited)
         timeout = max(0.0, soonest - time.monotonic())
-        wait([process.link for process in awaited], timeout)
+        wait([process.link.fileno() for process in awaited], timeout)
         for process in awaited:
             was_ready = process.is_ready
             try:

@@ -54,7 +54,7 @@ class ParentEnd:
         Raises:
             OSError: the process has ended, says something unasked, or does not listen in time.
         """
-        if wait([self], 0):
+        if wait([self._socket], 0):
             raise ConnectionError("the process has ended or speaks unasked")
         content = pickle.dumps(message)
         self._socket.settimeout(timeout_s)
