@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked import masked_mean
+from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.data.batch import RolloutBatch
 
 
@@ -54,18 +54,44 @@ def check_rollout_log_probs(
     return {
         "rollout/log_prob_diff_mean": float(masked_mean(difference, mask)),
         "rollout/log_prob_diff_engine_max": max(means.values()),
-        "rollout/log_prob_diff_max": float(difference[mask].max()),
+        "rollout/log_prob_diff_max": float(on_mask(difference, mask).max()),
     }
 
 
 def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]:
     """The mean over the sampled tokens of each engine that sampled any, by its index."""
     assert batch.engine is not None
-    mask = batch.response_mask.values
-    engine = batch.engine[batch.responses.row_ids()][mask]
-    totals = torch.bincount(engine, weights=difference[mask].double())
-    counts = torch.bincount(engine)
+    sampled = difference.masked_fill(~batch.response_mask.values, 0.0)
+    of_rows = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
+    totals = torch.bincount(batch.engine, weights=of_rows.double())
+    counts = torch.bincount(batch.engine, weights=batch.response_mask.counts().double())
     return {k: float(totals[k] / counts[k]) for k in counts.nonzero().flatten().tolist()}
+
+
+def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | None]:
+    """How much of what adapters have learned shows in the log-probs that vLLM reports.
+
+    sqrt(mean (rollout - ref)^2 / mean (old - ref)^2) over the sampled tokens, where ref is the
+    model without adapters: 1 where vLLM samples with the trainer's adapters, below it where they
+    arrive late or in part. Rounding moves both sides alike.
+
+    Args:
+        batch: responses with old_log_probs; and ref_log_probs, unless the run has no reference.
+        top_p: what vLLM sampled from.
+
+    Returns:
+        rollout/adapter_share; null without a reference, and before the first update.
+    """
+    if batch.ref_log_probs is None:
+        return {"rollout/adapter_share": None}
+    assert batch.old_log_probs is not None
+    mask, trained = batch.response_mask.values, batch.old_log_probs.values
+    moved = trained - batch.ref_log_probs.values
+    shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)
+    squares = masked_mean(moved.square(), mask)
+    if not squares:
+        return {"rollout/adapter_share": None}
+    return {"rollout/adapter_share": float((masked_mean(shown.square(), mask) / squares).sqrt())}
 
 
 def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
@@ -79,5 +105,10 @@ def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tenso
         trained: [N] log-probs of the same tokens under the actor's whole distribution.
         top_p: probability mass of the nucleus; 1 is the whole distribution.
     """
+    return _outside_nucleus(rollout, trained, top_p).abs_()
+
+
+def _outside_nucleus(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
+    """`log_prob_difference` with its sign."""
     raised = rollout - trained
-    return raised.sub_(raised.clamp(0.0, -math.log(top_p))).abs_()
+    return raised.sub_(raised.clamp(0.0, -math.log(top_p)))

@@ -38,7 +38,7 @@ from hybridrl.trainer.grace import GraceCheck
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_fields import LossFields
-from hybridrl.trainer.mismatch import check_rollout_log_probs
+from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.nonfinite import NonFiniteGuard
 from hybridrl.trainer.phases import Phases
 from hybridrl.trainer.profiling import StepProfiler
@@ -266,6 +266,9 @@ class PPOTrainer:
             limit=self.config.trainer.max_log_prob_diff,
             where=self.engine_place,
         )
+        if self.config.lora is not None:
+            top_p = self.config.rollout.top_p
+            self.metrics |= adapter_share(scheduled.batch, top_p=top_p)
         return scheduled
 
     def advantage(self, scheduled: ScheduledBatch, step: int) -> ScheduledBatch:
