@@ -268,7 +268,7 @@ class Pool:
             limit_s: cluster.start_timeout_s in the steps of the start, in which ranks do not tell
                 how far they are. Other calls have no limit as long as a rank gets further.
         """
-        still_s = self._config.cluster.stall_timeout_s
+        still_s, still_setting = self._still(phase, limit_s)
         watch = Watch(
             self._readers,
             self._nodes,
@@ -286,7 +286,7 @@ class Pool:
             setting = START_SETTING
             finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
         except Stalled as stalled:
-            late, setting = stalled.late, STALL_SETTING
+            late, setting = stalled.late, still_setting
             finding = f"{stalled.what} in {phase} for {setting}={still_s:g} s"
         except WorkerError:
             self._ray_watch.check_behind(phase)
@@ -297,6 +297,17 @@ class Pool:
         self._ray_watch.check_behind(phase)
         advice = f"If they were merely slow, raise {setting}."
         raise overdue_error(self._nodes, late, len(hosts), phase, finding, advice)
+
+    def _still(self, phase: str, limit_s: float) -> tuple[float, str]:
+        """Seconds for which nobody may stand still, and the setting that says so.
+
+        While roles are built, imports and compilers tell little of how far they are.
+        """
+        cluster = self._config.cluster
+        is_building = limit_s == math.inf and phase.startswith("start: ")
+        if is_building and 0 < cluster.stall_timeout_s < cluster.start_timeout_s:
+            return cluster.start_timeout_s, START_SETTING
+        return cluster.stall_timeout_s, STALL_SETTING
 
     def _close_idle(self) -> None:
         """Let roles end in order, unless a call is in flight: then some ranks wait for others."""

@@ -152,7 +152,7 @@ class Watch:
     def _warn(self, busy: Sequence[Host], still_s: float) -> None:
         scene = look_at(self._nodes, self._phase, busy, self._num_ranks)
         finding = f"nobody has got further in {self._phase} for {still_s:.0f} s"
-        advice = f"The run ends when it has lasted for cluster.stall_timeout_s={self._limit_s:g} s."
+        advice = f"The run ends when it has lasted for {self._limit_s:g} s."
         logger.warning("%s", report(scene, finding, advice))
 
     def _ask_again(self, busy: Sequence[Host]) -> None:

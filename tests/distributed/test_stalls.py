@@ -199,11 +199,13 @@ def test_a_rank_that_is_stopped_in_the_setup_is_named(tmp_path):
 
 def test_a_role_that_hangs_while_it_is_built_is_named(tmp_path):
     start = time.monotonic()
-    with Pool(pool_config(tmp_path, stall_s=LIMIT_S)) as pool, pytest.raises(WorkerError) as caught:
+    config = pool_config(tmp_path, stall_s=1.0)
+    with Pool(config) as pool, pytest.raises(WorkerError) as caught:
+        config.cluster.start_timeout_s = LIMIT_S
         build_roles(pool, {"rollout": StallConfig(hangs=True)})
     assert time.monotonic() - start < 60.0
     assert caught.value.phase == "start: rollout"
-    assert "nobody has got further in start: rollout for cluster.stall_t" in str(caught.value)
+    assert "nobody has got further in start: rollout for cluster.start_t" in str(caught.value)
     assert re.search(r"rank 1 on .*__init__ \(stall_roles\.py:\d+\)", str(caught.value))
 
 
