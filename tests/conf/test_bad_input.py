@@ -436,7 +436,9 @@ def test_a_model_too_large_for_the_gpus_is_refused():
     args = ["hardware=gpu", "cluster.gpus_per_node=1"]
     found = problems(*args, machine=GPU_NODE, model=seven)
     assert any("update actor needs" in text for text in found), found
-    assert any("rollout.gpu_memory_utilization" in text for text in found)
+    advised = ["fsdp.activation_checkpointing=true", "fsdp.offload=idle_all"]
+    assert any(f"Set {' '.join(advised)}: " in text for text in found), found
+    assert problems(*args, *advised, machine=GPU_NODE, model=seven) == []
     assert problems("hardware=gpu", machine=GPU_NODE, model=seven) == []
 
 

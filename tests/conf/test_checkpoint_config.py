@@ -15,7 +15,7 @@ from tests.run_configs import run_config
     [
         (["resume=/nowhere"], ["resume = /nowhere", "there is no such folder", "resume=<run>"]),
         (["resume='~/nowhere'"], ["resume = ~/nowhere", "there is no such folder"]),
-        ([f"resume=/{'x' * 256}"], ["it cannot be read: File name too long", "resume=<run>"]),
+        ([f"resume=/{'x' * 256}"], ["it cannot be read", "File name too long", "resume=<run>"]),
         (["checkpoint.keep_best=accuracy"], ["checkpoint.keep_best = accuracy", "eval/accuracy"]),
         (
             ["trainer.max_restarts=2", "checkpoint.every_steps=0"],

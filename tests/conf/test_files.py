@@ -126,7 +126,7 @@ def test_dataclasses_and_yaml_have_the_same_keys():
         "actor.algorithm.loss.args",
     }
     found = {next((m for m in mappings if key.startswith(f"{m}.")), key) for key in leaves(tree)}
-    adapters = re.compile(r"^(actor|ref)\.lora\.")
+    adapters = re.compile(r"^(actor|ref|rollout)\.lora\.")
     assert found == {key for key in _schema_keys(schema.RunConfig) if not adapters.match(key)}
 
 

@@ -83,7 +83,8 @@ def test_tokens_that_count_have_mean_0_and_deviation_1(name, elements, **kinds):
         found = estimated(name, batch, rewards)
     assert (found[~counted] == 0).all()
     kept = found[counted].double()
-    assume(bool((kept != 0).any()))  # a single group that counts may have nothing to prefer
+    # Where nothing that counts is preferred, whitening leaves the rounding of equal advantages.
+    assume(bool((kept.abs() > 1e-2).any()))
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-5)
     assert float(kept.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
 
