@@ -69,11 +69,11 @@ def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]
 
 
 def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | None]:
-    """How much of what adapters have learned shows in the log-probs that vLLM reports.
+    """Share of what adapters have learned that the log-probs of vLLM show.
 
-    sqrt(mean (rollout - ref)^2 / mean (old - ref)^2) over the sampled tokens, where ref is the
-    model without adapters: 1 where vLLM samples with the trainer's adapters, below it where they
-    arrive late or in part. Rounding moves both sides alike.
+    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the sampled tokens, where ref is the
+    model without adapters: 1 where vLLM samples with the trainer's adapters, 0 where it samples
+    with none. While the policy has moved less than kernels round, it lies between 0.5 and 1.
 
     Args:
         batch: responses with old_log_probs; and ref_log_probs, unless the run has no reference.
@@ -89,9 +89,8 @@ def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | Non
     moved = trained - batch.ref_log_probs.values
     shown = moved + _outside_nucleus(batch.rollout_log_probs.values, trained, top_p)
     squares = masked_mean(moved.square(), mask)
-    if not squares:
-        return {"rollout/adapter_share": None}
-    return {"rollout/adapter_share": float((masked_mean(shown.square(), mask) / squares).sqrt())}
+    share = float(masked_mean(shown * moved, mask) / squares) if squares else None
+    return {"rollout/adapter_share": share}
 
 
 def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:

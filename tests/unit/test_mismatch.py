@@ -10,6 +10,7 @@ import torch
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.trainer.mismatch import (
     RolloutMismatch,
+    adapter_share,
     check_rollout_log_probs,
     log_prob_difference,
 )
@@ -67,3 +68,23 @@ def test_a_nucleus_may_raise_but_not_lower():
     raised = trained + torch.tensor([math.log(2), -0.5, 1.0])
     difference = log_prob_difference(raised, trained, top_p=0.5)
     torch.testing.assert_close(difference, torch.tensor([0.0, 0.5, 1.0 - math.log(2)]))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "share"),
+    [([-0.5, -2.5, -3.0], 1.0), ([-1.0, -2.0, -3.0], 0.0), ([-0.75, -2.25, -9.0], 0.5)],
+)
+def test_share_of_what_adapters_learned_by_hand(rollout, share):
+    """The trainer moved by +0.5 and -0.5, vLLM by all, none and half of it; one token is masked."""
+    batch = batch_with(rollout, [-0.5, -2.5, -3.0])
+    lengths = batch.responses
+    batch = replace(batch, response_mask=lengths.like(torch.tensor([True, True, False])))
+    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": None}
+    batch = batch.adding(ref_log_probs=lengths.like(torch.tensor([-1.0, -2.0, -3.0])))
+    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": share}
+
+
+def test_adapters_that_have_not_moved_have_no_share():
+    batch = batch_with([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])
+    batch = batch.adding(ref_log_probs=batch.old_log_probs)
+    assert adapter_share(batch, top_p=1.0) == {"rollout/adapter_share": None}
