@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 from hybridrl.config.choices import DType, Offload
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.shards import gather_factors
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker
@@ -50,7 +49,6 @@ def run_phase(phase, roles, step):
     if phase == "reshard":
         roles["actor"].begin()
         named = roles["actor"].named_shards()
-        gather_factors(named)
         shards = {shard.name: shard.local().clone() for shard in named}
         for role in roles.values():
             role.rest()

@@ -150,9 +150,9 @@ class Kept(Numbers):
 
 def test_what_was_sent_is_not_sent_again(groups):
     first, second = Counted(), Counted()
-    base = Piece(first)
+    base = Piece(lambda: first)
     assert groups["single"].call("add", Kept(base, []), 1).values == [6, 1006]
-    more = Kept(base, [Piece(second)])
+    more = Kept(base, [Piece(lambda: second)])
     assert groups["single"].call("add", more, 1).values == [11, 1011]
     assert groups["second"].call("add", more, 1).values == [11, 1011]
     assert (first.times, second.times) == (1, 1)
@@ -161,7 +161,7 @@ def test_what_was_sent_is_not_sent_again(groups):
 def test_what_was_sent_is_let_go_with_its_piece(groups):
     store = groups["single"].pool.store
     before = len(store)
-    piece = Piece(Counted())
+    piece = Piece(Counted)
     groups["single"].call("add", Kept(piece, []), 1)
     assert len(store) == before + 1
     del piece

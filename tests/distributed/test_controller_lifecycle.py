@@ -289,7 +289,7 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
     """What it has no memory for goes to its disk, which is taken for full here."""
     monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.001")
     config = pool_config(tmp_path)
-    large = Piece(bytearray(STORE_BYTES[config.accelerator] + 1))
+    large = Piece(partial(bytearray, STORE_BYTES[config.accelerator] + 1))
     with (
         ray_runtime(config.cluster, config.accelerator),
         closing(RayWatch(config.cluster.stall_timeout_s)) as watch,
@@ -297,7 +297,7 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
         store = ObjectStore(partial(watch.guarded, "sending a batch"))
         with pytest.raises(WorkerError, match="Ray failed in sending a batch: OutOfDiskError"):
             store.reference(large)
-        assert ray.get(store.reference(Piece("small"))) == "small"
+        assert ray.get(store.reference(Piece(lambda: "small"))) == "small"
 
 
 def test_signals_are_raised_once_and_handlers_return():

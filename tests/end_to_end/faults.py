@@ -225,8 +225,10 @@ def _is_in(position: Position, phase: Phase) -> bool:
 def role_of(pid: int, title: str) -> str:
     """Whose process it is, as `Victim` says it; empty of others, and of one that is gone."""
     with suppress(psutil.Error, OSError):
-        if "rewards.child" in title:
-            return Victim.reward
+        if "rewards.child" in title:  # of its supervisor, too, which computes nothing
+            parent = psutil.Process(pid).parent()
+            is_worker = parent is not None and "rewards.child" in " ".join(parent.cmdline())
+            return Victim.reward if is_worker else ""
         if "WorkerHost" in title:
             return rank_of(pid)
         return {"raylet": Victim.raylet, "gcs_server": Victim.gcs}.get(

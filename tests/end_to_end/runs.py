@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridrl.controller.rendezvous import FILE_PREFIX
 from tests.end_to_end.sockets import Listener, listening, still_open
 
 ROOT = Path(__file__).resolve().parents[2]
+# What another run may need to end, or to start anew.
+RESTART_S = 60.0
 
 # A run of seconds: two steps on a few problems.
 SMALL = [
@@ -107,8 +110,27 @@ def shared_memory() -> set[str]:
 
 
 def abandoned(names: set[str]) -> set[str]:
-    """Those of some names in /dev/shm that nobody has mapped, and that are still there then."""
-    return (names - mapped_by_somebody()) & shared_memory()
+    """Those of some names in /dev/shm that nobody has mapped, and that are still there then.
+
+    The file of a rendezvous may be another run's that is just restarting: it gets time to go.
+    """
+    deadline = time.monotonic() + RESTART_S
+    while True:
+        left = (names - mapped_by_somebody()) & shared_memory()
+        left = {name for name in left if not is_held_rendezvous(name)}
+        waits = any(name.startswith(FILE_PREFIX) for name in left)
+        if not waits or time.monotonic() > deadline:
+            return left
+        time.sleep(0.5)
+
+
+def is_held_rendezvous(name: str) -> bool:
+    """The file names the process of rank 0, which lives."""
+    with contextlib.suppress(FileNotFoundError):
+        if name.startswith(FILE_PREFIX):
+            found = re.search(rb" pid (\d+)", Path("/dev/shm", name).read_bytes())
+            return found is not None and Path("/proc", found[1].decode()).exists()
+    return False
 
 
 def mapped_by_somebody() -> set[str]:

@@ -179,8 +179,10 @@ def test_no_secret_of_a_sweep_is_written_or_printed(tmp_path):
     )
     told = {"of_file": of_file, "PLAIN_NAME": looked_up, **IN_ENVIRONMENT}
     (tmp_path / "telling.py").write_text(
-        f"import logging\ntold = {'-'.join(told.values())!r}\n"
-        "logging.getLogger(__name__).warning('telling %s', told)\nraise RuntimeError(told)\n"
+        f"import logging, sys\ntold = {'-'.join(told.values())!r}\n"
+        "if 'hydra' in sys.modules:  # not where the import is tried first\n"
+        "    logging.getLogger(__name__).warning('telling %s', told)\n"
+        "    raise RuntimeError(told)\n"
     )
     arguments = ["--config-dir", str(tmp_path / "conf"), "+mine=own", "hardware=cpu"]
     arguments += ["run.dry=true", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
