@@ -90,7 +90,6 @@ class Correction:
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
         """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
         config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
-        config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
         weights, num_cut = [], 0
         for old, rollout, mask in _padded(blocks, batch):
             ratios = importance_ratios(old, rollout, mask, config.level)
