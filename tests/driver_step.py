@@ -1,7 +1,8 @@
 """A step's work of the driver alone: the real trainer, with ranks that answer at once.
 
-    python -m tests.driver_step --responses 4096 --steps 3
+    THP_MEM_ALLOC_ENABLE=1 python -m tests.driver_step --responses 4096 --steps 3
 
+The variable, which hybridrl.main sets for itself, must be there before torch is imported.
 Responses have log-normal lengths of mean 4,096, at most 32,768; prompts have 256 tokens. Ranks and
 reward function do nothing: they hand back values that lie in shared memory, as Ray's object store
 would, and what is sent to them is copied into such memory. Prints one JSON line: for each step the

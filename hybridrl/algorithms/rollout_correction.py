@@ -153,28 +153,39 @@ def mismatch_metrics(
         ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob on the mask
             is not finite.
     """
-    return mismatch_from([mismatch_sums(old_log_probs, rollout_log_probs, response_mask)])
+    difference = _differences(old_log_probs, rollout_log_probs, response_mask)
+    lengths = torch.full((len(difference),), difference.shape[1])
+    return mismatch_from([mismatch_sums(lengths, difference.flatten(), response_mask.flatten())])
 
 
-def mismatch_sums(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
-) -> Tensor:
-    """[8] float64: a part of a batch as `mismatch_from` takes it; arguments as there."""
-    difference = _differences(old_log_probs, rollout_log_probs, response_mask).double()
+def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) -> Tensor:
+    """[8] float64: sums over some responses, of which `mismatch_from` adds up those of a batch.
+
+    Args:
+        lengths: [B] int64, of the responses, with sum N.
+        difference: [N] the trainer's log-probs less the sampler's, nats, finite on the mask.
+        response_mask: [N] bool.
+    """
+    difference = difference.double().masked_fill_(~response_mask, 0.0)
     per_token = on_mask(difference, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    of_responses = difference.sum(1)[response_mask.any(1)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratios = per_token.exp()
-    terms = [
-        torch.ones_like(per_token),
-        torch.ones_like(of_responses),
-        per_token,
-        torch.expm1(per_token) - per_token,
-        torch.expm1(2 * per_token),
-        torch.expm1(2 * of_responses),
-        ratios,
-        ratios.square(),
-    ]
-    return torch.stack([term.sum() for term in terms])
+    of_responses = torch.segment_reduce(difference, "sum", lengths=lengths)
+    of_responses = of_responses.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # 0 without sampled tokens
+    ends, sampled = lengths.cumsum(0), torch.nn.functional.pad(response_mask.cumsum(0), (1, 0))
+    excess = torch.expm1(per_token)  # rho_t - 1, whose sum is exact where rho_t is nearly 1
+    tokens, log_ratio = torch.tensor(len(per_token)), per_token.sum()
+    total, squares = excess.sum(), excess.dot(excess)
+    return torch.stack(
+        [
+            tokens,
+            (sampled[ends] > sampled[ends - lengths]).sum(),
+            log_ratio,
+            total - log_ratio,
+            squares + 2 * total,
+            torch.expm1(2 * of_responses).sum(),
+            total + tokens,
+            squares + 2 * total + tokens,
+        ]
+    )
 
 
 def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:

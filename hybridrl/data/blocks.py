@@ -1,17 +1,50 @@
-"""A ragged batch as padded blocks of bounded size, for functions of [B, T].
+"""A ragged batch in parts of bounded size: padded blocks for functions of [B, T], or flat chunks.
 
 Whole rows stand in a block, rows of similar length together, so that little of it is padding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from hybridrl.data.ragged import Ragged, joined, padded
 
-# Elements of a block: 4 MiB in float32. A batch that fits into one is one block.
-BLOCK_ELEMENTS = 2**20
+# Elements of a block: 8 MiB in float32. A batch that fits into one is one block.
+BLOCK_ELEMENTS = 2**21
+# Elements of a flat chunk: a few of them stay in a core's cache.
+CHUNK_ELEMENTS = 2**16
+
+
+def in_chunks(function: Callable[..., Tensor], *flat: Tensor) -> Tensor:
+    """`function(*flat)` [N] of an element-wise function, without temporaries as long as the batch.
+
+    Args:
+        function: tensors [n] -> tensor [n].
+        flat: tensors [N].
+    """
+    chunks = zip(*(tensor.split(CHUNK_ELEMENTS) for tensor in flat), strict=True)
+    first = function(*next(chunks))
+    if len(first) == len(flat[0]):
+        return first
+    whole = first.new_empty(len(flat[0]))
+    whole[: len(first)] = first
+    for to, parts in zip(whole.split(CHUNK_ELEMENTS)[1:], chunks, strict=True):
+        to[:] = function(*parts)
+    return whole
+
+
+def row_chunks(lengths: Tensor, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Consecutive rows, about CHUNK_ELEMENTS in all: their lengths [b] and their fields [n].
+
+    Args:
+        lengths: [B] int64, of the rows, with sum N.
+        flat: fields [N].
+    """
+    chunk = lengths.cumsum(0) // CHUNK_ELEMENTS
+    of_chunks = lengths.split(chunk.unique_consecutive(return_counts=True)[1].tolist())
+    sizes = [int(part.sum()) for part in of_chunks]
+    return zip(of_chunks, *(field.split(sizes) for field in flat), strict=True)
 
 
 class PaddedBlocks:

@@ -3,6 +3,7 @@
 Chosen once from config; the loop calls the same methods whichever it is.
 """
 
+from functools import partial
 from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
@@ -11,6 +12,7 @@ from hybridrl.config.algorithm_schema import KLConfig
 from hybridrl.config.choices import KLPlacement
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.blocks import in_chunks
 from hybridrl.data.ragged import Ragged
 
 
@@ -102,12 +104,11 @@ class KLPenalty:
         if self._config.placement is KLPlacement.loss:
             return batch.scores
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-        rewards = kl_penalty_rewards(
+        rewards = in_chunks(
+            partial(kl_penalty_rewards, coef=self._coef, estimator=self._config.estimator),
             batch.scores.values,
             batch.old_log_probs.values,
             batch.ref_log_probs.values,
-            self._coef,
-            self._config.estimator,
         )
         return batch.scores.like(rewards)
 
@@ -115,7 +116,7 @@ class KLPenalty:
         """actor/kl in nats per token (k3, whose mean is never negative), and the coefficient."""
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         mask = batch.response_mask.values
-        per_token = k3(batch.old_log_probs.values, batch.ref_log_probs.values)
+        per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
         used = self._coef
         if self._config.target is not None:
             self._coef = adapt_coef(

@@ -4,7 +4,7 @@ loss_weights: importance weights against the sampler's mismatch; selected: the t
 treats in a way of its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from hybridrl.config.choices import CorrectionMethod
 from hybridrl.config.classes import locate
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import PaddedBlocks
+from hybridrl.data.blocks import PaddedBlocks, row_chunks
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.seeds import derive_seed
 
@@ -70,8 +70,11 @@ class LossFields:
 
 def mismatch(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
     """No field; how far the trainer's policy is from the sampler's."""
-    blocks = PaddedBlocks(batch.responses.lengths)
-    found = mismatch_from([mismatch_sums(*tensors) for tensors in _padded(blocks, batch)])
+    assert batch.old_log_probs is not None
+    fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+    chunks = row_chunks(batch.responses.lengths, *(field.values for field in fields))
+    sums = [mismatch_sums(lengths, old - rollout, mask) for lengths, old, rollout, mask in chunks]
+    found = mismatch_from(sums)
     return {}, {f"rollout/mismatch_{name}": value for name, value in found.items()}
 
 
@@ -91,7 +94,10 @@ class Correction:
         """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
         config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
         weights, num_cut = [], 0
-        for old, rollout, mask in _padded(blocks, batch):
+        assert batch.old_log_probs is not None
+        fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+        padded = (blocks.of(field, 0.0) for field in fields)
+        for old, rollout, mask in zip(*padded, strict=True):
             ratios = importance_ratios(old, rollout, mask, config.level)
             weights.append(WEIGHTS[config.method](ratios, mask, config.low, config.high))
             num_cut += int(((weights[-1] != ratios) & mask).count_nonzero())
@@ -133,11 +139,3 @@ class Selection:
         chosen = self._select(covariance, mask, generator=generator, **self._settings)
         metrics = {"actor/covariance_max": float(covariance.max())}
         return {"selected": batch.responses.like(chosen)}, metrics
-
-
-def _padded(blocks: PaddedBlocks, batch: RolloutBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """By block old_log_probs, rollout_log_probs and the mask of sampled tokens."""
-    assert batch.old_log_probs is not None
-    fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
-    old, rollout, mask = (blocks.of(field, 0.0) for field in fields)
-    return zip(old, rollout, mask, strict=True)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.blocks import in_chunks
 
 
 class RolloutMismatch(RuntimeError):
@@ -34,8 +36,10 @@ def check_rollout_log_probs(
     """
     assert batch.old_log_probs is not None
     mask = batch.response_mask.values
-    difference = log_prob_difference(
-        batch.rollout_log_probs.values, batch.old_log_probs.values, top_p
+    difference = in_chunks(
+        partial(log_prob_difference, top_p=top_p),
+        batch.rollout_log_probs.values,
+        batch.old_log_probs.values,
     )
     means = _mean_by_engine(batch, difference)
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
@@ -61,7 +65,8 @@ def check_rollout_log_probs(
 def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]:
     """The mean over the sampled tokens of each engine that sampled any, by its index."""
     assert batch.engine is not None
-    sampled = difference.masked_fill(~batch.response_mask.values, 0.0)
+    mask = batch.response_mask.values
+    sampled = difference if bool(mask.all()) else difference.masked_fill(~mask, 0.0)
     of_rows = torch.segment_reduce(sampled, "sum", lengths=batch.responses.lengths)
     totals = torch.bincount(batch.engine, weights=of_rows.double())
     counts = torch.bincount(batch.engine, weights=batch.response_mask.counts().double())

@@ -1,6 +1,7 @@
 """The driver's part of a step of long responses: seconds, memory, and what whitening counts."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,14 +13,17 @@ from tests.driver_step import Trainer, config_of, train
 
 @pytest.mark.parametrize("responses", [512, pytest.param(4096, marks=pytest.mark.slow)])
 def test_a_step_of_long_responses_costs_the_driver_little(responses):
-    """Less than three times the batch, and 1 s of CPU time for each 1,024 responses.
+    """Less than three times the batch, and 1.5 s for 4,096 responses.
 
-    The clock says nothing where other tests run beside.
+    In CPU time: the clock says nothing where other tests run beside.
     """
     command = [sys.executable, "-m", "tests.driver_step", "--responses", str(responses)]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}
+    result = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
+    found = json.loads(result.stdout)
     assert found["peak"] < 3 * found["batch"], found
-    assert min(step["driver_cpu"] for step in found["steps"]) < max(1.0, responses / 1024), found
+    limit = 1.5 if responses == 4096 else 0.5
+    assert min(step["driver_cpu"] for step in found["steps"]) < limit, found
 
 
 class Looking(Trainer):
