@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
+from hybridrl.app.compose import conf_dir
+from hybridrl.config.command.provenance import Given
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.given import Given
 from hybridrl.config.load import examine
-from hybridrl.config.machine import Machine, Node
+from hybridrl.config.planner.machine import Machine, Node
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.command import conf_dir
 
 
 def composed(values: Mapping[str, object]) -> RunConfig:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5
 from benchmarks.timing import hardware, min_median_max, seconds_per_call, wait_for_all
-from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.distributed.offload import Offloadable
 
 SHAPE = model_shape(QWEN2_5["1.5b"])

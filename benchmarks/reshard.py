@@ -56,12 +56,12 @@ from benchmarks.timing import (
 )
 from benchmarks.usual_sync import UsualPath, forget, random_policy, usual_path
 from hybridrl.config.choices import Layout
-from hybridrl.config.multicast import turn_off_multicast
+from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import RunConfig
+from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.distributed.token_models import TokenLogProbs
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import QWEN2_5, TINY
 from hybridrl.config.choices import DType, Init, SleepMode
-from hybridrl.config.multicast import turn_off_multicast
+from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged

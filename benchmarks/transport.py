@@ -31,12 +31,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from timing import hardware, min_median_max
 
-from hybridrl.config.check_sizes import slots_on_nodes
-from hybridrl.config.given import Given
+from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.config.command.provenance import Given
 from hybridrl.config.load import examine
-from hybridrl.config.machine import local_machine
+from hybridrl.config.planner.machine import local_machine
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch

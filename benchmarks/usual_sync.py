@@ -18,9 +18,9 @@ from benchmarks.timing import seconds_of_slowest
 from hybridrl.config.choices import Layout
 from hybridrl.config.schema import FSDPConfig, RunConfig
 from hybridrl.data.seeds import derive_seed
+from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.token_models import TokenLogProbs
 from hybridrl.rollout.engine import RolloutEngine
 
 

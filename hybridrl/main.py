@@ -24,36 +24,36 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from hybridrl.config.check_checkpoint import AUTO, auto_problem
-from hybridrl.config.check_effects import effect_problems
-from hybridrl.config.choices import Accelerator
-from hybridrl.config.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.given import Given, given_keys, recipe_files
-from hybridrl.config.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.installation import check_installation
-from hybridrl.config.plan_text import plan
-from hybridrl.config.secrets import (
-    argument_without_secret,
-    config_secrets,
-    hide_in_files,
-    without_secrets,
-)
-from hybridrl.controller.command import composed, conf_dir, examined, look, stored_weight_problems
-from hybridrl.controller.command_process import (
+from hybridrl.app.compose import composed, conf_dir, examined, look, stored_weight_problems
+from hybridrl.app.launch import Prepared, check_data, look_at_data, train_with_restarts
+from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
     exit_codes,
     set_up_process,
     show_problems,
 )
+from hybridrl.app.setup_times import SetupTimes, program_start
+from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, finite
+from hybridrl.config.checks.checkpoint import AUTO, auto_problem
+from hybridrl.config.checks.effects import effect_problems
+from hybridrl.config.checks.installation import check_installation
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
+from hybridrl.config.command.provenance import Given, given_keys, recipe_files
+from hybridrl.config.command.secrets import (
+    argument_without_secret,
+    config_secrets,
+    hide_in_files,
+    without_secrets,
+)
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.plan_text import plan
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model
 from hybridrl.trainer.errors import RunStopped
-from hybridrl.trainer.launch import Prepared, check_data, look_at_data, train_with_restarts
-from hybridrl.trainer.setup_times import SetupTimes, program_start
-from hybridrl.trainer.sweep import SWEEP_CONFIG, JobResult, finite
 
 log = logging.getLogger(__name__)
 

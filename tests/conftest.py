@@ -7,7 +7,7 @@ import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from hybridrl.controller.command_process import KERNEL_FOLDERS
+from hybridrl.app.process import KERNEL_FOLDERS
 from hybridrl.models.cache import cache_folder
 
 # Programs that a shell runs in the background inherit a Ctrl-C that is ignored. The tests of

@@ -34,9 +34,9 @@ from hybridrl.controller.placement import Slot
 from hybridrl.controller.spans import Span, SpanLog
 from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.kl_control import KLPenalty
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded

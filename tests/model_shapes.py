@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.model_shape import ModelShape, model_shape
 
 # config.json of Qwen2.5-0.5B-Instruct, as far as the checks read it.
 QWEN: dict[str, Any] = {

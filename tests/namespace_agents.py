@@ -107,9 +107,9 @@ def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> N
 
 def summed(agents: Any) -> list[Any]:
     """The findings of the all-reduce alone, whatever else is wrong."""
-    from hybridrl.controller.agents import call_all
-    from hybridrl.doctor import network_collective
-    from hybridrl.doctor.network_nodes import look
+    from hybridrl.controller.ray.node_calls import call_all
+    from hybridrl.doctor.network import collective as network_collective
+    from hybridrl.doctor.network.nodes import look
 
     views = {node: answer.value for node, answer in call_all(agents, look, "").items()}
     return network_collective.check(agents, views, agents.addresses, on_gpu=False)
@@ -117,8 +117,8 @@ def summed(agents: Any) -> list[Any]:
 
 def network_over_ray(ports: list[int]) -> list[Any]:
     """The quick findings of the stage network for the nodes of the cluster at RAY_ADDRESS."""
-    from hybridrl.controller.ray_agents import RayAgents
-    from hybridrl.doctor.network import examine
+    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.doctor.network.stage import examine
 
     with RayAgents() as agents:
         return examine(agents, ports, on_gpu=False, quick=True)
@@ -126,9 +126,9 @@ def network_over_ray(ports: list[int]) -> list[Any]:
 
 def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[Any]:
     """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
-    from hybridrl.config.model_shape import model_shape
-    from hybridrl.doctor import network
+    from hybridrl.config.planner.model_shape import model_shape
     from hybridrl.doctor.catalog import Stage
+    from hybridrl.doctor.network import stage as network
     from hybridrl.doctor.stages import Case, run_stages
     from tests.model_shapes import TINY
     from tests.run_configs import MACHINE, run_config

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from hybridrl.config.given import given_keys
+from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.load import examine
-from hybridrl.config.machine import Machine, Node
+from hybridrl.config.planner.machine import Machine, Node
 from hybridrl.config.schema import RunConfig
 from tests.model_shapes import TINY
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.data.problems import Problem, held_out_problems
+from hybridrl.data.sources.problems import Problem, held_out_problems
 
 MARKED_AT_THE_END = re.compile(r"#### (\d+)$")
 MAX_RESPONSE_TOKENS = 48

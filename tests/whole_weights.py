@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.gathering import GatheredWeights
-from hybridrl.distributed.token_models import TokenLogProbs
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:

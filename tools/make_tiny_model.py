@@ -18,7 +18,7 @@ from tiny_tokenizer import END, PAD, build_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hybridrl.data.problems import held_out_problems
+from hybridrl.data.sources.problems import held_out_problems
 
 log = logging.getLogger("make_tiny_model")
 

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 
-from hybridrl.data.problems import Problem, train_problem
 from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.problems import Problem, train_problem
 
 
 class Quality(StrEnum):

@@ -6,6 +6,7 @@ from pathlib import Path
 from hybridrl.checkpoint import latest
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.durable import put_in_place, remove, sync_file, sync_folder
+from hybridrl.checkpoint.leftovers import clean
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import (
     MANIFEST,
@@ -17,7 +18,6 @@ from hybridrl.checkpoint.names import (
     hidden_step_of,
     step_name,
 )
-from hybridrl.checkpoint.remains import clean
 from hybridrl.checkpoint.verification import verify
 
 

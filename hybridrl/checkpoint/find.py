@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hybridrl.checkpoint import latest, verification
 from hybridrl.checkpoint.durable import exists
 from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.leftovers import hidden_steps_in, steps_in
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import (
     CHECKPOINTS,
@@ -22,7 +23,6 @@ from hybridrl.checkpoint.names import (
     promised_step,
     step_name,
 )
-from hybridrl.checkpoint.remains import hidden_steps_in, steps_in
 from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.errors import ConfigError
 

@@ -11,10 +11,10 @@ from threading import Thread
 
 from hybridrl.checkpoint import latest
 from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.leftovers import finish_deletions, restore_replaced, steps_in
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import REMOVED, checkpoints_folder, hidden_name, step_name
 from hybridrl.checkpoint.reading import UnreadableFile
-from hybridrl.checkpoint.remains import finish_deletions, restore_replaced, steps_in
 from hybridrl.checkpoint.verification import verify
 
 

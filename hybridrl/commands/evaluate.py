@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hybridrl.app.compose import look
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
 from hybridrl.commands.evaluation.subject import Subject, find_subject
 from hybridrl.commands.running import UsageError, note_other_files, run_command
-from hybridrl.config.command_line import parse_argv
+from hybridrl.config.checks.installation import check_installation
+from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.installation import check_installation
 from hybridrl.config.load import Examined
-from hybridrl.config.machine import Machine
+from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.command import look
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
     from hybridrl.commands.evaluation.session import Case
-    from hybridrl.data.prompt_sets import PromptSets
-    from hybridrl.data.prompts import Prompt
+    from hybridrl.data.sources.prompt_sets import PromptSets
+    from hybridrl.data.sources.prompts import Prompt
 
 LOG = "eval.log"
 
@@ -53,7 +53,7 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
     # Heavy imports come only now.
     from hybridrl.commands.evaluation.report import results_of, table_of, write_results
     from hybridrl.commands.evaluation.session import Answers, Case, evaluate
-    from hybridrl.controller.ray_runtime import ray_runtime
+    from hybridrl.controller.ray.runtime import ray_runtime
 
     config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
     model_folder(config.model)  # a download, if any, is made once and not by every worker
@@ -88,8 +88,8 @@ def _prompts(config: RunConfig) -> "PromptSets":
     Raises:
         ConfigError: whatever is wrong with the data.
     """
-    from hybridrl.data.prompt_sets import examine_prompts
-    from hybridrl.trainer.environment import stop_problems
+    from hybridrl.data.sources.prompt_sets import examine_prompts
+    from hybridrl.trainer.multi_turn.environment import stop_problems
 
     path, limit = config.model.path, config.rollout.max_prompt_tokens
     prompts, problems = examine_prompts(config.data, path, limit)

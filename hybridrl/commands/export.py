@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.app.process import EXIT_FAILED
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.commands.running import (
@@ -19,7 +20,6 @@ from hybridrl.commands.running import (
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
-from hybridrl.controller.command_process import EXIT_FAILED
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.models.exported import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
@@ -117,9 +117,9 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
         OSError: the disk does not take it, or does not give it.
     """
     # What is wrong with the paths is said before these imports of seconds.
-    from hybridrl.distributed.export import AdapterFiles, write_model
-    from hybridrl.distributed.stored_policy import StoredPolicy
-    from hybridrl.trainer.manifest import versions
+    from hybridrl.distributed.storage.export import AdapterFiles, write_model
+    from hybridrl.distributed.storage.stored_policy import StoredPolicy
+    from hybridrl.trainer.tracking.manifest import versions
 
     config = found.manifest.config
     model, lora = _model(config, base), _lora(config)

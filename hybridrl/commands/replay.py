@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.commands.running import run_command
-from hybridrl.config.installation import check_ray
+from hybridrl.config.checks.installation import check_ray
 from hybridrl.controller.output import guard_standard_output
 
 EXIT_NOT_FINITE = 3
@@ -44,9 +44,9 @@ def main() -> None:
 def _replay(folder: Path, *, runs_code: bool) -> None:
     check_ray()
     # Heavy imports come only when the command line is known to be right.
-    from hybridrl.controller.ray_runtime import ray_runtime
-    from hybridrl.trainer.replay import replay, show, write_findings
-    from hybridrl.trainer.replay_batch import read_replay
+    from hybridrl.controller.ray.runtime import ray_runtime
+    from hybridrl.trainer.replay.batch import read_replay
+    from hybridrl.trainer.replay.session import replay, show, write_findings
 
     kept = read_replay(folder, runs_code=runs_code)
     with ray_runtime(kept.config.cluster, kept.config.hardware.accelerator):

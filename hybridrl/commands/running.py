@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hybridrl.app.process import EXIT_CONFIG, exit_codes, set_up_process
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.controller.command_process import EXIT_CONFIG, exit_codes, set_up_process
 from hybridrl.models.fingerprint import without_weights
-from hybridrl.trainer.base_models import other_files, trained_model
-from hybridrl.trainer.verifying import Verifying
+from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
+from hybridrl.trainer.checkpointing.verifying import Verifying
 
 
 class UsageError(ConfigError):

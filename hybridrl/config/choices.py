@@ -68,7 +68,7 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
-    """How FSDP shards lie (config/layout.py, distributed/layout.py)."""
+    """How FSDP shards lie (config/planner/layout.py, distributed/layout.py)."""
 
     aligned = "aligned"
     plain = "plain"
@@ -90,7 +90,7 @@ class Offload(StrEnum):
 
 
 class NVLinkMulticast(StrEnum):
-    """Whether NCCL and vLLM may reduce inside the NVLink switches (config/multicast.py)."""
+    """Whether NCCL and vLLM may reduce inside the NVLink switches (config/planner/multicast.py)."""
 
     auto = "auto"
     off = "off"

@@ -2,11 +2,11 @@
 
 import math
 
-from hybridrl.config.check_resources import gpu_count_problems, gpu_counts, gpus_on_each
-from hybridrl.config.check_sizes import mesh_problems, world_size
+from hybridrl.config.checks.resources import gpu_count_problems, gpu_counts, gpus_on_each
+from hybridrl.config.checks.sizes import mesh_problems, world_size
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.machine import Machine
-from hybridrl.config.report import Report
+from hybridrl.config.command.report import Report
+from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 
 MAX_REWARD_PROCESSES = 8

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import locate
 
 # What the trainer can give an estimator: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")

@@ -10,19 +10,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
-from hybridrl.config.check_reward_model import REWARD_MODEL_PATH, reward_model_shape
-from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
+from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
+from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.report import Report
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.given import Given
 from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
 from hybridrl.config.links import LINKS, link_problems
-from hybridrl.config.machine import Machine
-from hybridrl.config.model_shape import ModelShape, model_shape
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.ranges import RANGES, range_problems
-from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.typed import Builder, circular_links, element_class, optional_class
+from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.validate import Checks, run_checks
 
 

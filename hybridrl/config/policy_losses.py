@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.algorithm_schema import LossConfig
-from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.importing import check_import
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.ranges import Range
+from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.importing import check_import
 
 # What the actor can give a policy loss.
 TENSORS = (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hybridrl.config.report import shown
+from hybridrl.config.command.report import shown
 
 # Counts and sizes are multiplied with each other, and torch and vLLM hold them in 64 bits.
 LARGEST_COUNT = 2**48

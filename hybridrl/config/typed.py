@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.input_errors import reason_of
+from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.report import Report, shown
 from hybridrl.config.keys import nothing_reads
-from hybridrl.config.report import Report, shown
 
 T = TypeVar("T")
 LINK = re.compile(r"\$\{([\w.]+)\}")

@@ -6,33 +6,30 @@ another and no check meets a value of the wrong type.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hybridrl.config import check_losses as losses
-from hybridrl.config import check_resources as resources
-from hybridrl.config import check_sequences as sequences
-from hybridrl.config import check_sizes as sizes
-from hybridrl.config.check_checkpoint import (
+from hybridrl.config.checks import losses, resources, sequences, sizes
+from hybridrl.config.checks.checkpoint import (
     restart_problems,
     resume_problems,
     retention_problems,
 )
-from hybridrl.config.check_data import mixture_problems
-from hybridrl.config.check_effects import effect_problems
-from hybridrl.config.check_environment import environment_problems
-from hybridrl.config.check_kl import kl_problems
-from hybridrl.config.check_lora import lora_problems
-from hybridrl.config.check_memory import memory_problems, offload_problems
-from hybridrl.config.check_reward_model import reward_model_problems, reward_shape_problems
-from hybridrl.config.classes import check_reward_function
+from hybridrl.config.checks.data import mixture_problems
+from hybridrl.config.checks.effects import effect_problems
+from hybridrl.config.checks.environment import environment_problems
+from hybridrl.config.checks.kl import kl_problems
+from hybridrl.config.checks.lora import lora_problems
+from hybridrl.config.checks.memory import memory_problems, offload_problems
+from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
+from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
-from hybridrl.config.given import Given
-from hybridrl.config.importing import check_import
-from hybridrl.config.layout import layout_problems
-from hybridrl.config.machine import Machine
-from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.planner.layout import layout_problems
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
-from hybridrl.config.report import Report
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.config.user_code.importing import check_import
 
 RANKS = ("cluster.nodes", "cluster.gpus_per_node", "placement")
 RESPONSES = ("data.prompts_per_step", "rollout.responses_per_prompt")

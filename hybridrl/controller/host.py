@@ -22,11 +22,11 @@ import psutil
 import ray
 
 from hybridrl.config.choices import Accelerator, Init, NVLinkMulticast
-from hybridrl.config.machine import torch_threads
-from hybridrl.config.multicast import turn_off_multicast
+from hybridrl.config.command.secrets import secret_values
+from hybridrl.config.planner.machine import torch_threads
+from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.config.secrets import secret_values
-from hybridrl.controller import recorder, rendezvous
+from hybridrl.controller import rendezvous
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
@@ -36,6 +36,7 @@ from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
 from hybridrl.controller.spans import Stopwatch
+from hybridrl.controller.watch import recorder
 from hybridrl.distributed import position
 
 if TYPE_CHECKING:

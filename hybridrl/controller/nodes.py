@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.controller.waiting import give_up_after
+from hybridrl.controller.watch.waiting import give_up_after
 
 T = TypeVar("T")
 

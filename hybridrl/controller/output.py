@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.secrets import known_secrets, without
+from hybridrl.config.command.secrets import known_secrets, without
 from hybridrl.controller.processes import STACK_SIGNAL
 
 

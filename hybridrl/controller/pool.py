@@ -19,19 +19,19 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.nodes import Nodes
-from hybridrl.controller.object_store import ObjectStore
-from hybridrl.controller.overdue import overdue_error
 from hybridrl.controller.placement import (
     Slot,
     check_engines,
 )
-from hybridrl.controller.ray_watch import RayWatch, note_shared_memory, out_of_order
+from hybridrl.controller.ray.object_store import ObjectStore
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
 from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
-from hybridrl.controller.waiting import Host, by_node, give_up_after, wait_for_all
-from hybridrl.controller.watch import Stalled, Watch
+from hybridrl.controller.watch.monitor import Stalled, Watch
+from hybridrl.controller.watch.overdue import overdue_error
+from hybridrl.controller.watch.ray_watch import RayWatch, note_shared_memory, out_of_order
+from hybridrl.controller.watch.waiting import Host, by_node, give_up_after, wait_for_all
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
 from hybridrl.controller.placement import number_cpu_slots, rank_order, reserve
-from hybridrl.controller.waiting import Host
+from hybridrl.controller.watch.waiting import Host
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hybridrl.config.check_sizes import slots_on_nodes
+from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
 from hybridrl.controller.calls import Outcome, RoleCall

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.config.flops import sequence_cost
-from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.planner.flops import sequence_cost
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.dealing import Dealer, dealer_for

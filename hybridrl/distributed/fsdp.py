@@ -23,8 +23,9 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import reshard
-from hybridrl.distributed.compiling import compile_layer
-from hybridrl.distributed.log_probs import KeptLogits
+from hybridrl.distributed.forward.compiling import compile_layer
+from hybridrl.distributed.forward.log_probs import KeptLogits
+from hybridrl.distributed.forward.token_models import SequenceScores, TokenLogProbs, TokenValues
 from hybridrl.distributed.lora import (
     adapters,
     add_adapters,
@@ -33,7 +34,6 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.distributed.token_models import SequenceScores, TokenLogProbs, TokenValues
 from hybridrl.distributed.weights import (
     CheckpointWeights,
     FirstWeights,

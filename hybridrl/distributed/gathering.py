@@ -6,8 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import checkpoint_parameters, merger_of
-from hybridrl.distributed.token_models import TokenLogProbs
 
 
 class GatheredWeights:

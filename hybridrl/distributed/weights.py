@@ -20,8 +20,8 @@ from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
-from hybridrl.distributed.attention import PACKED_ATTENTION, register_packed_attention
-from hybridrl.distributed.mapped_weights import MappedWeights, Part
+from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
+from hybridrl.distributed.storage.mapped_weights import MappedWeights, Part
 from hybridrl.models.resolve import model_folder
 
 # Others may scale logits or cap attention scores, which the forwards here would leave out.

@@ -7,14 +7,14 @@ can take; 0: none. Which node gets which number is Ray's choice wherever several
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybridrl.config.check_sizes import slots_on_nodes
+from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.machine import local_machine
+from hybridrl.config.planner.machine import local_machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.agents import Agents, call_all
+from hybridrl.controller.ray.node_calls import Agents, call_all
 
 LOOK_S = 60.0
-RAY_AGENTS = "hybridrl.controller.ray_agents"
+RAY_AGENTS = "hybridrl.controller.ray.node_probes"
 
 
 def rooms(agents: Agents, config: RunConfig) -> dict[str, int]:
@@ -22,7 +22,7 @@ def rooms(agents: Agents, config: RunConfig) -> dict[str, int]:
     wanted = slots_on_nodes(config)
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     if RAY_AGENTS in sys.modules:  # else these are others, and Ray may be missing
-        from hybridrl.controller.ray_agents import RayAgents
+        from hybridrl.controller.ray.node_probes import RayAgents
 
         if isinstance(agents, RayAgents):
             return agents.rooms(wanted, on_gpu=on_gpu)

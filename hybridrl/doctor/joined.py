@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.agents import (
+from hybridrl.controller.ray.node_calls import (
     Answer,
     NodeIdentity,
     collect,

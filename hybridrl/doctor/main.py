@@ -18,16 +18,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.config.command_line import CommandLine, parse_argv
+from hybridrl.app.compose import composed, examined
+from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
+from hybridrl.config.checks.installation import ray_problem, ray_version
+from hybridrl.config.command.command_line import CommandLine, parse_argv
+from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.given import given_keys
-from hybridrl.config.installation import ray_problem, ray_version
-from hybridrl.config.machine import Machine, local_machine
-from hybridrl.controller.agents import Agents, LocalAgents, call_all
-from hybridrl.controller.command import composed, examined
-from hybridrl.controller.command_process import EXIT_CONFIG, import_from_here, show_problems
+from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.controller.ray_head import ray_address
+from hybridrl.controller.ray.head import ray_address
+from hybridrl.controller.ray.node_calls import Agents, LocalAgents, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
@@ -118,7 +118,7 @@ def _agents(options: argparse.Namespace) -> Iterator[Agents]:
     if ray_address() is None or ray_problem(ray_version()):
         yield LocalAgents(socket.gethostname())
         return
-    from hybridrl.controller.ray_agents import RayAgents
+    from hybridrl.controller.ray.node_probes import RayAgents
 
     with ExitStack() as stack:
         agents: Agents = LocalAgents(socket.gethostname())

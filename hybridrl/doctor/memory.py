@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.config import nvidia_smi
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.machine import GPU, visible_gpus
-from hybridrl.config.memory import (
+from hybridrl.config.planner import nvidia_smi
+from hybridrl.config.planner.machine import GPU, visible_gpus
+from hybridrl.config.planner.memory import (
     CPU_DRIVER_BYTES,
     MIB,
     Phase,
@@ -20,11 +20,11 @@ from hybridrl.config.memory import (
     pinned_bytes,
     rank_phases,
 )
-from hybridrl.controller.agents import call_all
+from hybridrl.controller.ray.node_calls import call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
-from hybridrl.doctor.host import heard
-from hybridrl.doctor.host_cgroup import Limit, cgroup_facts
-from hybridrl.doctor.host_gpus import FIELDS, Smi, parse
+from hybridrl.doctor.host.cgroup import Limit, cgroup_facts
+from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
+from hybridrl.doctor.host.stage import heard
 from hybridrl.doctor.stages import Case
 
 # Of what is left: allocators and page tables need some more than is predicted.

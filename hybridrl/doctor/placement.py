@@ -6,21 +6,21 @@ Imports Ray, which may be missing or too old, inside functions: the stage of Ray
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.config.check_sizes import slots_on_nodes
+from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.stages import Case
 
 if TYPE_CHECKING:
-    from hybridrl.controller.free_slots import FreeNode
+    from hybridrl.controller.ray.free_slots import FreeNode
 
 SLOTS, ENGINES = "placement.slots", "placement.engines"
 
 
 def check(case: Case) -> list[Finding]:
     """Both checks; without a cluster the config's own checks have counted this machine's slots."""
-    from hybridrl.controller.free_slots import free_nodes
-    from hybridrl.controller.ray_agents import RayAgents
+    from hybridrl.controller.ray.free_slots import free_nodes
+    from hybridrl.controller.ray.node_probes import RayAgents
 
     wanted = slots_on_nodes(case.config)
     engines = judge_engines(

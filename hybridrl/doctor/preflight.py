@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
-from hybridrl.config.machine import Machine
-from hybridrl.controller.agents import Agents, LocalAgents
-from hybridrl.controller.ray_head import ray_address
-from hybridrl.doctor import host, inputs, memory, network, placement, ray_services
+from hybridrl.config.planner.machine import Machine
+from hybridrl.controller.ray.head import ray_address
+from hybridrl.controller.ray.node_calls import Agents, LocalAgents
+from hybridrl.doctor import memory, placement
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.host import stage as host
+from hybridrl.doctor.inputs import stage as inputs
+from hybridrl.doctor.network import stage as network
+from hybridrl.doctor.ray import services as ray_services
 from hybridrl.doctor.report import complaints
 from hybridrl.doctor.stages import Case, Check, run_stages
 
@@ -67,7 +71,7 @@ def _nodes() -> Iterator[Agents]:
     if ray_address() is None:
         yield LocalAgents(socket.gethostname())
         return
-    from hybridrl.controller.ray_agents import RayAgents
+    from hybridrl.controller.ray.node_probes import RayAgents
 
     with RayAgents() as agents:
         yield agents

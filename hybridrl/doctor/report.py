@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybridrl.config.secrets import argument_without_secret, without_secrets
+from hybridrl.config.command.secrets import argument_without_secret, without_secrets
 from hybridrl.doctor.findings import Finding, Matrix, Verdict
 from hybridrl.doctor.stages import StageReport
 

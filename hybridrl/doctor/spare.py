@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.check_sizes import slots_on_nodes
-from hybridrl.controller.agents import Agents, Answer
+from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.controller.ray.node_calls import Agents, Answer
 from hybridrl.doctor.catalog import Stage, stage_of
 from hybridrl.doctor.demand import find_room
 from hybridrl.doctor.findings import Finding, Verdict

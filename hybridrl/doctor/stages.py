@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hybridrl.config.check_sizes import slots_on_nodes
+from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.load import Examined
-from hybridrl.config.machine import Machine
-from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.agents import Agents
+from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.findings import Finding, Verdict, skipped

@@ -16,11 +16,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.choices import Init
+from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.json_text import parse_json
+from hybridrl.config.command.paths import expanded, is_address
+from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.input_errors import reason_of
-from hybridrl.config.json_text import parse_json
-from hybridrl.config.paths import expanded, is_address
-from hybridrl.config.report import shown
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2
 from hybridrl.models.weight_files import SINGLE, weight_files

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.check_reward_model import (
+from hybridrl.config.checks.reward_model import (
     OTHER_WAYS,
     REWARD_MODEL_PATH,
     as_reward_model,
     named,
 )
+from hybridrl.config.command.json_text import parse_json
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.json_text import parse_json
 from hybridrl.models.resolve import plain_folder
 
 FILE = "tokenizer.json"

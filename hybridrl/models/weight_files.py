@@ -9,9 +9,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridrl.config.input_errors import reason_of
-from hybridrl.config.json_text import parse_json
-from hybridrl.config.model_shape import ModelShape
+from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.json_text import parse_json
+from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Pickled weights have no header that could be read without them.

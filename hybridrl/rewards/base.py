@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import locate
 
 # No reward is larger. In float32, squares of such numbers still add up over a step.
 MAX_REWARD = 1e12

@@ -1,6 +1,6 @@
 """A reward for programs: runs the response's last Python block with the example's tests.
 
-The program runs in the sandbox of hybridrl.rewards.sandbox, or not at all.
+The program runs in the sandbox of hybridrl.rewards.sandbox.programs, or not at all.
 """
 
 import json
@@ -11,7 +11,14 @@ from typing import Any
 
 from hybridrl.config.keys import unknown_sibling
 from hybridrl.rewards.base import checked_by
-from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, SandboxError, run_tests
+from hybridrl.rewards.sandbox.programs import (
+    Case,
+    Isolation,
+    Limits,
+    Outcome,
+    SandboxError,
+    run_tests,
+)
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
@@ -108,8 +115,8 @@ def score(
         example: its column `tests_key` holds the tests; `cases_of` says how.
         tests_key: the column.
         grading: share: the share of tests passed; all: 1 if all pass, else 0.
-        isolation: see hybridrl.rewards.sandbox.Isolation.
-        limits: see hybridrl.rewards.sandbox.Limits.
+        isolation: see hybridrl.rewards.sandbox.programs.Isolation.
+        limits: see hybridrl.rewards.sandbox.programs.Limits.
 
     Raises:
         KeyError: the example has no such column.

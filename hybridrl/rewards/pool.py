@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.supervisor import describe_exit
+from hybridrl.config.user_code.supervisor import describe_exit
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,

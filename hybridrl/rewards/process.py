@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from hybridrl.config.secrets import is_secret_variable
-from hybridrl.config.supervisor import end
+from hybridrl.config.command.secrets import is_secret_variable
+from hybridrl.config.user_code.supervisor import end
 from hybridrl.rewards.messages import Answer, Chunk, Ready, Setup
 from hybridrl.rewards.wire import GarbledError, ParentEnd
 
@@ -26,7 +26,7 @@ KILL_AFTER_S = 1.0
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hybridrl.rewards.sandbox.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

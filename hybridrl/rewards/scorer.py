@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from hybridrl.config.classes import check_reward_function
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import RewardItem, read_score, resolve_function
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
 from hybridrl.rewards.pool import TaskPool

@@ -5,9 +5,9 @@ import numbers
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import unknown_sibling
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score, as_score, checked_by, resolve_function
 
 KEYS = ("function", "args", "weight")

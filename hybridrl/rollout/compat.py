@@ -1,6 +1,6 @@
 """Everything that depends on how a vLLM version works inside: switches and patches.
 
-Order in a process: `check_installation` (config/installation.py), `set_environment`, then
+Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
 `import vllm` and its start, inside `cpu_start` where there is no GPU. A patch asserts that what
 it replaces is there.
 """

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.choices import SleepMode
-from hybridrl.config.multicast import uses_flashinfer_all_reduce
+from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator, SleepMode
-from hybridrl.config.installation import check_installation
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged

@@ -7,8 +7,8 @@ from torch import Tensor
 from hybridrl.algorithms.advantages import GROUP_WISE, Estimate
 from hybridrl.algorithms.masked import check_finite, whiten_parts
 from hybridrl.config.algorithm_schema import AlgorithmConfig
-from hybridrl.config.classes import locate
 from hybridrl.config.estimators import TENSORS, estimator_of
+from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks
 from hybridrl.data.ragged import Ragged

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, Rollout
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Judge
 from hybridrl.trainer.sampling import request_for
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Judge, Rewarded
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.

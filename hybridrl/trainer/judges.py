@@ -3,12 +3,12 @@
 from contextlib import ExitStack
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.prompt_sets import PromptSets
-from hybridrl.data.tokenizer import Decode
+from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.conversations import Limits
-from hybridrl.trainer.environment import EnvironmentJudge, turn_tokens
+from hybridrl.trainer.multi_turn.conversations import Limits
+from hybridrl.trainer.multi_turn.environment import EnvironmentJudge, turn_tokens
 from hybridrl.trainer.rewarding import Judge, Rewarder
 
 

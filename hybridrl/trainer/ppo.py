@@ -19,31 +19,26 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.estimators import estimator_of
-from hybridrl.config.model_shape import model_shape
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import Outcome
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout
-from hybridrl.data.prompt_source import PromptSource
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
+from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
-from hybridrl.trainer.checkpoint import Checkpointer
-from hybridrl.trainer.engines import StragglerAlarm, engine_place, straddling
+from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
+from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
-from hybridrl.trainer.grace import GraceCheck
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
-from hybridrl.trainer.loss_fields import LossFields
+from hybridrl.trainer.loss_inputs import LossFields
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
-from hybridrl.trainer.nonfinite import NonFiniteGuard
-from hybridrl.trainer.phases import Phases
-from hybridrl.trainer.profiling import StepProfiler
-from hybridrl.trainer.report import Reporter, is_due
-from hybridrl.trainer.resume import Resume
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import (
     Judge,
@@ -52,9 +47,14 @@ from hybridrl.trainer.rewarding import (
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.rollout_metrics import rollout_metrics
 from hybridrl.trainer.sampling import Sampled, sampling_for
 from hybridrl.trainer.state import TrainState
+from hybridrl.trainer.timing.engines import StragglerAlarm, engine_place, straddling
+from hybridrl.trainer.timing.grace import GraceCheck
+from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.timing.profiling import StepProfiler
+from hybridrl.trainer.tracking.report import Reporter, is_due
+from hybridrl.trainer.tracking.rollout_metrics import rollout_metrics
 from hybridrl.trainer.value_function import ValueFunction
 
 

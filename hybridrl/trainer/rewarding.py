@@ -11,9 +11,9 @@ from torch import Tensor
 from hybridrl.algorithms.overlong import overlong_penalty
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.tokenizer import Decode
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.rewards.scorer import Failure, RewardScorer
 from hybridrl.trainer.errors import RunStopped
 

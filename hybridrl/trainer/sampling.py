@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Judge, Rewarded
 
 Take = Callable[[int], list[Prompt]]

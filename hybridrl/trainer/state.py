@@ -10,10 +10,10 @@ from typing import Any
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER
 from hybridrl.data.lengths import ResponseLengths
-from hybridrl.data.prompt_source import PromptSource
+from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
-from hybridrl.trainer.nonfinite import NonFiniteGuard, SkippedSteps
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import MiniBatch, RankBatch
 from hybridrl.data.totals import Totals
-from hybridrl.distributed.export import AdapterFiles, write_model
+from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
+from hybridrl.distributed.forward.packing import to_device
 from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy, named_shards
 from hybridrl.distributed.gathering import GatheredWeights
-from hybridrl.distributed.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.packing import to_device
 from hybridrl.distributed.shards import NamedShard
+from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.optimizer import Optimizer

@@ -14,11 +14,11 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import gathered_once, reshard
+from hybridrl.distributed.forward.packing import Packed, pack, to_device
+from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import parameters_in_checkpoint
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
-from hybridrl.distributed.packing import Packed, pack, to_device
-from hybridrl.distributed.sequence_parallel import sequence_group
 from hybridrl.workers.base import Worker
 from hybridrl.workers.optimizer import Optimizer
 

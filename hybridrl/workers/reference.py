@@ -7,8 +7,8 @@ from hybridrl.config.schema import ReferenceConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.fsdp import load_sharded_policy
-from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.lora import adapters_off
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.base import Worker

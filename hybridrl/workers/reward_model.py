@@ -7,9 +7,9 @@ from hybridrl.config.schema import RewardModelConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
+from hybridrl.distributed.forward.packing import States, pack, to_device
 from hybridrl.distributed.fsdp import load_sharded_reward_model
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.packing import States, pack, to_device
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import ModelWorker
 

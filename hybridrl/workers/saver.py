@@ -15,15 +15,15 @@ from hybridrl.checkpoint.names import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.checkpoint import (
+from hybridrl.distributed.mesh import device_of
+from hybridrl.distributed.rng_state import rng_state, set_rng_state
+from hybridrl.distributed.storage.checkpoint import (
     StoredState,
     StoredTensor,
     differences,
     load_in_place,
 )
-from hybridrl.distributed.mesh import device_of
-from hybridrl.distributed.rng_state import rng_state, set_rng_state
-from hybridrl.distributed.saving import Saver, SaveResult
+from hybridrl.distributed.storage.saving import Saver, SaveResult
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.config.algorithm_schema import LossConfig
-from hybridrl.config.classes import locate
 from hybridrl.config.policy_losses import KEY, policy_loss_of
+from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 

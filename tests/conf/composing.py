@@ -8,9 +8,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.given import given_keys, recipe_files
+from hybridrl.config.command.provenance import given_keys, recipe_files
 from hybridrl.config.load import Examined, examine
-from hybridrl.config.machine import GIB, GPU, Machine, Node
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.main import conf_dir
 from tests.model_shapes import QWEN, TINY
 

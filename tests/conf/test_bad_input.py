@@ -6,12 +6,12 @@ import pytest
 from composing import GPU_NODE, LAPTOP, QWEN, TINY, composed, examined, problems
 from omegaconf import DictConfig, OmegaConf
 
+from hybridrl.app.launch import look_at_data
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.given import Given
+from hybridrl.config.command.provenance import Given
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
-from hybridrl.config.machine import GIB, GPU, Machine, Node
-from hybridrl.trainer.launch import look_at_data
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 
 # Heads whose size does not follow from the hidden size.
 OWN_HEADS = TINY | {"head_dim": 32}

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 from composing import examined, problems
 
-from hybridrl.config.check_checkpoint import auto_problem, retention_problems
-from hybridrl.trainer.report import is_due
+from hybridrl.config.checks.checkpoint import auto_problem, retention_problems
+from hybridrl.trainer.tracking.report import is_due
 from tests.run_configs import run_config
 
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from hybridrl.config.command_line import names_hardware, parse_argv, precompose, quoted
+from hybridrl.app.sweep import JobResult, ranked
+from hybridrl.config.command.command_line import names_hardware, parse_argv, precompose, quoted
 from hybridrl.main import conf_dir
-from hybridrl.trainer.sweep import JobResult, ranked
 
 DRY = ["+recipe=gsm8k_ppo", "run.dry=true"]
 

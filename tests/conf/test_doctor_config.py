@@ -5,8 +5,8 @@ from composing import LAPTOP, TINY, examined
 from test_files import RECIPES
 
 from hybridrl.config.choices import DoctorChecks
-from hybridrl.config.model_shape import model_shape
-from hybridrl.controller.agents import LocalAgents
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.stages import Case
 from hybridrl.doctor.training import shrunk
 

@@ -6,12 +6,12 @@ import shlex
 import pytest
 from composing import REPO, examined, problems
 
-from hybridrl.config.command_line import parse_argv, precompose
-from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.environments.base import Turn
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.main import conf_dir
-from hybridrl.trainer.environment import stop_problems, turn_tokens
+from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
 
 CALCULATOR = ["hardware=cpu", "environment=calculator"]
 

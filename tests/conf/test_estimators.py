@@ -5,8 +5,8 @@ from composing import LAPTOP, examined, problems
 from rich.console import Console
 
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, uses_critic
-from hybridrl.config.memory import rank_phases
-from hybridrl.config.plan_text import plan
+from hybridrl.config.planner.memory import rank_phases
+from hybridrl.config.planner.plan_text import plan
 
 GRPO = ("+recipe=gsm8k_grpo", "hardware=cpu")
 NAMES = (

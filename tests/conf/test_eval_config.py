@@ -10,11 +10,11 @@ from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import DType, Init
-from hybridrl.config.command_line import parse_argv
+from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.machine import Machine
+from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.manifest import plain
+from hybridrl.trainer.tracking.manifest import plain
 
 HUB = Subject("embedded", model="embedded")
 

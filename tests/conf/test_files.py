@@ -9,10 +9,10 @@ from composing import GPU_NODE, LAPTOP, REPO, composed, examined
 from omegaconf import OmegaConf
 
 from hybridrl.config import schema
-from hybridrl.config.classes import BUILT_IN
 from hybridrl.config.keys import leaves
 from hybridrl.config.ranges import RANGES
 from hybridrl.config.typed import optional_class
+from hybridrl.config.user_code.classes import BUILT_IN
 from tests.model_shapes import QWEN, REWARD_MODEL
 
 RECIPES = sorted(path.stem for path in (REPO / "conf" / "recipe").glob("*.yaml"))

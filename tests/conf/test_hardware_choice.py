@@ -7,10 +7,10 @@ import sys
 import pytest
 from composing import problems
 
-from hybridrl.config import nvidia_smi
+from hybridrl.app.compose import hardware_overrides
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.machine import GIB, GPU, Machine, Node, local_machine
-from hybridrl.controller.command import hardware_overrides
+from hybridrl.config.planner import nvidia_smi
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node, local_machine
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 H200 = GPU("NVIDIA H200", 143771 * 2**20)

@@ -9,12 +9,12 @@ from composing import GPU_NODE, LAPTOP, QWEN, TINY, examined, problems
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.command_line import parse_argv, precompose
-from hybridrl.config.flops import training_flops
-from hybridrl.config.machine import GIB
-from hybridrl.config.memory import pinned_bytes, rank_phases
-from hybridrl.config.model_shape import model_shape
-from hybridrl.config.plan_text import plan
+from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.planner.flops import training_flops
+from hybridrl.config.planner.machine import GIB
+from hybridrl.config.planner.memory import pinned_bytes, rank_phases
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.plan_text import plan
 from hybridrl.main import conf_dir
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

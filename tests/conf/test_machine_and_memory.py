@@ -11,7 +11,7 @@ from composing import GPU_NODE, H200, LAPTOP, QWEN, TINY, examined, problems
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config.machine import (
+from hybridrl.config.planner.machine import (
     GIB,
     GPU,
     Machine,
@@ -22,7 +22,7 @@ from hybridrl.config.machine import (
     torch_threads,
     visible_gpus,
 )
-from hybridrl.config.memory import (
+from hybridrl.config.planner.memory import (
     host_parts,
     node_peak,
     pinned_bytes,
@@ -30,8 +30,8 @@ from hybridrl.config.memory import (
     staged_bytes,
     workload,
 )
-from hybridrl.config.model_shape import model_shape
-from hybridrl.config.plan_text import plan
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.plan_text import plan
 
 SIZES = {
     "hidden_size": 48,

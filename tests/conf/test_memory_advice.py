@@ -5,8 +5,8 @@ import re
 import pytest
 from composing import examined
 
-from hybridrl.config.machine import GIB, GPU, Machine, Node
-from hybridrl.config.memory import rank_phases
+from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
+from hybridrl.config.planner.memory import rank_phases
 from tests.model_shapes import QWEN
 
 H100 = GPU("NVIDIA H100", 80 * GIB)

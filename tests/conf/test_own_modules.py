@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.config import importing
+from hybridrl.config.user_code import importing
 from tests.conf.composing import problems
 
 TIMEOUT_S = 2.0

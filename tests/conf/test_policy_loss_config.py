@@ -6,8 +6,8 @@ import pytest
 import yaml
 from composing import REPO, examined, problems
 
-from hybridrl.config.classes import locate
 from hybridrl.config.policy_losses import BUILT_IN_LOSSES, policy_loss_of
+from hybridrl.config.user_code.classes import locate
 
 FOLDER = REPO / "conf" / "algorithm" / "loss"
 LOSSES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

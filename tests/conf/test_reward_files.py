@@ -10,9 +10,9 @@ import pytest
 from composing import REPO, examined, problems
 from omegaconf import OmegaConf
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
+from hybridrl.config.user_code.classes import check_reward_function
 from tests.model_shapes import REWARD_MODEL
 
 FILES = sorted(path.stem for path in (REPO / "conf" / "reward").glob("*.yaml"))

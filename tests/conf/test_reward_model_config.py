@@ -8,13 +8,13 @@ import pytest
 from composing import GPU_NODE, LAPTOP, REPO, composed, examined, problems
 from rich.console import Console
 
-from hybridrl.config.check_reward_model import reward_model_shape
-from hybridrl.config.command_line import parse_argv, precompose
-from hybridrl.config.given import given_keys
+from hybridrl.config.checks.reward_model import reward_model_shape
+from hybridrl.config.command.command_line import parse_argv, precompose
+from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.load import examine
-from hybridrl.config.memory import pinned_bytes, rank_phases
-from hybridrl.config.model_shape import model_shape
-from hybridrl.config.plan_text import plan
+from hybridrl.config.planner.memory import pinned_bytes, rank_phases
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.plan_text import plan
 from hybridrl.main import conf_dir
 from hybridrl.models.resolve import read_model_config
 from tests.model_shapes import QWEN, REWARD_MODEL, TINY

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.log_probs import Entropy
+from hybridrl.distributed.forward.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker

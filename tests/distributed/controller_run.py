@@ -20,7 +20,7 @@ from hybridrl.config.choices import (
 )
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import build_roles

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from hybridrl.distributed import position
-from hybridrl.distributed.sequence_parallel import sequence_group
+from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from tests.reshard_ranks import Side

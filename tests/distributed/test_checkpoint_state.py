@@ -8,15 +8,15 @@ from safetensors.torch import load_file
 
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.choices import Offload
-from hybridrl.distributed.checkpoint import (
+from hybridrl.distributed.storage.checkpoint import (
     StoredState,
     StoredTensor,
     differences,
     read_whole,
 )
-from hybridrl.distributed.safetensors_file import DTYPES
-from hybridrl.distributed.shard_files import shards_header
-from hybridrl.distributed.staging import Staging
+from hybridrl.distributed.storage.safetensors_file import DTYPES
+from hybridrl.distributed.storage.shard_files import shards_header
+from hybridrl.distributed.storage.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
 from tests.tiny_hf import tiny_folder

@@ -15,10 +15,10 @@ from controller_run import pool_config
 
 from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.multicast import SWITCHES
+from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.rendezvous import open_store, port_band
 from hybridrl.controller.worker_group import Call, begin_together, build_roles, call_together
 from hybridrl.data.shardable import Piece

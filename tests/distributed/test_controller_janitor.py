@@ -14,7 +14,7 @@ import pytest
 OWNER = '''
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from hybridrl.controller.janitor import Janitor
+from hybridrl.controller.watch.janitor import Janitor
 
 # As an agent of Ray: its title has taken the place of its environment.
 TITLED = """

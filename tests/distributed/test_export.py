@@ -18,7 +18,7 @@ from hybridrl.commands.export import export
 from hybridrl.commands.running import checkpoint_at
 from hybridrl.config.choices import DType, Init
 from hybridrl.config.errors import ConfigError
-from hybridrl.distributed.export import AdapterFiles, write_model
+from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from tests.distributed.export_cases import STEP, Trained, checkpoint
 from tests.role_configs import lora_config
 from tests.tiny_hf import tiny_folder

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hybridrl.distributed.export import write_model
+from hybridrl.distributed.forward.log_probs import Entropy
+from hybridrl.distributed.forward.packing import pack
 from hybridrl.distributed.fsdp import (
     load_sharded_critic,
     load_sharded_policy,
     named_shards,
 )
-from hybridrl.distributed.log_probs import Entropy
 from hybridrl.distributed.mesh import build_mesh, device_of
-from hybridrl.distributed.packing import pack
+from hybridrl.distributed.storage.export import write_model
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import fsdp_config, model_config
 from tests.tiny_hf import CONFIGS, tiny_folder

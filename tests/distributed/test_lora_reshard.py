@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.choices import DType
-from hybridrl.distributed.log_probs import Entropy
-from hybridrl.distributed.packing import pack
+from hybridrl.distributed.forward.log_probs import Entropy
+from hybridrl.distributed.forward.packing import pack
 from hybridrl.workers.actor import ActorWorker
 from tests.distributed.launch import run_on_ranks
 from tests.lora_cases import move_away

@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from hybridrl.controller.agents import LocalAgents
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network import examine
+from hybridrl.doctor.network.stage import examine
 from tests.namespace_agents import driver, set_environments, stage_of_two, summed
 from tests.namespaces import bench, need_namespaces, second_interfaces, write_hosts
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from hybridrl.controller.agents import LocalAgents
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray_services import examine
+from hybridrl.doctor.ray.services import examine
 from tests.namespace_agents import driver, network_over_ray, set_environments
 from tests.namespaces import bench, need_namespaces
 

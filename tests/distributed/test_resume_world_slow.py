@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import STATE, checkpoints_folder, step_name
-from hybridrl.distributed.checkpoint import read_whole
-from hybridrl.trainer.tracking import read_metrics
+from hybridrl.distributed.storage.checkpoint import read_whole
+from hybridrl.trainer.tracking.tracker import read_metrics
 from tests.end_to_end.kill_and_resume import (
     assert_same_bits,
     finished,

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.sequence_parallel import sequence_group
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.reference import ReferenceWorker

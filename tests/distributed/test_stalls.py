@@ -17,7 +17,7 @@ from stall_roles import StallConfig
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
-from hybridrl.controller.ray_runtime import ray_runtime
+from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import build_roles
 from hybridrl.distributed.groups import NO_LIMIT
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.replay import examine
-from hybridrl.trainer.replay_batch import ReplayBatch
+from hybridrl.trainer.replay.batch import ReplayBatch
+from hybridrl.trainer.replay.session import examine
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.saver import SaverWorker

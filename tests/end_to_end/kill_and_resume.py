@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import DRIVER, LATEST, STATE, checkpoints_folder
-from hybridrl.distributed.checkpoint import read_whole
+from hybridrl.distributed.storage.checkpoint import read_whole
 from tests.end_to_end.runs import SMALL, Run, started
 
 # Metrics that a clock decides: seconds, shares of them, what is divided by them, and which engine

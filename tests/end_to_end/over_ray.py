@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.agents import Answer, call_all
-from hybridrl.controller.ray_agents import RayAgents, ray_nodes
-from hybridrl.doctor import network, ray_services
+from hybridrl.controller.ray.node_calls import Answer, call_all
+from hybridrl.controller.ray.node_probes import RayAgents, ray_nodes
 from hybridrl.doctor.findings import Finding
+from hybridrl.doctor.network import stage as network
+from hybridrl.doctor.ray import services as ray_services
 from tests.namespaces import Host, ip
 
 

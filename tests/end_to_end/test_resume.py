@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.app.inputs import read_inputs
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.find import NoWholeCheckpoint
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.prompt_sets import PromptSets, examine_prompts
+from hybridrl.data.sources.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
-from hybridrl.trainer.inputs import read_inputs
-from hybridrl.trainer.manifest import versions
-from hybridrl.trainer.resume import Resume
-from hybridrl.trainer.tracking import METRICS_FILE
+from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.tracking.manifest import versions
+from hybridrl.trainer.tracking.tracker import METRICS_FILE
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,
     STEPS,

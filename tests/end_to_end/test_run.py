@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.trainer.state import read_state
-from hybridrl.trainer.summary import phase_shares
+from hybridrl.trainer.tracking.summary import phase_shares
 from tests.end_to_end.metric_names import unexplained
 from tests.end_to_end.runs import ROOT, SMALL, Run, launched, started
 from tests.end_to_end.sockets import assert_this_machine_alone_reaches

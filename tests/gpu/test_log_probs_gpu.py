@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridrl.distributed.log_probs import Entropy, KeptLogits, token_log_probs
-from hybridrl.distributed.softmax_rows import Rows, logits_gradient_, softmax_rows
+from hybridrl.distributed.forward.log_probs import Entropy, KeptLogits, token_log_probs
+from hybridrl.distributed.forward.softmax_rows import Rows, logits_gradient_, softmax_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.choices import DType
-from hybridrl.distributed import attention
+from hybridrl.distributed.forward import attention
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker

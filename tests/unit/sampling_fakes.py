@@ -3,8 +3,8 @@
 import torch
 
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 
 
 def prompt(number: int) -> Prompt:

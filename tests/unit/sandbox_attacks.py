@@ -20,7 +20,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, run_tests
+from hybridrl.rewards.sandbox.programs import Case, Isolation, Limits, Outcome, run_tests
 
 REPO = Path(__file__).resolve().parents[2]
 LIBC = ctypes.CDLL(None, use_errno=True)

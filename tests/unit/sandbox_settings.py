@@ -2,7 +2,14 @@
 
 import pytest
 
-from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, SandboxError, run_tests
+from hybridrl.rewards.sandbox.programs import (
+    Case,
+    Isolation,
+    Limits,
+    Outcome,
+    SandboxError,
+    run_tests,
+)
 
 LIMITS = Limits(seconds_per_test=0.5, seconds=5.0, memory_mb=256, file_mb=2)
 

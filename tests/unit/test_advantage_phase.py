@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hybridrl.config.algorithm_schema import AlgorithmConfig
-from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
+from hybridrl.config.user_code.classes import locate
 from hybridrl.trainer.advantage import AdvantageEstimator
 from hybridrl.trainer.value_function import Critic, NoCritic
 from tests.batches import batch_of

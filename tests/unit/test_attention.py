@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.distributed.attention import (
+from hybridrl.distributed.forward.attention import (
     PACKED_ATTENTION,
     packed_attention,
     register_packed_attention,

@@ -9,9 +9,9 @@ from benchmarks.grpo_step import aims, sync_ms
 from benchmarks.shapes import QWEN2_5
 from benchmarks.training import planned
 from benchmarks.training_workload import Size, draw_lengths, run_config
-from hybridrl.config.machine import GIB
-from hybridrl.config.memory import GPU_PROCESS_BYTES, rank_phases
-from hybridrl.config.model_shape import model_shape
+from hybridrl.config.planner.machine import GIB
+from hybridrl.config.planner.memory import GPU_PROCESS_BYTES, rank_phases
+from hybridrl.config.planner.model_shape import model_shape
 
 SIZE = Size(32, length=4096, prompt=256, max_tokens=16384, chunk_tokens=4096, sigma=0.5)
 FSDP = {"activation_checkpointing": True, "accumulation": "sharded", "compile": True}

@@ -5,11 +5,11 @@ import json
 import pytest
 from sandbox_settings import BOTH, in_bubblewrap
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.code import cases_of, last_python_block, score
 from hybridrl.rewards.messages import FailureKind
-from hybridrl.rewards.sandbox import Case
+from hybridrl.rewards.sandbox.programs import Case
 from hybridrl.rewards.scorer import RewardScorer
 
 SCORE = "hybridrl.rewards.code.score"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
 from hybridrl.commands.running import (
@@ -23,12 +24,11 @@ from hybridrl.commands.running import (
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.controller.command_process import exit_codes, set_up_process
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.resolve import resolve_model
-from hybridrl.trainer import verifying
-from hybridrl.trainer.base_models import trained_model
+from hybridrl.trainer.checkpointing import verifying
+from hybridrl.trainer.checkpointing.base_models import trained_model
 from tests.unit.checkpoint.checkpoint_cases import save
 
 

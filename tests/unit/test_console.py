@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridrl.data.prompt_sets import DataSetFacts
-from hybridrl.trainer.columns import duration_text, step_line, step_row, title_row
-from hybridrl.trainer.console import RunConsole, pick_samples
-from hybridrl.trainer.header import RunFacts, count_text, evaluation_steps, header_lines
-from hybridrl.trainer.progress import Eta
-from hybridrl.trainer.rollout_log import RolloutRecord
-from hybridrl.trainer.summary import summarize
+from hybridrl.data.sources.prompt_sets import DataSetFacts
+from hybridrl.trainer.tracking.columns import duration_text, step_line, step_row, title_row
+from hybridrl.trainer.tracking.console import RunConsole, pick_samples
+from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
+from hybridrl.trainer.tracking.progress import Eta
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+from hybridrl.trainer.tracking.summary import summarize
 from tests.run_configs import run_config
 
 STEP = {

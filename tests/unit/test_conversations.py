@@ -15,15 +15,15 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Opening, StepResult, Turn, environment_task
 from hybridrl.environments.pool import Reply
 from hybridrl.rewards.messages import FailureKind
-from hybridrl.trainer.conversation_failures import MAX_REASONS, Failures
-from hybridrl.trainer.conversations import Conversations, Limits
-from hybridrl.trainer.environment import EnvironmentJudge, turn_metrics
+from hybridrl.trainer.multi_turn.conversation_failures import MAX_REASONS, Failures
+from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
+from hybridrl.trainer.multi_turn.environment import EnvironmentJudge, turn_metrics
 
 # Sampled pieces merge when they are read again: "a", "b" becomes "ab".
 VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}

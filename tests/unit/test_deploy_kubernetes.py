@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from hybridrl.config.command_line import parse_argv, precompose
+from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.main import conf_dir
 from tests.unit.deploy_stubs import REPO
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.controller.ray_runtime import PASSED_ON
+from hybridrl.controller.ray.runtime import PASSED_ON
 from tests.unit.deploy_stubs import Cluster, ended_by, make_cluster
 
 TRAIN = ("bash", "deploy/ssh/train.sh", "hosts", "--")

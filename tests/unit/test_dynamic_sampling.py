@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.data.batch import PromptBatch, Rollout
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import Failure, FailureKind
 from hybridrl.trainer.baseline import GreedyBaseline
 from hybridrl.trainer.rewarding import Rewarded, Rewarder, overlong_shaping

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.controller.placement import Slot
-from hybridrl.controller.waiting import Host
+from hybridrl.controller.watch.waiting import Host
 from hybridrl.data.batch import EngineStats
-from hybridrl.trainer.engines import (
+from hybridrl.trainer.timing.engines import (
     QUIET,
     WINDOW,
     StragglerAlarm,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hybridrl.data.batch import PromptBatch, Rollout
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
 from hybridrl.trainer.rewarding import Rewarder
 from tests.batches import batch_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybridrl.distributed.export import _put_in_place
+from hybridrl.distributed.storage.export import _put_in_place
 from hybridrl.models.exported import added_to, files_in
 
 

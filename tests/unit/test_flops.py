@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.config.flops import forward_flops, sequence_cost, training_flops
+from hybridrl.config.planner.flops import forward_flops, sequence_cost, training_flops
 from tests.model_shapes import QWEN_1_5B
 
 

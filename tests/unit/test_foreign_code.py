@@ -4,9 +4,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.foreign_code import NAMES_CODE, OURS, foreign_code, refuse_foreign_code
 from hybridrl.config.keys import leaves
-from hybridrl.trainer.manifest import plain
+from hybridrl.config.user_code.foreign_code import (
+    NAMES_CODE,
+    OURS,
+    foreign_code,
+    refuse_foreign_code,
+)
+from hybridrl.trainer.tracking.manifest import plain
 from tests.run_configs import run_config
 from tests.unit.deploy_stubs import REPO
 
@@ -22,8 +27,8 @@ FOREIGN = [
     ),
     (
         "reward",
-        {"function": "hybridrl.rewards.sandbox.io.FileIO"},
-        "= hybridrl.rewards.sandbox.io.FileIO",
+        {"function": "hybridrl.rewards.sandbox.programs.io.FileIO"},
+        "= hybridrl.rewards.sandbox.programs.io.FileIO",
     ),
     ("rollout", {"worker": "evil.Worker"}, "rollout.worker = evil.Worker"),
     ("algorithm", {"advantage": "mine.advantage"}, "algorithm.advantage = mine.advantage"),

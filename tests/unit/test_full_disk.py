@@ -32,11 +32,11 @@ def free():
 
 TRACKER = """
 import json
-from hybridrl.trainer.report import Reporter
-from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.spare_files import SpareFiles, replace_file
-from hybridrl.trainer.plot import plot_run
-from hybridrl.trainer.tracking import Tracker, read_metrics
+from hybridrl.trainer.tracking.report import Reporter
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.tracking.best_effort_files import SpareFiles, replace_file
+from hybridrl.trainer.tracking.plot import plot_run
+from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
 from tests.run_configs import run_config
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 tracker = Tracker(disk, run_config())
@@ -79,7 +79,7 @@ print(json.dumps(found))
 """
 
 SWEEP = """
-from hybridrl.trainer.sweep import JobResult, read_results
+from hybridrl.app.sweep import JobResult, read_results
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 for job in range(2):
     (disk / str(job)).mkdir()

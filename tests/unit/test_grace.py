@@ -3,8 +3,8 @@
 import pytest
 
 from hybridrl.controller.spans import Span
-from hybridrl.trainer.grace import GraceCheck
-from hybridrl.trainer.timeline import Section, Timeline
+from hybridrl.trainer.timing.grace import GraceCheck
+from hybridrl.trainer.timing.timeline import Section, Timeline
 
 STEP = Timeline(
     Span("step", 0.0, 30.0),

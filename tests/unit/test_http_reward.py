@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score
 from hybridrl.rewards.http import FIRST_WAIT_S, RemoteScorerError, score, wait_s
 from hybridrl.rewards.messages import FailureKind

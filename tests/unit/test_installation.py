@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.config.checks.installation import OLDEST_RAY, check_installation
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.installation import OLDEST_RAY, check_installation
 
 
 @pytest.fixture

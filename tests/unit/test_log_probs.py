@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.distributed.log_probs import Entropy, KeptLogits, token_log_probs
+from hybridrl.distributed.forward.log_probs import Entropy, KeptLogits, token_log_probs
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 23, 8, 101, 0.7
 GENERATOR = torch.Generator().manual_seed(0)

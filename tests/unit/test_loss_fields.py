@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.trainer.loss_fields import LossFields
+from hybridrl.trainer.loss_inputs import LossFields
 from tests.batches import batch_of
 from tests.run_configs import run_config
 

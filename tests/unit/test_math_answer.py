@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import package_problems
 from hybridrl.rewards.math_answer import last_boxed, reference_answer, score
 from hybridrl.rewards.messages import FailureKind

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.data.problems import held_out_problems, train_problems
+from hybridrl.data.sources.problems import held_out_problems, train_problems
 from hybridrl.models import smollm2
 from hybridrl.models.resolve import (
     EMBEDDED_FOLDER,

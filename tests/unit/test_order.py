@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.order import most_drawn, pacing, shares, shuffled, whole_weights
+from hybridrl.data.sources.order import most_drawn, pacing, shares, shuffled, whole_weights
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 20), st.sampled_from([0.5, 0.25, 0.7, 0.001, 1.5])),

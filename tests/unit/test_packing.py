@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hybridrl.data.ragged import Ragged
-from hybridrl.distributed.packing import pack
-from hybridrl.distributed.sequence_parallel import SequenceGroup
+from hybridrl.distributed.forward.packing import pack
+from hybridrl.distributed.forward.sequence_parallel import SequenceGroup
 from tests.batches import batch_of
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.image import imread
 
-from hybridrl.trainer.plot import plot_run
+from hybridrl.trainer.tracking.plot import plot_run
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE = np.array([0x1F, 0x6F, 0xB2]) / 255
@@ -87,7 +87,7 @@ def test_a_rule_of_the_users_own_is_drawn(tmp_path):
 FIRST_PLOT = """
 import logging, sys
 from pathlib import Path
-from hybridrl.trainer.plot import plot_run
+from hybridrl.trainer.tracking.plot import plot_run
 logging.basicConfig(level=logging.INFO)
 plot_run(Path(sys.argv[1]), "title")
 """

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hybridrl.controller.evidence import glimpses, movements, state_of, traces
+from hybridrl.controller.watch.evidence import glimpses, movements, state_of, traces
 from hybridrl.distributed import position
 from hybridrl.distributed.position import DONE, Position, open_position
 

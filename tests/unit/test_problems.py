@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from hybridrl.data import problems
+from hybridrl.data.sources import problems
 
 TRAIN = problems.train_problems()
 HELD_OUT = problems.held_out_problems()

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.prompt_sets import load_prompts, prompt_source
-from hybridrl.data.prompt_source import PromptSource
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.prompt_sets import load_prompts, prompt_source
+from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompts import Prompt
 from tests.data_configs import data_config
 
 MIXED = {"sums": 3.0, "words": 1.0}

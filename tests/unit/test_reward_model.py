@@ -12,9 +12,9 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
 from hybridrl.rewards.none import score
-from hybridrl.trainer.header import RunFacts, header_lines
 from hybridrl.trainer.reward_model import NoRewardModel, WeightedRewardModel
 from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.tracking.header import RunFacts, header_lines
 from tests.role_configs import fsdp_config, reward_model_config
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from sandbox_settings import LIMITS, both, in_bubblewrap, outcome
 
-from hybridrl.rewards.sandbox import Case, Isolation, Limits, Outcome, run_tests
+from hybridrl.rewards.sandbox.programs import Case, Isolation, Limits, Outcome, run_tests
 
 PASSED, FAILED, TIMEOUT = Outcome
 BUBBLEWRAP = Isolation.bubblewrap
@@ -257,7 +257,7 @@ def test_text_that_is_no_unicode_fails_its_program_alone(isolation):
 
 CALLER = """
 import sys
-from hybridrl.rewards.sandbox import Case, Isolation, Limits, run_tests
+from hybridrl.rewards.sandbox.programs import Case, Isolation, Limits, run_tests
 limits = Limits(seconds_per_test=60.0, seconds=60.0, memory_mb=256, file_mb=2)
 run_tests("import time; time.sleep(60)", [Case(statements="")], limits, Isolation(sys.argv[1]))
 """

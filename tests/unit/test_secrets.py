@@ -8,7 +8,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from hybridrl.config.secrets import (
+from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
     hide_in_files,
@@ -18,13 +18,13 @@ from hybridrl.config.secrets import (
     secrets_of,
     without,
 )
-from hybridrl.controller.ray_runtime import worker_environment
+from hybridrl.controller.ray.runtime import worker_environment
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.findings import warn
 from hybridrl.doctor.report import write_report
 from hybridrl.doctor.stages import StageReport
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.manifest import plain
+from hybridrl.trainer.tracking.manifest import plain
 from tests.end_to_end.runs import ROOT
 
 SECRET = "xq7Zp0-unlikely"

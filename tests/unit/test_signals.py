@@ -12,7 +12,7 @@ from tests.terminals import terminal
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hybridrl.controller.command_process import exit_codes, set_up_process
+from hybridrl.app.process import exit_codes, set_up_process
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.signals import Preempted, Preemption, SignalGuard
 

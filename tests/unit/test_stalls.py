@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.controller.evidence import Glimpse, Movement, Traces
 from hybridrl.controller.placement import Slot
-from hybridrl.controller.stalls import MAX_DESCRIBED, Scene, Sighting, ranks, report
-from hybridrl.controller.waiting import Host
-from hybridrl.controller.watch import Stillness
+from hybridrl.controller.watch.evidence import Glimpse, Movement, Traces
+from hybridrl.controller.watch.monitor import Stillness
+from hybridrl.controller.watch.stalls import MAX_DESCRIBED, Scene, Sighting, ranks, report
+from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import DONE, Position
 
 PHASE = "rollout.reshard"

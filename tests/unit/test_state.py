@@ -9,11 +9,11 @@ from test_kl_control import control, scored
 
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.config.choices import Offload
-from hybridrl.data.prompt_source import PromptSource
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import NoReference
-from hybridrl.trainer.nonfinite import NonFiniteGuard
+from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.state import TrainState, read_state
 from tests.batches import batch_of
 

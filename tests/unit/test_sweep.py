@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hybridrl.trainer.sweep import JobResult, SweepTable, ranked, read_results, sweep_table
+from hybridrl.app.sweep import JobResult, SweepTable, ranked, read_results, sweep_table
 
 
 def result(folder: Path, job: int) -> JobResult:

@@ -3,9 +3,9 @@
 import pytest
 
 from hybridrl.config.choices import DType
-from hybridrl.config.machine import GPU
-from hybridrl.config.peaks import bf16_peak, peak_per_rank
-from hybridrl.trainer.throughput import Throughput
+from hybridrl.config.planner.machine import GPU
+from hybridrl.config.planner.peaks import bf16_peak, peak_per_rank
+from hybridrl.trainer.timing.throughput import Throughput
 from tests.model_shapes import QWEN_1_5B
 
 # 512 sequences of 512 tokens: 6 N + 6 L h S = 6 * 1,543,714,304 + 6 * 28 * 1536 * 512

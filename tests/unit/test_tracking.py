@@ -14,17 +14,17 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import Failure, FailureKind
-from hybridrl.trainer.console import RunConsole
-from hybridrl.trainer.phases import Phases
-from hybridrl.trainer.report import Reporter
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.sinks import MAX_WAITING, BackgroundSink, close_all
-from hybridrl.trainer.throughput import Throughput
-from hybridrl.trainer.tracking import PROMISED, Tracker, read_metrics
+from hybridrl.trainer.timing.phases import Phases
+from hybridrl.trainer.timing.throughput import Throughput
+from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.report import Reporter
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.tracking.sinks import MAX_WAITING, BackgroundSink, close_all
+from hybridrl.trainer.tracking.tracker import PROMISED, Tracker, read_metrics
 from tests.run_configs import run_config
 
 

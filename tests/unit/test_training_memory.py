@@ -12,16 +12,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.config import activations
 from hybridrl.config.choices import Accumulation, DType
-from hybridrl.config.model_shape import model_shape
-from hybridrl.config.training_memory import TrainingMemory, Workload
-from hybridrl.distributed import attention, log_probs
+from hybridrl.config.planner import activations
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.training_memory import TrainingMemory, Workload
+from hybridrl.distributed.forward import attention, log_probs
+from hybridrl.distributed.forward.log_probs import Entropy, KeptLogits
+from hybridrl.distributed.forward.packing import Packed
+from hybridrl.distributed.forward.softmax_rows import Rows
+from hybridrl.distributed.forward.token_models import TokenLogProbs, TokenValues
 from hybridrl.distributed.fsdp import _checkpoint_activations
-from hybridrl.distributed.log_probs import Entropy, KeptLogits
-from hybridrl.distributed.packing import Packed
-from hybridrl.distributed.softmax_rows import Rows
-from hybridrl.distributed.token_models import TokenLogProbs, TokenValues
 from tests.allocations import Allocations
 from tests.role_configs import fsdp_config
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.sources.tokenizer import load_tokenizer
 from hybridrl.data.turns import TurnTokens
 from tests.tokenizer_folders import model_folder
 

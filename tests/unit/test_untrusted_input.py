@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.model_shape import model_shape
-from hybridrl.data.tokenizer import Renderer, load_tokenizer
-from hybridrl.distributed.mapped_weights import MappedWeights
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+from hybridrl.distributed.storage.mapped_weights import MappedWeights
 from hybridrl.distributed.weights import empty_model
 from hybridrl.models.resolve import read_model_config
 from tests.code_in_checkpoints import bring_code
@@ -24,14 +24,14 @@ SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # ours that speak with each other, and torch's own flight recorder.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "controller/agents.py",
-    "controller/ray_agents.py",
-    "controller/recorder.py",
+    "controller/ray/node_calls.py",
+    "controller/ray/node_probes.py",
+    "controller/watch/recorder.py",
     "doctor/joined.py",
     "environments/base.py",
     "rewards/wire.py",
 }
-MAY_EXECUTE = {"rewards/jail.py"}
+MAY_EXECUTE = {"rewards/sandbox/jail.py"}
 
 
 def test_a_models_code_is_not_run_and_a_supported_architecture_is_loaded_without_it(tmp_path):
@@ -185,4 +185,4 @@ def test_no_source_of_ours_could_run_what_it_reads():
     ],
 )
 def test_the_scan_sees_what_it_looks_for(code):
-    assert len(unsafe("data/files.py", ast.parse(code))) == 1
+    assert len(unsafe("data/sources/files.py", ast.parse(code))) == 1

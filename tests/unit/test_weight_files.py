@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.model_shape import model_shape
+from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from hybridrl.models.weight_files import INDEX, SINGLE, weight_problems
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hybridrl.config.classes import check_reward_function
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import Score
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.rewards.weighted import score

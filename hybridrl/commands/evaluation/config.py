@@ -11,20 +11,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hybridrl.app.compose import conf_dir, hardware_overrides, stored_weight_problems
 from hybridrl.checkpoint.find import Found
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import Init
-from hybridrl.config.command_line import CommandLine, names_hardware, precompose
+from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
+from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.foreign_code import refuse_foreign_code
-from hybridrl.config.given import given_keys
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
-from hybridrl.config.machine import Machine
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.user_code.foreign_code import refuse_foreign_code
 from hybridrl.config.validate import run_evaluation_checks
-from hybridrl.controller.command import conf_dir, hardware_overrides, stored_weight_problems
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.manifest import HIDDEN
+from hybridrl.trainer.tracking.manifest import HIDDEN
 
 # What a run says of its evaluations.
 OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "eval", "rollout")

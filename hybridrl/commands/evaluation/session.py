@@ -15,14 +15,14 @@ from hybridrl.commands.evaluation.completions import Completion, CompletionLog
 from hybridrl.commands.evaluation.options import EvalOptions
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.commands.running import while_it_stays
-from hybridrl.config.check_sizes import world_size
+from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
-from hybridrl.data.prompt_sets import PromptSets
-from hybridrl.data.prompts import Prompt
-from hybridrl.data.tokenizer import decoder, load_tokenizer
+from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.evaluate import Scored, judged, request_of
 from hybridrl.trainer.judges import open_judge, open_rules
 from hybridrl.trainer.rewarding import Rewarded

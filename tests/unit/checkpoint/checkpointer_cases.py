@@ -22,7 +22,7 @@ from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import checkpoints_folder
 from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.checkpoint import Checkpointer
+from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.state import LoopState
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, dispatch_of

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint import reading
-from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.checkpoint.quarantine import set_aside
 from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 

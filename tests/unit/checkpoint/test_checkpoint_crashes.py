@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.checkpoint import commit, latest
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.remains import steps_in
+from hybridrl.checkpoint.leftovers import steps_in
 from hybridrl.checkpoint.verification import verify
 from tests.namespaces import ROOT
 from tests.unit.checkpoint.checkpoint_cases import hidden, pruned, save

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import commit, latest
-from hybridrl.checkpoint.aside import set_aside
 from hybridrl.checkpoint.find import Found, named, newest_good
+from hybridrl.checkpoint.quarantine import set_aside
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.errors import ConfigError
 from tests.unit.checkpoint.checkpoint_cases import SHARDS, save

@@ -11,9 +11,9 @@ import pytest
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.controller.agents import Answer, LocalAgents
-from hybridrl.trainer import verifying_nodes
-from hybridrl.trainer.verifying_nodes import OnNodes
+from hybridrl.controller.ray.node_calls import Answer, LocalAgents
+from hybridrl.trainer.checkpointing import verifying_nodes
+from hybridrl.trainer.checkpointing.verifying_nodes import OnNodes
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, save
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.remains import finish_deletions
+from hybridrl.checkpoint.leftovers import finish_deletions
 from hybridrl.checkpoint.retention import Removal, prune
 from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
 

@@ -17,7 +17,7 @@ from hybridrl.checkpoint import manifest as manifests
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.checkpoint.verification import verify
-from hybridrl.trainer.verifying import VerificationEnded, Verifying
+from hybridrl.trainer.checkpointing.verifying import VerificationEnded, Verifying
 from tests.unit.checkpoint.checkpoint_cases import FILES, SIZE, huge_checkpoint, manifest, save
 
 ROOT = Path(__file__).resolve().parents[3]

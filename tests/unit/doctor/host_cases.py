@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config.model_shape import model_shape
-from hybridrl.controller.agents import LocalAgents
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Finding, Verdict
-from hybridrl.doctor.host_cgroup import CgroupFacts
-from hybridrl.doctor.host_facts import HostFacts, Limits, Room, Temporary
+from hybridrl.doctor.host.cgroup import CgroupFacts
+from hybridrl.doctor.host.facts import HostFacts, Limits, Room, Temporary
 from hybridrl.doctor.stages import Case
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.model_shapes import TINY

@@ -1,6 +1,6 @@
 """Invented nodes for tests of the stage network."""
 
-from hybridrl.doctor.network_nodes import NodeView
+from hybridrl.doctor.network.nodes import NodeView
 
 LOOPBACK = {"lo": ["127.0.0.1/8"]}
 

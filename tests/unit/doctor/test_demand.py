@@ -8,15 +8,16 @@ import pytest
 from host_cases import GIB, case, facts, of
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.machine import GPU, Machine, Node, local_machine
-from hybridrl.config.memory import node_ram
-from hybridrl.controller.agents import Answer, NodeIdentity
-from hybridrl.controller.ray_agents import RayNode, rooms
-from hybridrl.doctor import host, memory
+from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
+from hybridrl.config.planner.memory import node_ram
+from hybridrl.controller.ray.node_calls import Answer, NodeIdentity
+from hybridrl.controller.ray.node_probes import RayNode, rooms
+from hybridrl.doctor import memory
 from hybridrl.doctor.demand import may_get
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host_facts import host_facts
-from hybridrl.doctor.host_gpus import GPUFacts, Smi, gpu_facts
+from hybridrl.doctor.host import stage as host
+from hybridrl.doctor.host.facts import host_facts
+from hybridrl.doctor.host.gpus import GPUFacts, Smi, gpu_facts
 from hybridrl.doctor.memory import GPUMemory, HostMemory, gpu_memory, host_memory
 from tests.run_configs import run_config
 

@@ -7,17 +7,17 @@ import pytest
 from host_cases import assert_finds, case, facts, of, the
 
 from hybridrl.config.choices import Accelerator, SleepMode
-from hybridrl.controller.agents import Answer
-from hybridrl.doctor import host
+from hybridrl.controller.ray.node_calls import Answer
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host_cgroup import cgroup_facts
-from hybridrl.doctor.host_devices import judge_allocator, judge_visible
-from hybridrl.doctor.host_facts import Limits
-from hybridrl.doctor.host_gpus import GPUFacts, Smi, judge_gpus, parse
-from hybridrl.doctor.host_judgements import judge_clocks, judge_limits
-from hybridrl.doctor.host_nodes import judge_communication, judge_versions
-from hybridrl.doctor.host_variables import bypasses, judge_variables
+from hybridrl.doctor.host import stage as host
+from hybridrl.doctor.host.cgroup import cgroup_facts
+from hybridrl.doctor.host.devices import judge_allocator, judge_visible
+from hybridrl.doctor.host.facts import Limits
+from hybridrl.doctor.host.gpus import GPUFacts, Smi, judge_gpus, parse
+from hybridrl.doctor.host.judgements import judge_clocks, judge_limits
+from hybridrl.doctor.host.nodes import judge_communication, judge_versions
+from hybridrl.doctor.host.variables import bypasses, judge_variables
 from tests.run_configs import run_config
 
 GPUS = ("GPU-aaaa", "GPU-bbbb")

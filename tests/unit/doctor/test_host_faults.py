@@ -10,7 +10,7 @@ from host_cases import assert_finds, cgroup, probe, probe_mounted
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host_judgements import (
+from hybridrl.doctor.host.judgements import (
     judge_cgroup,
     judge_limits,
     judge_shm,
@@ -18,8 +18,8 @@ from hybridrl.doctor.host_judgements import (
     judge_terminal,
 )
 
-FACTS = "hybridrl.doctor.host_facts"
-CGROUP = "hybridrl.doctor.host_cgroup"
+FACTS = "hybridrl.doctor.host.facts"
+CGROUP = "hybridrl.doctor.host.cgroup"
 MIB = 2**20
 
 
@@ -176,7 +176,7 @@ def test_output_of_a_slurm_job_that_waits_in_a_buffer_warns(unbuffered, before, 
 
 
 def test_the_probes_import_nothing_heavy():
-    modules = "import sys; import hybridrl.doctor.host; print(*sys.modules)"
+    modules = "import sys; import hybridrl.doctor.host.stage; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", modules], capture_output=True, text=True)
     assert not {"torch", "ray", "vllm", "transformers"} & set(answer.stdout.split())
-    assert "hybridrl.doctor.host" in answer.stdout.split()
+    assert "hybridrl.doctor.host.stage" in answer.stdout.split()

@@ -9,24 +9,24 @@ import pytest
 from host_cases import HUB_MODEL, assert_finds, case, hub_cache, of, probe, probe_mounted, the
 from input_rewards import hangs, raises_on_nothing, shrugs
 
-from hybridrl.config.model_shape import model_shape
-from hybridrl.controller.agents import Answer
-from hybridrl.doctor import inputs
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.controller.ray.node_calls import Answer
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.inputs_cache import hub_cache_facts, judge_cache
-from hybridrl.doctor.inputs_facts import folder_facts, model_facts
-from hybridrl.doctor.inputs_files import judge_cached, judge_model
-from hybridrl.doctor.inputs_run_directory import check_run_directory
-from hybridrl.doctor.inputs_samples import check_data, check_reward, check_tokenizer
+from hybridrl.doctor.inputs import stage as inputs
+from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache
+from hybridrl.doctor.inputs.facts import folder_facts, model_facts
+from hybridrl.doctor.inputs.files import judge_cached, judge_model
+from hybridrl.doctor.inputs.run_directory import check_run_directory
+from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from tests.data_configs import jsonl, sums
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
-FACTS = "hybridrl.doctor.inputs_facts"
-CACHE = "hybridrl.doctor.inputs_cache"
-RUN_DIRECTORY = "hybridrl.doctor.inputs_run_directory"
+FACTS = "hybridrl.doctor.inputs.facts"
+CACHE = "hybridrl.doctor.inputs.cache"
+RUN_DIRECTORY = "hybridrl.doctor.inputs.run_directory"
 HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
 
 

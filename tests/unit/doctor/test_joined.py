@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.agents import call_all
+from hybridrl.controller.ray.node_calls import call_all
 from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
 from hybridrl.doctor.joined_wire import parse_place
 

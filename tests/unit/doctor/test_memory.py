@@ -3,11 +3,11 @@
 import pytest
 from host_cases import assert_finds, case, cgroup, probe, the
 
-from hybridrl.config.machine import memory_limit
-from hybridrl.config.memory import node_ram
+from hybridrl.config.planner.machine import memory_limit
+from hybridrl.config.planner.memory import node_ram
 from hybridrl.doctor import memory
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host_gpus import Smi
+from hybridrl.doctor.host.gpus import Smi
 from hybridrl.doctor.memory import (
     GPUMemory,
     HostMemory,

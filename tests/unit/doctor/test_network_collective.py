@@ -7,10 +7,12 @@ import pytest
 from host_cases import case, the
 from network_cases import view
 
-from hybridrl.config.multicast import SWITCHES
-from hybridrl.doctor import network, network_collective, network_rendezvous
+from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network_collective_judgements import RankResult
+from hybridrl.doctor.network import collective as network_collective
+from hybridrl.doctor.network import rendezvous as network_rendezvous
+from hybridrl.doctor.network import stage as network
+from hybridrl.doctor.network.collective_judgements import RankResult
 
 
 def run_rank(**changes):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybridrl.controller.agents import LocalAgents
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network_infiniband import check, judge, look, used_ports
+from hybridrl.doctor.network.infiniband import check, judge, look, used_ports
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GIDS = {

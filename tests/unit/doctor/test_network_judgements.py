@@ -5,17 +5,15 @@ import itertools
 import pytest
 from network_cases import view
 
-from hybridrl.doctor import (
-    network_address,
-    network_bandwidth,
-    network_choices,
-    network_interfaces,
-    network_ports,
-    network_rendezvous,
-)
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network_nodes import rank_zero_node
-from hybridrl.doctor.network_server import Opened, Speed, Target
+from hybridrl.doctor.network import address as network_address
+from hybridrl.doctor.network import bandwidth as network_bandwidth
+from hybridrl.doctor.network import choices as network_choices
+from hybridrl.doctor.network import interfaces as network_interfaces
+from hybridrl.doctor.network import ports as network_ports
+from hybridrl.doctor.network import rendezvous as network_rendezvous
+from hybridrl.doctor.network.nodes import rank_zero_node
+from hybridrl.doctor.network.server import Opened, Speed, Target
 
 
 def opened(

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.agents import LocalAgents
-from hybridrl.doctor import network_ports
+from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network_ports import Attempt
-from hybridrl.doctor.network_ray import ports_in, running_services, service_ports, worker_ports
-from hybridrl.doctor.network_server import Opened, Target, close_ports, open_ports, reach
+from hybridrl.doctor.network import ports as network_ports
+from hybridrl.doctor.network.ports import Attempt
+from hybridrl.doctor.network.ray import ports_in, running_services, service_ports, worker_ports
+from hybridrl.doctor.network.server import Opened, Target, close_ports, open_ports, reach
 
 ADDRESS = "127.0.0.7"
 DEFAULT = range(19999, 10001, -1)

@@ -8,14 +8,14 @@ import time
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.agents import LocalAgents
-from hybridrl.controller.ray_agents import RayAgents
-from hybridrl.controller.ray_head import Connection
-from hybridrl.controller.ray_probe import ClusterView, NodeState, Reply
+from hybridrl.controller.ray.head import Connection
+from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import RayAgents
+from hybridrl.controller.ray.probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray_facts import RayFacts, ray_facts
-from hybridrl.doctor.ray_judgements import judge_reachable, judge_tokens, judge_versions, judge_view
-from hybridrl.doctor.ray_services import examine
+from hybridrl.doctor.ray.facts import RayFacts, ray_facts
+from hybridrl.doctor.ray.judgements import judge_reachable, judge_tokens, judge_versions, judge_view
+from hybridrl.doctor.ray.services import examine
 
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")

@@ -10,14 +10,16 @@ import pytest
 from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, of, require
 from huggingface_hub import constants
 
-from hybridrl.config.model_shape import model_shape
-from hybridrl.controller.agents import call_all
-from hybridrl.doctor import host, inputs, memory
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.controller.ray.node_calls import call_all
+from hybridrl.doctor import memory
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host import heard
-from hybridrl.doctor.inputs_facts import model_facts
-from hybridrl.doctor.inputs_files import judge_model
-from hybridrl.doctor.inputs_run_directory import check_run_directory
+from hybridrl.doctor.host import stage as host
+from hybridrl.doctor.host.stage import heard
+from hybridrl.doctor.inputs import stage as inputs
+from hybridrl.doctor.inputs.facts import model_facts
+from hybridrl.doctor.inputs.files import judge_model
+from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.joined import JoinedAgents
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config

@@ -1,0 +1,218 @@
+"""One training run from a checked config to a trained model: opens what the loop needs, in order.
+
+reward processes                 on the driver, at once
+worker processes                 all roles on all ranks (controller/)
+header, manifest                 what is about to run
+PPOTrainer.fit                   the loop
+"""
+
+import logging
+import os
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from hybridrl.app.inputs import RunInputs
+from hybridrl.app.setup_times import SetupTimes
+from hybridrl.config.checks.sizes import world_size
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.machine import Machine, torch_threads
+from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.peaks import peak_per_rank
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.signals import Preemption
+from hybridrl.controller.worker_group import Workers, start_workers
+from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
+from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
+from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.judges import open_judge, open_rules
+from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
+from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.rewarding import Judge
+from hybridrl.trainer.timing.throughput import Throughput
+from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.manifest import write_manifest
+from hybridrl.trainer.tracking.report import Reporter, draw
+from hybridrl.trainer.tracking.tracker import Tracker
+from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
+
+log = logging.getLogger(__name__)
+
+# Seconds that trackers get to send what is left: after success, and after anything else.
+TRACKERS_S, HURRY_S = 20.0, 3.0
+
+
+def train(
+    config: RunConfig,
+    run_dir: Path,
+    machine: Machine,
+    inputs: RunInputs,
+    setup: SetupTimes,
+) -> float:
+    """Run PPO as configured; to be called inside `ray_runtime`.
+
+    Args:
+        config: checked and resolved.
+        run_dir: existing directory; everything the run writes goes there.
+        machine: what the run may use.
+        inputs: what the run begins from.
+        setup: times what happens before the loop.
+
+    Returns:
+        Held-out accuracy after the last step, sampled at the training temperature.
+    """
+    prompts, resume = inputs.prompts, inputs.resume
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not os.environ.get("OMP_NUM_THREADS"):  # else torch has taken the user's number
+        on_gpu = config.hardware.accelerator is Accelerator.gpu
+        torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
+    with ExitStack() as stack:
+        console = stack.enter_context(RunConsole(config.trainer.total_steps))
+        _route_logging(console, stack)
+        resume = None if resume is None else resume.take_up(run_dir)
+        started = datetime.now(UTC)
+        try:
+            found = None if resume is None else resume.found
+            facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
+            write_manifest(run_dir, config, facts, started=started, found=found)
+        except OSError as error:  # a run can do without
+            log.warning("the manifest could not be written: %s", error)
+        _show_header(config, run_dir, machine, prompts, resume, console)
+        decode = decoder(load_tokenizer(config.model.path))
+        judge = open_judge(config, prompts, decode, stack)
+        evaluator = _evaluator(config, prompts, judge, stack)
+        tracker = _tracker(config, run_dir, resume, stack)
+        setup.mark("driver")
+        workers = stack.enter_context(start_workers(config, run_dir))
+        setup.mark("workers", workers.pool.start_times.seconds)
+        preemption = stack.enter_context(Preemption(_grace_s(config)))
+        reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
+        trainer = PPOTrainer(
+            config,
+            workers,
+            _kl_control(config, workers),
+            _value_function(config, workers),
+            inputs.source,
+            judge,
+            evaluator,
+            Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
+            preemption,
+            reporter,
+        )
+        setup.mark("driver")
+        _show_workers(workers, setup, console)
+        trainer.metrics |= setup.metrics()
+        return trainer.fit(resume)
+
+
+def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
+    """Where metrics go; at the end, however it comes, they are sent and drawn."""
+    tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
+    stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
+    stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
+    return tracker
+
+
+def _grace_s(config: RunConfig) -> float:
+    """Seconds that SIGTERM leaves; none where there are no checkpoints."""
+    return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
+
+
+def _evaluator(config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack) -> Evaluator:
+    return Evaluator(
+        prompts.held_out,
+        judge,
+        open_rules(config, stack),
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        greedy=config.eval.greedy,
+    )
+
+
+def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
+    if workers.ref is None:
+        return NoReference()
+    return KLPenalty(config.algorithm.kl, workers.ref)
+
+
+def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
+    if workers.critic is None:
+        return NoCritic()
+    return Critic(workers.critic, config.trainer.critic_warmup_steps)
+
+
+def _throughput(config: RunConfig, machine: Machine) -> Throughput:
+    """What the run's times say of its speed: with GPUs of several kinds, no share of a peak."""
+    peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
+    return Throughput(
+        shape=model_shape(read_model_config(config.model.path)),
+        epochs=config.actor.epochs,
+        peak=None if peak is None else peak * world_size(config),
+        trains_all=config.lora is None,
+    )
+
+
+def _show_header(
+    config: RunConfig,
+    run_dir: Path,
+    machine: Machine,
+    prompts: PromptSets,
+    resume: Resume | None,
+    console: RunConsole,
+) -> None:
+    assert config.fsdp.dp_shard is not None
+    num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
+    reward_parameters = None
+    if config.reward_model is not None:
+        reward = model_shape(read_model_config(config.reward_model.model.path))
+        reward_parameters = reward.backbone_parameters + reward.hidden
+    facts = RunFacts(
+        run_dir=run_dir,
+        machine=machine.describe(),
+        num_ranks=num_ranks,
+        num_parameters=model_shape(read_model_config(config.model.path)).parameters,
+        data_sets=prompts.data_sets,
+        notes=prompts.notes,
+        reward_parameters=reward_parameters,
+    )
+    lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
+    console.header(config.run.name, lines)
+
+
+def _show_workers(workers: Workers, setup: SetupTimes, console: RunConsole) -> None:
+    hosts = [("", host.describe()) for host in workers.pool.hosts]
+    console.header("workers", [*hosts, ("setup", str(setup))])
+
+
+def _draw_unfinished(
+    kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
+) -> None:
+    """Draw the curves of a run that an exception ends early; never hides that exception."""
+    if kind is None or not tracker.rows:
+        return
+    try:
+        draw(config, run_dir)
+    except OSError as error:
+        log.warning("the curves could not be drawn: %s", error)
+
+
+def _route_logging(console: RunConsole, stack: ExitStack) -> None:
+    """Let log lines stand above the live ones for the time of the run."""
+    root = logging.getLogger()
+    handler = console.logging_handler()
+    before = list(root.handlers)
+    root.handlers = [
+        handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
+        for old in before
+    ]
+    stack.callback(setattr, root, "handlers", before)
+
+
+def _is_file(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.FileHandler)

@@ -1,0 +1,166 @@
+"""The end of a sweep: one table of its jobs, ranked, with the failed ones in it.
+
+Each job leaves `result.json` in its directory, so that jobs which a launcher ran in other
+processes or on other machines are in the table, too. A job that leaves none has failed.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hybridrl.trainer.tracking.best_effort_files import replace_file
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "result.json"
+SWEEP_FILE = "sweep.json"
+# Written by Hydra when a sweep begins.
+SWEEP_CONFIG = "multirun.yaml"
+# Written by Hydra into a job's directory when the job begins.
+JOB_OVERRIDES = ".hydra/overrides.yaml"
+# Number of a job that cannot be told from its directory.
+UNKNOWN_JOB = -1
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """One job of a sweep.
+
+    Attributes:
+        job: its number in the sweep.
+        overrides: as composed; none where there is no result that can be read.
+        status: ok | dry | failed.
+        metric: what the sweep ranks by: the final eval/accuracy; None if there is none.
+        seconds: wall time.
+        directory: the job's run directory.
+        error: why it failed, first line; empty otherwise.
+    """
+
+    job: int
+    overrides: list[str]
+    status: str
+    metric: float | None
+    seconds: float
+    directory: str
+    error: str = ""
+
+    def write(self) -> None:
+        """Leave result.json in the job's directory; a disk that does not take it costs no more."""
+        path = Path(self.directory) / RESULT_FILE
+        try:
+            _write_json(path, asdict(self))
+        except OSError as error:
+            log.error("%s could not be written: %s; the sweep counts it as failed", path, error)
+
+
+class SweepTable(Callback):
+    """Hydra callback: prints the ranked table and writes sweep.json when a sweep ends."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Note the time, to leave out what an earlier sweep left in the same directory."""
+        self._started = time.time()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Show the results.
+
+        Raises:
+            SystemExit: 1, if a job failed: hydra.main itself reports no such thing.
+        """
+        directory = Path(config.hydra.sweep.dir)
+        results = ranked(read_results(directory, since=self._started))
+        # Not a terminal: wide enough that no cell is folded.
+        console = Console()
+        console = console if console.is_terminal else Console(width=200)
+        console.print(sweep_table(results))
+        path = directory / SWEEP_FILE
+        try:
+            _write_json(path, [asdict(result) for result in results])
+            console.print(f"Written to {path}", markup=False)
+        except OSError as error:
+            console.print(f"{path} could not be written: {error}", markup=False)
+        if any(result.status == "failed" for result in results):
+            raise SystemExit(1)
+
+
+def read_results(directory: Path, since: float) -> list[JobResult]:
+    """The results of the jobs below a sweep's directory that ran at or after `since` (time.time()).
+
+    A job has failed that left no result, or one that cannot be read.
+    """
+    files = _written(directory.rglob(RESULT_FILE), since)
+    jobs = {file.parent.parent for file in _written(directory.rglob(JOB_OVERRIDES), since)}
+    # They may be all that a full disk took, and hydra.output_subdir moves the overrides.
+    numbered = (path for path in directory.glob("*") if path.name.isdigit())
+    jobs |= {*_written(numbered, since)}
+    lost = jobs - {file.parent for file in files}
+    return [_read(file) for file in files] + [
+        _failed(folder, f"left no {RESULT_FILE} in {folder.relative_to(directory)}")
+        for folder in sorted(lost)
+    ]
+
+
+def _written(paths: Iterable[Path], since: float) -> list[Path]:
+    # File times are coarser than the clock.
+    return [path for path in paths if path.stat().st_mtime >= since - 1]
+
+
+def _read(file: Path) -> JobResult:
+    try:
+        return JobResult(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return _failed(file.parent, f"{RESULT_FILE} cannot be read: {error}")
+
+
+def _failed(folder: Path, reason: str) -> JobResult:
+    """The result of a job of which no more is known."""
+    job = int(folder.name) if folder.name.isdigit() else UNKNOWN_JOB
+    return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=1) + "\n"
+    replace_file(path, lambda new: new.write_text(text))
+
+
+def ranked(results: list[JobResult]) -> list[JobResult]:
+    """Highest metric first; jobs without one last, in their own order."""
+    return sorted(
+        results, key=lambda r: (r.metric is None, -(r.metric if r.metric is not None else 0), r.job)
+    )
+
+
+def sweep_table(results: list[JobResult]) -> Table:
+    """The ranked results, each with the overrides in which the jobs differ."""
+    known = [set(r.overrides) for r in results if r.overrides]
+    common = set.intersection(*known) if len(known) > 1 else set()
+    table = Table(title="Sweep, best first", title_justify="left")
+    for name in ("rank", "job", "overrides", "eval/accuracy", "minutes", "status"):
+        table.add_column(name)
+    for rank, result in enumerate(results, start=1):
+        own = " ".join(o for o in result.overrides if o not in common)
+        status = result.status + (f": {result.error}" if result.error else "")
+        table.add_row(
+            str(rank) if result.metric is not None else "-",
+            str(result.job),
+            escape(own),
+            "-" if result.metric is None else f"{result.metric:.4f}",
+            f"{result.seconds / 60:.1f}",
+            escape(status),
+        )
+    return table
+
+
+def finite(metric: float) -> float | None:
+    """The metric, or None where there is none (NaN)."""
+    return metric if math.isfinite(metric) else None

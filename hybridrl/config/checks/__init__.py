@@ -1,0 +1,1 @@
+"""Checks of a composed config, by topic; each returns problems."""

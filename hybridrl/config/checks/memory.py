@@ -1,0 +1,156 @@
+"""Whether a run fits into the memory of its GPUs and nodes, by the prediction of memory.py."""
+
+from collections.abc import Callable, Iterator
+
+from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.config.choices import Accelerator, Offload
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.memory import (
+    REWARD_PHASE,
+    Phase,
+    describe,
+    gib,
+    host_parts,
+    listed_parts,
+    node_peak,
+    node_ram,
+    pinned_bytes,
+    rank_phases,
+    staged_bytes,
+)
+from hybridrl.config.planner.memory_advice import Case, advice
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+
+
+def memory_problems(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
+) -> Iterator[str]:
+    """Why the run cannot fit, if so.
+
+    Args:
+        config: resolved.
+        shape: the model's.
+        machine: what the run may use.
+        reward_shape: the reward model's, in a run with one whose sizes are known.
+    """
+    if config.hardware.accelerator is not Accelerator.gpu:
+        phases = rank_phases(config, shape, None, reward_shape)
+        yield from _slot_problems(config, phases, machine)
+    elif machine.gpus:
+        gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
+        smallest = min(machine.nodes, key=lambda node: node.memory_bytes)
+
+        def host_fits(changed: RunConfig) -> bool:
+            there = machine
+            if len(slots_on_nodes(changed)) > len(machine.nodes):
+                there = Machine((smallest,) * len(slots_on_nodes(changed)))
+            return not any(_host_problems(changed, shape, there, reward_shape))
+
+        yield from _gpu_problems(Case(config, shape, reward_shape, gpu_bytes, host_fits))
+        yield from _host_problems(config, shape, machine, reward_shape)
+
+
+def _tightest(
+    config: RunConfig, machine: Machine, need: Callable[[int], int]
+) -> tuple[int, int, int]:
+    """Ranks of the node with least to spare, the bytes that they need and those that it has.
+
+    The largest demand goes to the largest node; nodes beyond the run's number get none.
+    """
+    demand = sorted(slots_on_nodes(config), reverse=True)
+    largest = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
+    pairs = [(slots, need(slots), there) for slots, there in zip(demand, largest, strict=False)]
+    return max(pairs, key=lambda pair: pair[1] - pair[2])
+
+
+def offload_problems(config: RunConfig) -> Iterator[str]:
+    """Offload moves device memory to the host; without a GPU they are the same."""
+    if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
+        yield (
+            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu: there is no "
+            f"GPU memory that it could free.\n"
+            f"Set fsdp.offload=none."
+        )
+
+
+def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:
+    slots, needed, available = _tightest(
+        config, machine, lambda slots: node_peak(config, phases, slots)
+    )
+    if needed > available:
+        worst = max(phases, key=lambda phase: phase.total)
+        yield (
+            f"cluster.gpus_per_node = {slots} CPU slots need at least "
+            f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
+            f"{describe(worst)}.\n"
+            f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
+            f"name a smaller model."
+        )
+
+
+def _gpu_problems(case: Case) -> Iterator[str]:
+    """Yield one problem of all phases that do not fit, and one of the reward model's."""
+    config, gpu_bytes = case.config, case.gpu_bytes
+    over = [phase for phase in case.phases() if phase.total > gpu_bytes]
+    for of_reward_model in (False, True):
+        phases = [phase for phase in over if (phase.name == REWARD_PHASE) is of_reward_model]
+        if phases:
+            worst = max(phases, key=lambda phase: phase.total)
+            others = [f"{p.name} {gib(p.total)}" for p in phases if p is not worst]
+            also = f"; too much are also {', '.join(others)}" if others else ""
+            yield (
+                f"{_setting_of(config, worst)}: {worst.name} needs {describe(worst)}, the GPU has "
+                f"{gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
+            )
+    budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
+    weights = case.phases()[0].parts["rollout weights"]
+    if config.rollout.kv_cache_mb is None and weights >= budget and not over:
+        yield (
+            f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization} gives vLLM "
+            f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
+            f"Raise it, or raise rollout.tensor_parallel_size."
+        )
+
+
+def _setting_of(config: RunConfig, phase: Phase) -> str:
+    """Name the key that decides a phase's memory, and its value: mostly the model's name."""
+    if phase.name == "rollout":
+        return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
+    if phase.name == REWARD_PHASE:
+        return f"reward_model.model.path = {config.reward_model.model.path}"
+    return f"model.path = {config.model.path}"
+
+
+def _host_problems(
+    config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
+) -> Iterator[str]:
+    slots, needed, available = _tightest(
+        config, machine, lambda slots: node_ram(config, shape, reward_shape, slots)
+    )
+    if needed <= available:
+        return
+    causes, remedies = [], []
+    if pinned := pinned_bytes(config, shape, reward_shape):
+        causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
+        remedies.append(f"Set fsdp.offload to none{_smaller_offload(config)}")
+    if staged := staged_bytes(config, shape):
+        every = config.checkpoint.every_steps
+        causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
+        remedies.append("Set checkpoint.every_steps to 0 (and do without)")
+    parts = host_parts(config, shape, reward_shape)
+    if not causes:
+        slots_key = f"cluster.gpus_per_node = {slots}"
+        causes.append(f"{slots_key}: processes take {gib(sum(parts.values()))}")
+    remedies.append("lower cluster.gpus_per_node")
+    yield (
+        f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
+        f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
+        f"{gib(available)}.\n"
+        f"{', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
+        f"fsdp.dp_shard)."
+    )
+
+
+def _smaller_offload(config: RunConfig) -> str:
+    return " or idle_optimizer" if config.fsdp.offload is Offload.idle_all else ""

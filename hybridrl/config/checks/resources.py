@@ -1,0 +1,171 @@
+"""Checks against what is there: the machine, files on disk, installed packages."""
+
+import importlib.util
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.paths import is_address
+from hybridrl.config.command.report import shown
+from hybridrl.config.planner.machine import Machine
+from hybridrl.config.schema import RunConfig
+
+SLOTS_PER_CORE = 4
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether there are as many nodes as asked for."""
+    nodes = config.cluster.nodes
+    if nodes > len(machine.nodes):
+        there = f"{len(machine.nodes)} node{'s' if len(machine.nodes) != 1 else ''}"
+        yield (
+            f"cluster.nodes = {nodes}, but there is {there} ({machine.describe()}).\n"
+            f"Set cluster.nodes={len(machine.nodes)}, or start Ray on all nodes and set "
+            f"RAY_ADDRESS."
+        )
+
+
+def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether each node has as many GPUs, or cores for as many CPU slots, as asked for."""
+    wanted = config.cluster.gpus_per_node
+    assert wanted is not None
+    if config.hardware.accelerator is Accelerator.gpu:
+        if config.placement.slots_on_nodes is not None:
+            yield from _uneven_problems(config.placement.slots_on_nodes, machine)
+            return
+        there = gpus_on_each(machine, config.cluster.nodes)
+        if machine.gpus and wanted > there:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
+            shown = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
+            yield (
+                f"cluster.gpus_per_node = {wanted}, expected at most {there}, the GPUs on each "
+                f"node ({machine.describe()}{shown}).\n"
+                f"Set cluster.gpus_per_node={there} or less."
+            )
+        return
+    cores = min(sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes])
+    if wanted > SLOTS_PER_CORE * cores:
+        yield (
+            f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "
+            f"{SLOTS_PER_CORE * cores}: {SLOTS_PER_CORE} for each of a node's {cores} cores; "
+            f"more only wait for each other.\n"
+            f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
+        )
+
+
+def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
+    """Whether nodes have the GPUs that placement.slots_on_nodes wants, largest for largest."""
+    there = gpu_counts(machine, len(slots))
+    if machine.gpus and any(
+        wanted > found for wanted, found in zip(sorted(slots, reverse=True), there, strict=False)
+    ):
+        yield (
+            f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
+            f"({machine.describe()}).\n"
+            f"Set placement.slots_on_nodes={there} or less."
+        )
+
+
+def gpu_counts(machine: Machine, nodes: int) -> list[int]:
+    """GPUs of each of the `nodes` best equipped nodes, most first."""
+    return sorted((len(node.gpus) for node in machine.nodes), reverse=True)[:nodes]
+
+
+def gpus_on_each(machine: Machine, nodes: int) -> int:
+    """GPUs that each of the `nodes` best equipped nodes has."""
+    return min(gpu_counts(machine, nodes))
+
+
+def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Whether hardware=gpu finds a GPU; a dry run may plan for another machine."""
+    if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
+        return
+    if config.run.dry:
+        return
+    if machine.gpu_error:
+        yield (
+            f"hardware = gpu, but {machine.gpu_error}.\n"
+            f"Mend the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
+        )
+    else:
+        yield (
+            f"hardware = gpu, but this machine has no NVIDIA GPU ({machine.describe()}; "
+            f"CUDA_VISIBLE_DEVICES hides GPUs, too).\n"
+            f"Set hardware=cpu, or add run.dry=true to plan for another machine."
+        )
+
+
+def gpu_count_problems(config: RunConfig) -> Iterator[str]:
+    """A dry run for GPUs that are not here must say how many they are."""
+    unknown = config.cluster.gpus_per_node is None
+    if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
+        yield (
+            "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
+            "Set cluster.gpus_per_node to the number of the machine you plan for."
+        )
+
+
+def kv_cache_problems(config: RunConfig) -> Iterator[str]:
+    """Without a GPU vLLM must be told the size of its KV cache."""
+    if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
+        yield (
+            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU there is no memory "
+            "that gpu_memory_utilization could leave.\n"
+            "Set rollout.kv_cache_mb=64 or more."
+        )
+
+
+def file_problems(key: str, value: Any) -> Iterator[str]:
+    """The files of data.train_files or data.eval_files that cannot be read.
+
+    Args:
+        key: the config key.
+        value: a path, a list of paths or None.
+    """
+    if value is None:
+        return
+    paths = value if isinstance(value, list) else [value]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        yield f"{key} = {value}, expected a path or a list of paths such as [a.jsonl,b.jsonl]."
+        return
+    for path in paths:
+        if problem := _file_problem(path):
+            yield f"{key} = {shown(path)}{problem}"
+
+
+def _file_problem(path: str) -> str | None:
+    """What is wrong with a file of data, to stand behind its path."""
+    if is_address(path):
+        return " is an address on the network, expected a file. Download it, and name the copy."
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return f": there is no such file (seen from {Path.cwd()})."
+    except (OSError, ValueError) as error:
+        return f": it cannot be read: {reason_of(error)}."
+    if stat.S_ISDIR(mode):
+        return " is a folder. Name the .jsonl or .parquet files in it."
+    if not stat.S_ISREG(mode):
+        return " is a device or a pipe, expected a file, which is read more than once."
+    if file.suffix not in DATA_SUFFIXES:
+        return ": expected a file that ends in .jsonl or .parquet."
+    return None if os.access(file, os.R_OK) else ": it cannot be read: Permission denied."
+
+
+def package_problems(config: RunConfig) -> Iterator[str]:
+    """Trackers asked for whose packages are not installed."""
+    for key, value, package in (
+        ("tracking.wandb_project", config.tracking.wandb_project, "wandb"),
+        ("tracking.mlflow_uri", config.tracking.mlflow_uri, "mlflow"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            yield (
+                f"{key} = {value} needs the package {package}, which is not installed.\n"
+                f"Run pip install {package}, or set {key}=null."
+            )

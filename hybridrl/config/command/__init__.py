@@ -1,0 +1,1 @@
+"""Command lines and the texts of input errors."""

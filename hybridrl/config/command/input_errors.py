@@ -1,0 +1,53 @@
+"""Errors of Hydra, OmegaConf, YAML and the system that mean a mistake in what a user gave."""
+
+import sys
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.command.report import shown
+
+# Python raises ValueError for numbers of more digits than it reads, and for text that is not UTF-8.
+INPUT_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    OSError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+)
+# What Python says of text with a number that is too long; it has no class for it.
+_DIGITS = "integer string conversion"
+_RAISED = " raised while resolving interpolation: "
+
+
+def reason_of(error: BaseException) -> str:
+    """An error of these in a user's words: one line, or more where a library says more."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{shown(error.filename)}: " if error.filename is not None else ""
+        return f"{named}{error.strerror}"
+    text = str(error).strip()
+    if _DIGITS in text:
+        return f"a number has more than {sys.get_int_max_str_digits():,} digits"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text: {error.reason} (byte {error.start})"
+    if isinstance(error, OmegaConfBaseException):
+        return _without_class(text.splitlines()[0])
+    cause = error.__cause__ if isinstance(error, HydraException) else None
+    return f"{text}\n{str(cause).strip()}" if cause is not None else text
+
+
+def problem_of(error: BaseException) -> str:
+    """An error of these as a problem, with the config key that OmegaConf was at."""
+    at = error.full_key if isinstance(error, OmegaConfBaseException) else None
+    return f"{at}: {reason_of(error)}" if at else reason_of(error)
+
+
+def _without_class(text: str) -> str:
+    """What a resolver said, without the class of its error, which OmegaConf puts before it."""
+    raised, found, said = text.partition(_RAISED)
+    return said.strip("\"'") if found and raised.isidentifier() else text

@@ -1,0 +1,270 @@
+"""What a run is predicted to need of each GPU, or of RAM where there is none, phase by phase.
+
+On GPUs weights, gradients, optimizer states and, for eager layers, activations are counted
+(training_memory.py); the process and what vLLM keeps asleep are measured constants, and compiled
+layers estimates. Meant to be within 10 % of the peak of a full micro-batch. Allocators need some
+more, as far as there is more. On CPUs activations are a lower bound: attention pads there.
+
+Units: bytes, of one rank unless said otherwise.
+"""
+
+from dataclasses import dataclass
+
+from hybridrl.config.checks.sizes import world_size
+from hybridrl.config.choices import Accelerator, Offload, SleepMode
+from hybridrl.config.estimators import uses_critic
+from hybridrl.config.planner.machine import GIB
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
+from hybridrl.config.schema import RunConfig
+
+MIB = 2**20
+# Resident set of a worker with torch, transformers and vLLM loaded (0.6 GiB) and its pools.
+CPU_PROCESS_BYTES = GIB
+# The driver, Ray's own processes and its object store on a node.
+CPU_DRIVER_BYTES = GIB + GIB // 2
+# CUDA context, NCCL buffers, and the CUDA graphs of a vLLM that sleeps: 138 of an H200's 140 GiB
+# are free beside them.
+GPU_PROCESS_BYTES = 2 * GIB
+# Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
+GPU_PROCESS_RAM_BYTES = 4 * GIB
+# Of the reward model, whose activations are not the policy's.
+REWARD_PHASE = "score reward_model"
+# Adam's two moments are float32.
+ADAM_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank holds in a phase of the step: what it is -> bytes."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role with a model: its elements on all ranks, and whether it has an optimizer.
+
+    `adapters` are elements beside them, which alone are then trained.
+    """
+
+    name: str
+    parameters: int
+    is_trained: bool
+    adapters: int = 0
+
+    @property
+    def held(self) -> int:
+        """Elements of all weights."""
+        return self.parameters + self.adapters
+
+    @property
+    def trained(self) -> int:
+        """Elements that AdamW has moments of."""
+        return (self.adapters or self.parameters) if self.is_trained else 0
+
+
+def roles_of(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> list[Role]:
+    """The roles of a run that hold sharded weights."""
+    lora, adapters = config.lora, 0
+    if lora is not None:
+        adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
+    roles = [Role("actor", shape.parameters, is_trained=True, adapters=adapters)]
+    if uses_critic(config):
+        # The backbone and a scalar head with bias.
+        roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
+    if config.algorithm.kl.coef > 0 and not adapters:  # else it is the actor's, without them
+        roles.append(Role("ref", shape.parameters, is_trained=False))
+    if reward_shape is not None:
+        # The backbone and a scalar head without bias.
+        parameters = reward_shape.backbone_parameters + reward_shape.hidden
+        roles.append(Role("reward_model", parameters, is_trained=False))
+    return roles
+
+
+def rank_phases(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu_bytes: int | None,
+    reward_shape: ModelShape | None = None,
+) -> list[Phase]:
+    """One rank's memory in each phase.
+
+    Args:
+        config: resolved.
+        shape: the model's.
+        gpu_bytes: memory of the smallest GPU; None for a CPU slot.
+        reward_shape: the reward model's, in a run with one.
+    """
+    roles = roles_of(config, shape, reward_shape)
+    process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
+    if gpu_bytes is None:
+        process["checkpoint's copy"] = staged_bytes(config, shape)
+    rollout = _rollout(config, shape, gpu_bytes)
+    asleep = process | _asleep(config, rollout, gpu_bytes)
+    weights = {"rollout weights": rollout["rollout weights"]}
+    bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
+    # vLLM's share of a GPU includes what its process needs.
+    awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
+    work = workload(config)
+    policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
+    resident = _resident(config, roles, "actor")
+    phases = [
+        Phase("reshard", resident | asleep | weights | {"buckets": 2 * bucket}),
+        Phase("rollout", _resident(config, roles, None) | awake),
+        Phase("score", resident | asleep | policy.score()),
+    ]
+    if reward_shape is not None:
+        scoring = TrainingMemory(config.fsdp, reward_shape, workload(config), has_head=False)
+        parts = _resident(config, roles, "reward_model") | asleep | scoring.score()
+        phases.append(Phase(REWARD_PHASE, parts))
+    for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
+        if role.is_trained:
+            critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
+            training = policy if role.name == "actor" else critic
+            parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
+            phases.append(Phase(f"update {role.name}", parts))
+    return phases
+
+
+def workload(config: RunConfig) -> Workload:
+    """The largest forward that the config allows on one rank, responses all of it."""
+    rollout, world = config.rollout, world_size(config)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
+    mini_batch = -(-config.actor.mini_batch_size * longest // world)
+    return Workload(
+        tokens=min(budget, mini_batch),
+        response_tokens=min(budget, mini_batch),
+        micro_batches=-(-mini_batch // budget),
+        chunk_tokens=config.actor.log_prob_chunk_tokens,
+        fused_logits=config.hardware.accelerator is Accelerator.gpu,
+    )
+
+
+def pinned_bytes(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> int:
+    """Page-locked host memory of one rank: everything that fsdp.offload ever moves there."""
+    assert config.fsdp.dp_shard is not None
+    total = 0
+    for role in roles_of(config, shape, reward_shape):
+        weights = role.held if config.fsdp.offload is Offload.idle_all else 0
+        moments = role.trained if config.fsdp.offload is not Offload.none else 0
+        for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
+            total += -(-size // config.fsdp.dp_shard // MIB) * MIB
+    return total
+
+
+def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Host memory of one rank for the copy of its training state that checkpoints are written from.
+
+    Page-locked where there are GPUs.
+    """
+    assert config.fsdp.dp_shard is not None
+    if not config.checkpoint.every_steps:
+        return 0
+    trained = sum(role.trained for role in roles_of(config, shape))
+    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
+
+
+def host_parts(
+    config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
+) -> dict[str, int]:
+    """Predict the host memory of one rank with a GPU, page-locked or not: what it is -> bytes.
+
+    Checkpoints of models are mapped: their pages are the kernel's, which takes them back. Copied
+    are slices that do not lie in one piece, of one tensor at a time.
+    """
+    assert config.fsdp.dp_shard is not None
+    largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
+    return {
+        "process": GPU_PROCESS_RAM_BYTES,
+        "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
+        "offload": pinned_bytes(config, shape, reward_shape),
+        "checkpoint's copy": staged_bytes(config, shape),
+    }
+
+
+def node_ram(
+    config: RunConfig,
+    shape: ModelShape,
+    reward_shape: ModelShape | None = None,
+    slots: int | None = None,
+) -> int:
+    """RAM that GPU workers and the driver need together on a node of so many slots.
+
+    Without `slots`, on that which has the most.
+    """
+    slots = config.cluster.gpus_per_node if slots is None else slots
+    assert slots is not None
+    return slots * sum(host_parts(config, shape, reward_shape).values()) + CPU_DRIVER_BYTES
+
+
+def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
+    """RAM that the CPU slots of a node, by default the most, and the driver need together."""
+    slots = config.cluster.gpus_per_node if slots is None else slots
+    assert slots is not None
+    peak = max(phase.total for phase in phases)
+    return slots * peak + CPU_DRIVER_BYTES
+
+
+def _resident(
+    config: RunConfig, roles: list[Role], active: str | None, *, updates: bool = False
+) -> dict[str, int]:
+    """Shards on the device while the `active` role works (the rollout: None)."""
+    offload, shards = config.fsdp.offload, config.fsdp.dp_shard
+    assert shards is not None
+    parts = {}
+    for role in roles:
+        if role.name == active or offload is not Offload.idle_all:
+            parts[f"{role.name} weights"] = MASTER_BYTES * role.held // shards
+        if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
+            parts[f"{role.name} AdamW"] = ADAM_BYTES * role.trained // shards
+    return parts
+
+
+def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
+    """What vLLM holds while it generates."""
+    size = BYTES[config.rollout.dtype]
+    weights = size * shape.parameters // config.rollout.tensor_parallel_size
+    if config.rollout.kv_cache_mb is not None:
+        return {"rollout weights": weights, "KV cache": config.rollout.kv_cache_mb * MIB}
+    if gpu_bytes is None:
+        return {"rollout weights": weights}
+    budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
+    return {"rollout weights": weights, "KV cache and vLLM's buffers": max(0, budget - weights)}
+
+
+def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:
+    """What of that stays between rollouts: by rollout.sleep; on CPU vLLM cannot sleep."""
+    if gpu_bytes is None or config.rollout.sleep is SleepMode.none:
+        return rollout
+    if config.rollout.sleep is SleepMode.kv_cache:
+        return {"rollout weights": rollout["rollout weights"]}
+    return {}
+
+
+def gib(size: float) -> str:
+    """Bytes for readers: '3.2 GiB', '64 MiB'."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+
+
+def listed_parts(parts: dict[str, int]) -> str:
+    """'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size * 100 >= total)
+
+
+def describe(phase: Phase) -> str:
+    """'12.3 GiB (actor weights 4.0 GiB, ...)', largest first, small parts left out."""
+    return f"{gib(phase.total)} ({listed_parts(phase.parts)})"

@@ -1,0 +1,191 @@
+"""A decoder's sizes and parameter counts from its config.json, without building it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.command.report import shown
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.ranges import LARGEST_COUNT
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+# Keys that every config.json of these models has.
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+# Sizes, which are above 0; the last three may be absent or null.
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+# What other keys hold, where they are given and not null; transformers trips over anything else.
+TYPES: dict[str, tuple[type, ...]] = {
+    "architectures": (list,),
+    "auto_map": (dict,),
+    "attention_bias": (bool,),
+    "attention_dropout": (int, float),
+    "id2label": (dict,),
+    "initializer_range": (int, float),
+    "mlp_bias": (bool,),
+    "rms_norm_eps": (int, float),
+    "rope_parameters": (dict,),
+    "rope_scaling": (dict,),
+    "rope_theta": (int, float),
+    "tie_word_embeddings": (bool,),
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "torch_dtype": ("float32", "bfloat16", "float16", "float64"),
+    "hidden_act": ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a Llama, Qwen2 or Qwen3 decoder.
+
+    Attributes:
+        kind: llama | qwen2 | qwen3.
+        hidden, intermediate, layers, heads, kv_heads, head_dim, vocab: as in config.json.
+        tied: whether lm_head is the embedding.
+        attention_bias, mlp_bias: whether these linear layers have biases.
+        max_positions: longest sequence in tokens, or None where config.json does not say.
+    """
+
+    kind: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_positions: int | None
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the embedding; an untied lm_head has as many again."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of one decoder layer."""
+        h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = h * (q + 2 * kv) + q * h
+        if self.kind == "qwen2":
+            attention += q + 2 * kv
+        elif self.attention_bias:
+            attention += q + 2 * kv + h
+        if self.kind == "qwen3":
+            attention += 2 * self.head_dim  # q_norm and k_norm
+        mlp = 3 * h * self.intermediate
+        mlp += 2 * self.intermediate + h if self.mlp_bias else 0
+        return attention + mlp + 2 * h
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of a decoder layer, by name."""
+        h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner = self.intermediate
+        return {
+            "q_proj": (q, h),
+            "k_proj": (kv, h),
+            "v_proj": (kv, h),
+            "o_proj": (h, q),
+            "gate_proj": (inner, h),
+            "up_proj": (inner, h),
+            "down_proj": (h, inner),
+        }
+
+    def adapter_parameters(self, rank: int, target_modules: Sequence[str]) -> int:
+        """Elements of one decoder layer's low-rank factors, A and B of each adapted weight."""
+        layers = self.linear_layers.items()
+        return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the causal language model, a tied lm_head counted once."""
+        return self.backbone_parameters + (0 if self.tied else self.embedding_parameters)
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Elements without lm_head: what a critic shares with the policy."""
+        return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape a config.json describes.
+
+    Raises:
+        ConfigError: it is of another architecture, quantized, or keys are missing or wrong.
+    """
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        brings_code = " Code that comes with a checkpoint (auto_map) is never run."
+        raise ConfigError(
+            f"model.path names a model of type {kind}, expected one of {', '.join(SUPPORTED)}: "
+            f"the reshard into vLLM is written for these.{brings_code * ('auto_map' in config)}"
+        )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "model.path names a quantized model; training needs plain weights. "
+            "Name the unquantized model."
+        )
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise ConfigError(f"model.path names a model whose config.json lacks {', '.join(missing)}.")
+    if wrong := [*_type_problems(config)] or [*_size_problems(kind, config)]:
+        raise ConfigError(
+            f"model.path names a model whose config.json cannot be right: {'; '.join(wrong)}.\n"
+            f"Copy the file that belongs to the weights."
+        )
+    heads = config["num_attention_heads"]
+    # Absent keys mean what transformers' own configurations of these models say.
+    return ModelShape(
+        kind=kind,
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim")
+        or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+        max_positions=config.get("max_position_embeddings"),
+    )
+
+
+def _type_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys whose values are no sizes, or of another type than they must be."""
+    for key in SIZES:
+        value = config.get(key)
+        is_size = type(value) is int and 0 < value <= LARGEST_COUNT
+        if value is not None and not is_size:
+            yield f"{key} = {shown(repr(value))}, expected an integer above 0"
+    for key, types in TYPES.items():
+        value = config.get(key)
+        if value is not None and type(value) not in types:
+            names = " or ".join(kind.__name__ for kind in types)
+            yield f"{key} = {shown(repr(value))}, expected {names}"
+    for key, choices in CHOICES.items():
+        value = config.get(key)
+        if value is not None and value not in choices:
+            yield f"{key} = {shown(repr(value))}, expected one of {', '.join(choices)}"
+
+
+def _size_problems(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes that contradict each other."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads")
+    if config.get("head_dim") is None and kind != "qwen3" and hidden % heads:
+        yield f"hidden_size = {hidden} does not divide into num_attention_heads = {heads}"
+    if kv_heads is not None and heads % kv_heads:
+        yield f"num_attention_heads = {heads} does not divide into num_key_value_heads = {kv_heads}"

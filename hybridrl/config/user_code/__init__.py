@@ -1,0 +1,1 @@
+"""Classes and functions that a config names, and how user code is imported."""

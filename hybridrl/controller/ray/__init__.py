@@ -1,0 +1,1 @@
+"""Ray itself: runtime, nodes, object store. Only controller/ imports ray."""

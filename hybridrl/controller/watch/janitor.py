@@ -1,0 +1,90 @@
+"""Clears up after a run whose own process was killed: a process that outlives it.
+
+    the run's process -> pipe -> janitor
+    DONE                         the run has cleared up itself: nothing to do
+    the pipe ends without it     the run is gone: end its processes, remove its files
+
+It costs a few megabytes and no time, as nothing is imported before it is needed. Ray's processes
+end with the process that started them; what is left is what they would have removed, and workers
+that somebody has stopped.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+DONE = b"done"
+# Seconds that processes get to follow the run by themselves, and the janitor to end.
+GRACE_S, END_S = 2.0, 5.0
+# File of the run's folder that lists shared memory, a path a line.
+SHARED_MEMORY_LIST = "shared_memory"
+_COMMAND = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from hybridrl.controller.watch.janitor import main; main(*sys.argv[2:])"
+)
+
+
+class Janitor:
+    """The run's end of it.
+
+    Args:
+        variable: environment variable by which the run's processes are known.
+        folder: its value, and what is to be removed.
+    """
+
+    def __init__(self, variable: str, folder: Path) -> None:
+        arguments = [json.dumps(sys.path), variable, str(folder), str(os.getpid())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # out of reach of what is meant for the run's group
+        )
+
+    def dismiss(self) -> None:
+        """Let it end without doing anything."""
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.communicate(DONE, timeout=END_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(variable: str, folder: str, run: str) -> None:
+    """Wait for the end of the run's process, and clear up unless it has done so itself."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.stdin.buffer.read() != DONE:
+        ended = clear(variable, Path(folder))
+        sys.stderr.write(
+            f"The run's process (pid {run}) was killed. Cleared up after it: {folder}, and "
+            f"{ended} process(es) that had not ended by themselves\n"
+        )
+
+
+def clear(variable: str, folder: Path) -> int:
+    """End the processes of a run that is gone, and remove its files.
+
+    Returns:
+        How many processes had to be killed.
+    """
+    import psutil
+
+    from hybridrl.controller import processes
+
+    members = processes.of_ray(variable, folder)
+    left = processes.footprint([process.pid for process in members])
+    listed = folder / SHARED_MEMORY_LIST
+    paths = listed.read_text().splitlines() if listed.is_file() else []
+    _, alive = psutil.wait_procs(members, timeout=GRACE_S)
+    processes.wait_or_kill(alive, 0.0)
+    processes.wait_or_kill(processes.of_ray(variable, folder), 0.0)
+    for path in {*left.shared_memory, *paths}:
+        Path(path).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return len(alive)

@@ -1,0 +1,1 @@
+"""Prompts from files and hubs: reading, filtering, mixing, ordering."""

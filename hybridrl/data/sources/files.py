@@ -1,0 +1,100 @@
+"""Problems from JSONL and Parquet files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.checks.resources import file_problems
+from hybridrl.config.command.json_text import parse_json
+from hybridrl.data.sources.rows import Columns, Row, SourceProblem, kind_of, problems_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def read_problems(
+    key: str, paths: Sequence[Path], columns: Columns
+) -> tuple[list[SourceProblem], list[str]]:
+    """The problems of all files, and what is wrong with the files, as texts for a ConfigError.
+
+    Args:
+        key: the config key that named the files, for the texts.
+        paths: .jsonl or .parquet files.
+        columns: where question, answer and what else is wanted stand.
+    """
+    problems: list[SourceProblem] = []
+    faults: list[str] = []
+    for path in paths:
+        found, wrong = _read_file(key, path, columns)
+        problems += found
+        faults += wrong
+    if not problems and not faults:
+        faults.append(f"{key} = {', '.join(map(str, paths)) or '[]'}: there are no problems in it.")
+    return problems, faults
+
+
+def _read_file(key: str, path: Path, columns: Columns) -> tuple[list[SourceProblem], list[str]]:
+    wrong = list(file_problems(key, str(path)))
+    if wrong:
+        return [], wrong
+    rows, faults = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    return problems_of(key, path, rows, columns, faults)
+
+
+def _read_jsonl(path: Path) -> tuple[list[Row], list[str]]:
+    rows, faults = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                values = parse_json(line)
+            except ValueError as error:
+                faults.append(f"{where}: {error}")
+                continue
+            if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(values)):
+                faults.append(f"{where}: not Unicode text: a lone surrogate, {surrogate}")
+            elif isinstance(values, dict):
+                rows.append(Row(where, values))
+            else:
+                faults.append(f"{where}: expected a JSON object, found {kind_of(values)}")
+    return rows, faults
+
+
+def _lone_surrogate(values: Any) -> str:
+    """The first half of a pair of surrogates without the other, as JSON writes it; "" if none."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return json.dumps(error.object[error.start]).strip('"')
+    return ""
+
+
+def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
+    # Imported here: runs on JSONL or embedded problems start without it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        return [], [f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}"]
+    try:
+        rows = table.to_pylist()
+    except UnicodeDecodeError:
+        return _rows_one_by_one(path, table)
+    return [Row(f"{path} row {index}", values) for index, values in enumerate(rows)], []
+
+
+def _rows_one_by_one(path: Path, table: "pyarrow.Table") -> tuple[list[Row], list[str]]:
+    rows, faults = [], []
+    for index in range(len(table)):
+        where = f"{path} row {index}"
+        try:
+            (values,) = table.slice(index, 1).to_pylist()
+            rows.append(Row(where, values))
+        except UnicodeDecodeError as error:
+            faults.append(f"{where}: not UTF-8 text: {error.reason} (byte {error.start})")
+    return rows, faults

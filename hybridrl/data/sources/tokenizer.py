@@ -1,0 +1,151 @@
+"""A model's tokenizer and chat template."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config.command.json_text import parse_json
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.rows import Message
+from hybridrl.models.resolve import VOCABULARIES, plain_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# What AutoTokenizer makes of these is this one class; asking it costs seconds of imports.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+# What a template's own expressions may raise.
+_TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+
+# Token ids of many responses -> their texts; ids are lists for one response at a time.
+Decode = Callable[[Iterable[list[int]]], list[str]]
+
+
+def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model.
+
+    Raises:
+        ConfigError: there is no such model, or its folder has no usable tokenizer.
+    """
+    folder = plain_folder(model_path)
+    try:
+        _check_files(folder)
+        if _tokenizer_class(folder) in _PLAIN_CLASSES:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises it itself, transformers what it trips over
+        if _brings_code(folder):
+            raise ConfigError(
+                f"model.path = {model_path}: the tokenizer in {folder} is code of its own "
+                "(auto_map in tokenizer_config.json).\nCode that comes with a checkpoint is never "
+                "run. Use a folder whose tokenizer.json transformers loads by itself."
+            ) from None  # transformers asks for an argument that nobody can give here
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"model.path = {model_path}: its tokenizer cannot be loaded from {folder} "
+            f"({reason[0] if reason else type(error).__name__}).\n"
+            "The folder needs tokenizer.json and tokenizer_config.json; copy those of the model."
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """See what transformers would not: it makes an empty tokenizer of a folder without files.
+
+    Raises:
+        OSError: no vocabulary, or tokenizer.json is torn.
+    """
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict) or "model" not in content:
+            raise OSError("tokenizer.json is not a tokenizer's")
+
+
+def _brings_code(folder: Path) -> bool:
+    """Whether the tokenizer's class is to be had from a Python file of the folder."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = parse_json(path.read_bytes()) if path.is_file() else {}
+    except ValueError:
+        return False
+    return isinstance(config, dict) and "auto_map" in config
+
+
+def _tokenizer_class(folder: Path) -> str | None:
+    """What tokenizer_config.json names, if AutoTokenizer would go by it alone."""
+    path = folder / "tokenizer_config.json"
+    if not (path.is_file() and (folder / "tokenizer.json").is_file()):
+        return None
+    # Absent in folders whose class follows from config.json's model type.
+    config = parse_json(path.read_bytes())
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is not a JSON object")
+    return config.get("tokenizer_class")
+
+
+class Renderer:
+    """Chat messages -> prompt text -> token ids, as the model was trained to read them.
+
+    Without a chat template the messages' texts stand one below the other, a blank line before each
+    but an answer, and the tokenizer's own special tokens are put around them.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self.has_template = bool(tokenizer.chat_template)
+        if not self.has_template:
+            log.warning("the tokenizer has no chat template: prompts are plain text")
+
+    def render(self, messages: list[Message]) -> str:
+        """The prompt, up to where the assistant's answer begins.
+
+        Raises:
+            jinja2.TemplateError: the template refuses these messages.
+        """
+        if not self.has_template:
+            return _plain_text(messages)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except _TEMPLATE_ERRORS as error:
+            from jinja2 import TemplateError
+
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many rendered prompts."""
+        if not texts:
+            return []
+        encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
+        return encoded["input_ids"]
+
+
+def _plain_text(messages: list[Message]) -> str:
+    """The texts up to where an answer would begin, on a line of its own."""
+    text = ""
+    for message in messages:
+        between = "" if not text else "\n" if message["role"] == "assistant" else "\n\n"
+        text += between + message["content"]
+    return text + "\n"
+
+
+def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
+    """A function from token ids of many responses to their texts, special tokens left out."""
+
+    def decode(rows: Iterable[list[int]]) -> list[str]:
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+    return decode

@@ -1,0 +1,1 @@
+"""One packed forward pass: attention, sequence parallelism, log-probs."""

@@ -1,0 +1,169 @@
+"""Attention over packed sequences: ragged, one behind the other, no padding and no mask.
+
+Shapes:  N = packed tokens   B = sequences   T = longest   H, K = query, key heads   D = head size
+
+The model runs on [1, N] tokens. Transformers hands `cu_seq_lens_q`, `max_length_q` and their `_k`
+twins from the model's arguments down to the attention function, which alone needs to know where
+sequences begin.
+"""
+
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hybridrl.distributed.forward.sequence_parallel import heads_of_all_tokens, tokens_of_all_heads
+
+logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION = "hybridrl_packed"
+
+# Arguments by which other architectures change the scores; ignoring one would be silently wrong.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+# The kernel takes fewer key heads than query heads; from torch 2.12 on it wants to be told.
+TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation="hybridrl_packed"` known to transformers.
+
+    No mask function is registered under the name, so transformers builds no mask.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, by transformers' calling convention.
+
+    Args:
+        module: the attention layer; not looked at.
+        query: [1, H, N, D].
+        key, value: [1, K, N, D]; H is a multiple of K.
+        attention_mask: must be None.
+        scaling: factor on the scores; None: D ** -0.5.
+        kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are needed; sliding_window is
+            honoured (a token sees that many, itself included). sequence_group says that the
+            tokens here are this rank's piece of num_shared_tokens; cu_seq_lens_q is of them all.
+
+    Returns:
+        [1, N, H, D], and None in place of the attention weights.
+
+    Raises:
+        ValueError: a mask, dropout, or an argument that changes the scores was given.
+    """
+    changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if attention_mask is not None or kwargs.get("dropout") or changed:
+        raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
+    attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    group = kwargs.get("sequence_group")
+    if group is not None:
+        q, k, v = heads_of_all_tokens(q, k, v, kwargs["num_shared_tokens"], group)
+    output = attend(
+        q,
+        k,
+        v,
+        kwargs["cu_seq_lens_q"],
+        kwargs["max_length_q"],
+        scaling,
+        kwargs.get("sliding_window"),
+    )
+    if group is not None:
+        output = tokens_of_all_heads(output, query.shape[2], group)
+    return output[None], None
+
+
+@functools.cache
+def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
+    """Say once that the fast kernel does not take these tensors, and what that costs."""
+    logger.warning(
+        "attention pads: FlashAttention takes bfloat16 and head sizes that are multiples of 8 up "
+        "to 256, not %s with head size %d. Every layer computes pad tokens; set "
+        "fsdp.param_dtype=bfloat16 if the model allows",
+        dtype,
+        head_size,
+    )
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether FlashAttention, which is what varlen_attn runs, takes such tensors."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and head_size % 8 == 0 and head_size <= 256
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The kernel for packed sequences; tensors are [N, heads, D]."""
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **TAKES_FEWER_KEY_HEADS,
+    )
+
+
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The same by padding to [B, heads, T, D] and back; tensors are [N, heads, D].
+
+    Padding stands right of each sequence, where causal attention never looks.
+    """
+    num_sequences = cu_seq_lens.shape[0] - 1
+    position = torch.arange(query.shape[0], device=query.device)
+    sequence = torch.bucketize(position, cu_seq_lens[1:], right=True)
+    slot = sequence * max_length + position - cu_seq_lens[sequence]
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, slot, x)
+        return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)
+
+    window = None
+    if sliding_window is not None and sliding_window < max_length:
+        ones = torch.ones(max_length, max_length, dtype=torch.bool, device=query.device)
+        window = ones.tril() & ones.triu(1 - sliding_window)
+    output = scaled_dot_product_attention(
+        pad(query),
+        pad(key),
+        pad(value),
+        attn_mask=window,
+        is_causal=window is None,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, slot)

@@ -1,0 +1,207 @@
+"""Writing a trained model as an ordinary Hugging Face folder, and adapters as peft reads them.
+
+weights: names and shapes -> files of 5 GB -> tensor by tensor is read, cast, written, forgotten
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file, sync_folder
+from hybridrl.config.choices import DType
+from hybridrl.config.schema import LoRAConfig
+from hybridrl.distributed.storage.safetensors_file import header, pieces, write_parts
+from hybridrl.models.exported import RECORD, files_in, in_between
+
+# Where adapters lie in the folder of the model that they were merged into.
+ADAPTER_FOLDER = "adapter"
+# What stands beside the weights: tokenizer, chat template, generation config.
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+SHARD_BYTES = 5 * 10**9
+
+
+class Weights(Protocol):
+    """A model's weights, which need not be in memory all at once."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Shapes by checkpoint name, in the order in which they are to be written."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Give one of them, float32; they are asked for in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What peft needs of adapters.
+
+    Attributes:
+        weights: float32, by peft's names.
+        lora: their rank, scale and layers.
+        base: a name or folder of the model that they adapt.
+    """
+
+    weights: dict[str, Tensor]
+    lora: LoRAConfig
+    base: str
+
+    def write(self, folder: Path) -> None:
+        """Write adapter_config.json and adapter_model.safetensors into a new folder."""
+        # Takes half a second, which only the end of a run with adapters should pay.
+        from peft import LoraConfig
+
+        folder.mkdir()
+        config = LoraConfig(
+            r=self.lora.rank,
+            lora_alpha=self.lora.alpha,  # type: ignore[arg-type]
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.base,
+            inference_mode=True,
+        )
+        # Given to LoraConfig they would become a set, which each process writes in its own order.
+        config.target_modules = sorted(self.lora.target_modules)
+        config.save_pretrained(str(folder))
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        parts = _parts(shapes, self.weights.__getitem__, torch.float32)
+        write_parts(folder / "adapter_model.safetensors", parts)
+
+
+def write_model(
+    weights: Weights,
+    source: Path,
+    target: Path,
+    adapter: AdapterFiles | None = None,
+    *,
+    dtype: DType = DType.float32,
+    record: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write weights with the configuration and tokenizer of the model they came from.
+
+    The folder appears under its name only when the disk has all of it; one that was there is
+    replaced. In host memory is one tensor at a time, beside what `weights` keeps.
+
+    Args:
+        weights: of the causal LM; tied tensors once.
+        source: folder of the model that was loaded.
+        target: the folder to write.
+        adapter: adapters that are merged into `weights`; they are written to target/adapter.
+        dtype: of the weights in the folder.
+        record: written to hybridrl_export.json, with a list of the files: what the folder is an
+            export of.
+        shard_bytes: of the weights of one file, unless a single tensor is larger.
+
+    Raises:
+        OSError: the disk does not take it, or does not give a file of `source`, which is named;
+            what was at `target` is as it was.
+    """
+    partial, _ = in_between(target)
+    with ExitStack() as stack:
+        remove(partial)
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy_around(source, partial, dtype)
+        _write_weights(weights, partial, getattr(torch, dtype.value), shard_bytes)
+        if adapter is not None:
+            adapter.write(partial / ADAPTER_FOLDER)
+        if record is not None:
+            text = json.dumps({**record, "files": files_in(partial)}, indent=2) + "\n"
+            (partial / RECORD).write_text(text, encoding="utf-8")
+        _sync(partial)
+        _put_in_place(partial, target)
+
+
+def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
+    """Everything but the weights."""
+    for path in sorted(source.iterdir()):
+        is_ours = path.name == RECORD or path.name.endswith(".index.json")
+        if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
+            (folder / path.name).write_bytes(_content(path))
+    config = json.loads(_content(source / "config.json"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype.value
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    if not (folder / GENERATION_CONFIG_NAME).is_file():  # older models keep it in their config
+        read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        GenerationConfig.from_model_config(read).save_pretrained(folder)
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds; an error names it, which Python does for failures to open it alone."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    shapes = weights.shapes
+    groups = _groups({k: s.numel() * dtype.itemsize for k, s in shapes.items()}, shard_bytes)
+    if len(groups) == 1:
+        files = {"model.safetensors": groups[0]}
+    else:
+        last = f"{len(groups):05d}"
+        files = {f"model-{n:05d}-of-{last}.safetensors": g for n, g in enumerate(groups, 1)}
+    for file, names in files.items():
+        parts = _parts({name: shapes[name] for name in names}, weights.read, dtype)
+        write_parts(folder / file, parts)
+    if len(groups) > 1:
+        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        places = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Cut names in their order into groups of at most so many bytes or a single name."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and total + size > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
+
+
+def _parts(
+    shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
+) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file of these tensors, piece by piece."""
+    yield header({name: (dtype, shape) for name, shape in shapes.items()}, METADATA)
+    for name in shapes:
+        yield from pieces(read(name), dtype)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has all files and their names."""
+    for at, _, files in os.walk(folder):
+        for name in files:
+            sync_file(Path(at, name))
+        sync_folder(Path(at))
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename the new folder to its final name, after the one that has it."""
+    _, aside = in_between(target)
+    if exists(target):
+        remove(aside)
+    put_in_place(partial, target, aside)
+    sync_folder(target.parent)
+    remove(aside)

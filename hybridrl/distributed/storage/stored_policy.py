@@ -1,0 +1,107 @@
+"""The policy of a run's checkpoint as ordinary weights, in one process without a GPU."""
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.choices import Accelerator, Init
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import LoRAConfig, ModelConfig
+from hybridrl.distributed.lora import adapters, add_adapters, checkpoint_parameters
+from hybridrl.distributed.storage.checkpoint import StoredState, differences
+from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
+from hybridrl.models.resolve import plain_folder
+
+# Of the keys of the policy's weights in a checkpoint.
+PREFIX = "actor.weights."
+
+
+class StoredPolicy:
+    """The weights of a checkpoint's actor by their names in the model's own checkpoint.
+
+    Nothing is in memory but what `read` returns. Adapters are merged as their weights are read.
+
+    Args:
+        state: the checkpoint's folder of shards.
+        model: what was trained.
+        lora: its adapters, if it has some.
+        drawn_on: where the run drew the weights under adapters, if model.init=random.
+
+    Raises:
+        ConfigError: the checkpoint holds the weights of another model, or there is no such model.
+        DamagedCheckpoint: parts of a tensor are missing.
+    """
+
+    def __init__(
+        self,
+        state: Path,
+        model: ModelConfig,
+        lora: LoRAConfig | None,
+        drawn_on: Accelerator,
+    ) -> None:
+        self._state, self._model = state, model
+        self._lora, self._drawn_on = lora, drawn_on
+        self._lm = empty_model(AutoModelForCausalLM, plain_folder(model.path))
+        if lora is not None:
+            add_adapters(self._lm, lora)
+        self._found = StoredState(state)
+        self._check()
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes by checkpoint name, tied tensors once."""
+        return {name: param.shape for name, param in checkpoint_parameters(self._lm)}
+
+    def read(self, name: str) -> Tensor:
+        """Read one of the weights, merged; float32 on CPU."""
+        if self._lora is None:
+            return self._stored(name)
+        shape = self.shapes[name]
+        base = self._base.part(name, shape, (slice(None),) * len(shape)).to("cpu", torch.float32)
+        layers, layer = adapters(self._lm), name.removesuffix(".weight")
+        if layer not in layers:
+            return base
+        a, b = (self._stored(f"{layer}.{factor}.weight") for factor in ("lora_A", "lora_B"))
+        return torch.addmm(base, b, a, alpha=layers[layer].scaling)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """The adapters' weights under peft's names, float32 on CPU."""
+        names = {
+            f"{layer}.{factor}.weight": f"base_model.model.{layer}.{factor}.weight"
+            for layer in adapters(self._lm)
+            for factor in ("lora_A", "lora_B")
+        }
+        return {theirs: self._stored(ours) for ours, theirs in names.items()}
+
+    def _check(self) -> None:
+        """Refuse a checkpoint of another model."""
+        trained = {
+            f"{PREFIX}{name}": param
+            for name, param in self._lm.named_parameters()
+            if param.requires_grad
+        }
+        found = differences(trained, self._found.tensors, PREFIX)
+        if found:
+            listed = "\n".join(found)
+            raise ConfigError(
+                f"{self._state.parent} holds other weights than model.path = {self._model.path} "
+                f"has:\n{listed}\nGive the model that was trained: --model PATH"
+            )
+
+    def _stored(self, name: str) -> Tensor:
+        return self._found.read(f"{PREFIX}{name}")
+
+    @cached_property
+    def _base(self) -> FirstWeights:
+        """Open or draw the weights under the adapters."""
+        on_gpu = self._drawn_on is Accelerator.gpu
+        if on_gpu and self._model.init is Init.random and not torch.cuda.is_available():
+            raise ConfigError(
+                "model.init = random: the run drew the weights under its adapters on a GPU, whose "
+                "numbers a CPU does not draw.\nExport on a machine with a GPU."
+            )
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return first_weights(self._model, self._lm.config, self.shapes, device)

@@ -1,0 +1,1 @@
+"""Checks of each host: GPUs, memory, processes' limits and variables."""

@@ -1,0 +1,1 @@
+"""Checks of the network between nodes: addresses, ports, bandwidth and collectives."""

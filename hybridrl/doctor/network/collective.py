@@ -1,0 +1,226 @@
+"""An all-reduce over all nodes, as a run does: with gloo, and with NCCL where there are GPUs.
+
+Each rank is a process of its own: a collective that hangs cannot be ended otherwise.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+
+from hybridrl.config.planner.machine import local_machine
+from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.rendezvous import listen
+from hybridrl.doctor.findings import Finding, fail
+from hybridrl.doctor.host.stage import heard
+from hybridrl.doctor.network.bandwidth import tournament
+from hybridrl.doctor.network.collective_judgements import CHECK, RankResult, judge
+from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
+
+# Seconds until all ranks have imported torch, from shared storage at worst, and have met.
+MEET_S = 60.0
+# Seconds for one collective; for all of a rank's beside the pairs; for pairs, a round of them.
+TIMEOUT_S, RANKS_S, ROUND_S = 15.0, 45.0, 2.0
+# A rank ends itself at its limit; this much later it is killed.
+GRACE_S = 5.0
+# Of two ranks on one node where there are no others.
+RANKS_OF_ONE_NODE = 2
+ERROR_CHARACTERS = 300
+
+_MEETING: dict[int, socket.socket] = {}
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What one rank is told.
+
+    Attributes:
+        rank, world_size: among all nodes.
+        address, port: of the store on rank 0's node.
+        nodes: the ranks of each node.
+        rounds: pairs of ranks that measure NCCL, within nodes and between, or without GPUs
+            gloo, between nodes; round by round.
+        interface: for gloo, unless the environment names another.
+        device: index of its GPU; None: gloo alone.
+        limit_s: for everything after the meeting.
+        timeout_s: of a collective.
+        meet_s: until all ranks have met.
+        listen_fd: rank 0's listening socket.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    nodes: tuple[tuple[int, ...], ...]
+    rounds: tuple[tuple[tuple[int, int], ...], ...]
+    interface: str | None
+    device: int | None
+    limit_s: float = RANKS_S
+    timeout_s: float = TIMEOUT_S
+    meet_s: float = MEET_S
+    listen_fd: int | None = None
+
+
+def check(
+    agents: Agents, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
+) -> list[Finding]:
+    """Start the ranks on all nodes and judge what they say."""
+    counts, findings = _ranks_per_node(agents, list(views), on_gpu=on_gpu)
+    if findings:
+        return findings
+    first = rank_zero_node(addresses)
+    nodes = [first, *(node for node in views if node != first)]
+    answers = agents.call_each(open_meeting, {first: (addresses[first],)}, 10.0)
+    ports, findings = heard(CHECK, answers)
+    if findings:
+        return findings
+    orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
+    arguments = {node: (tuple(orders[node]),) for node in nodes}
+    patience_s = _longest_s(orders[first][0]) + 2 * GRACE_S
+    results, findings = heard(CHECK, agents.call_each(run_ranks, arguments, patience_s))
+    return findings + judge(results)
+
+
+def plan(
+    nodes: Sequence[str],
+    counts: Mapping[str, int],
+    addresses: Mapping[str, str],
+    port: int,
+    views: Mapping[str, NodeView],
+    *,
+    on_gpu: bool,
+) -> dict[str, list[RankOrder]]:
+    """The orders of each node's ranks, rank 0 on the first node."""
+    ranks, start = [], 0
+    for node in nodes:
+        ranks.append(tuple(range(start, start + counts[node])))
+        start += counts[node]
+    rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
+    return {
+        node: [
+            RankOrder(
+                rank=rank,
+                world_size=start,
+                address=addresses[nodes[0]],
+                port=port,
+                nodes=tuple(ranks),
+                rounds=rounds,
+                interface=_interface(views[node], addresses[node]),
+                device=local if on_gpu else None,
+                limit_s=RANKS_S + ROUND_S * len(rounds),
+            )
+            for local, rank in enumerate(group)
+        ]
+        for node, group in zip(nodes, ranks, strict=True)
+    }
+
+
+def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Each two ranks of a node meet, on all nodes at a time, then each two nodes' first ranks."""
+    meetings = [[_tournament(group) for group in ranks], [_tournament([g[0] for g in ranks])]]
+    both = [
+        [pair for one in side_by_side for pair in one]
+        for of_groups in meetings
+        for side_by_side in zip_longest(*of_groups, fillvalue=())
+    ]
+    return tuple(
+        way for pairs in both if pairs for way in (tuple(pairs), tuple((b, a) for a, b in pairs))
+    )
+
+
+def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    named = tournament([str(rank) for rank in ranks])
+    return [[(int(a), int(b)) for a, b in pairs] for pairs in named]
+
+
+def _longest_s(order: RankOrder) -> float:
+    """Seconds after which a rank is killed."""
+    return order.meet_s + order.limit_s + GRACE_S
+
+
+def open_meeting(address: str) -> int:
+    """Listen on a port for the ranks' store; the socket waits for rank 0, which inherits it."""
+    listener = listen(address, [0])
+    port = listener.getsockname()[1]
+    _MEETING[port] = listener
+    return port
+
+
+def count_gpus() -> int:
+    """GPUs that processes of this node may use."""
+    return len(local_machine().gpus)
+
+
+def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
+    """Run this node's ranks to their end, or to the end of their time."""
+    stop = time.monotonic() + max(map(_longest_s, orders))
+    started = [(order, _start(order)) for order in orders]
+    return [_finish(order, process, stop) for order, process in started]
+
+
+def _ranks_per_node(
+    agents: Agents, nodes: list[str], *, on_gpu: bool
+) -> tuple[dict[str, int], list[Finding]]:
+    if not on_gpu:
+        count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1
+        return dict.fromkeys(nodes, count), []
+    counts, findings = heard(CHECK, call_all(agents, count_gpus))
+    for node, count in counts.items():
+        if count == 0:
+            advice = "See host.gpus; on a node without GPUs set hardware=cpu."
+            findings.append(fail(CHECK, node, "no GPU for NCCL", advice))
+    return counts, findings
+
+
+def _start(order: RankOrder) -> "subprocess.Popen[str]":
+    environment = dict(os.environ)
+    if order.interface is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", order.interface)
+    environment.setdefault("NCCL_DEBUG", "WARN")
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    listener = _MEETING.pop(order.port) if order.rank == 0 else None
+    if listener is not None:
+        order = replace(order, listen_fd=listener.fileno())
+    command = [sys.executable, "-m", "hybridrl.doctor.network.collective_rank"]
+    process = subprocess.Popen(
+        [*command, json.dumps(asdict(order))],
+        env=environment,
+        pass_fds=[listener.fileno()] if listener is not None else [],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if listener is not None:
+        listener.close()
+    return process
+
+
+def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> RankResult:
+    try:
+        out, err = process.communicate(timeout=max(0.0, stop - time.monotonic()))
+        error = "" if process.returncode == 0 else _last_line(err)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        error = f"killed after {_longest_s(order):.0f} s {_last_line(err)}".strip()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    measured = lines[-1] if lines else {}
+    return RankResult(order.rank, measured.get("step", "importing torch"), error, measured)
+
+
+def _last_line(text: str) -> str:
+    """The last error that a program wrote, else the last line."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:ERROR_CHARACTERS]
+
+
+def _interface(view: NodeView, address: str) -> str | None:
+    return "lo" if is_loopback(address) else view.interface_of(address)

@@ -1,0 +1,1 @@
+"""Checks of Ray on every node."""

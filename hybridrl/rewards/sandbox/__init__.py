@@ -1,0 +1,1 @@
+"""The sandbox in which code rewards run programs."""

@@ -1,0 +1,73 @@
+"""The seccomp filter of programs under test, built by libseccomp.
+
+It refuses what namespaces do not hold: new processes, whose memory no limit adds up, memory and
+keys outside of files and limits, sockets that belong to no network namespace, parts of the kernel
+that no such program needs. Threads, files and pipes pass.
+"""
+
+import ctypes
+import errno
+import functools
+import os
+
+from hybridrl.rewards.sandbox.bubblewrap import SandboxError
+
+_LIBRARY = "libseccomp.so.2"
+_PROCESSES = ("fork", "vfork", "execve", "execveat", "unshare", "setns")
+_SOCKETS = ("socket",)  # of vsock above all; socketpair passes
+_MEMORY = ("memfd_create", "shmget", "semget", "msgget")
+_KEYS = ("add_key", "keyctl", "request_key")
+_KERNEL = ("bpf", "io_uring_setup", "perf_event_open", "syslog", "userfaultfd")
+REFUSED = (*_PROCESSES, *_SOCKETS, *_MEMORY, *_KEYS, *_KERNEL)
+
+# seccomp.h, linux/sched.h
+_ALLOW, _ERRNO, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000, -1
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_CLONE_THREAD = 0x00010000
+
+
+class _Comparison(ctypes.Structure):
+    """seccomp.h's scmp_arg_cmp, without value."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("comparison", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def call_filter() -> bytes:
+    """Build the filter for this machine's system calls, in the kernel's format.
+
+    Raises:
+        SandboxError: there is no libseccomp, or it does not know a call.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise SandboxError(str(error)) from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+
+    def refuse(call: str, error: int, *only_if: _Comparison) -> None:
+        number = library.seccomp_syscall_resolve_name(call.encode())
+        comparisons = (_Comparison * len(only_if))(*only_if)
+        action = _ERRNO | error
+        if number == _NO_SUCH_CALL or library.seccomp_rule_add_array(
+            context, action, number, len(only_if), comparisons
+        ):
+            raise SandboxError(f"{_LIBRARY} makes no rule for {call}")
+
+    for call in REFUSED:
+        refuse(call, errno.EPERM)
+    refuse("clone", errno.EPERM, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
+    refuse("clone3", errno.ENOSYS)  # its flags cannot be seen; the C library falls back on clone
+    refuse("prlimit64", errno.EPERM, _Comparison(0, _NOT_EQUAL, 0))  # of another process
+    with os.fdopen(os.memfd_create("filter"), "rb") as file:
+        if library.seccomp_export_bpf(context, file.fileno()):
+            raise SandboxError(f"{_LIBRARY} exports no filter")
+        library.seccomp_release(context)
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,82 @@
+"""The reward process: takes chunks of items, answers each item as it is done.
+
+It imports nothing but the modules of task and function and the standard library. The parent starts
+it by `main`, which leaves a supervisor between them.
+"""
+
+import signal
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.supervisor import supervise
+from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
+from hybridrl.rewards.wire import ChildEnd
+
+_MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
+
+
+class ItemTimeout(BaseException):
+    """The item's time is over. No Exception, or the reward's own handlers would swallow it."""
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve the parent until it closes the connection or dies.
+
+    Args:
+        fd: of the connection's end, inherited.
+        parent: the parent's process id.
+    """
+    supervise(parent, fd)
+    link = ChildEnd(fd)
+    setup = link.receive()
+    assert isinstance(setup, Setup)
+    try:
+        task = locate("task", setup.task)(setup.function, setup.args)
+    except ConfigError as error:
+        link.send(Ready(str(error)))
+        return
+    link.send(Ready())
+    while True:
+        try:
+            chunk = link.receive()
+        except EOFError:
+            return
+        assert isinstance(chunk, Chunk)
+        for index, item in chunk.items:
+            link.send(_answer(index, task, item, setup.timeout_s))
+
+
+def _answer(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> Answer:
+    """The item's value, or why it has none. A task may raise anything, SystemExit included."""
+    try:
+        return Answer(index, _limited(task, item, timeout_s))
+    except ItemTimeout:
+        reason = f"took longer than {timeout_s:g} s"
+        return Answer(index, None, FailureKind.timeout, reason, traceback.format_exc())
+    except BaseException as error:
+        text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
+        return Answer(index, None, FailureKind.error, _one_line(error), text)
+
+
+def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
+    """What the task makes of the item; interrupted by ItemTimeout when its time is over."""
+    # Anew for each item: rewards may use SIGALRM themselves.
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        return task(item)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_timeout(signum: int, frame: FrameType | None) -> None:
+    raise ItemTimeout
+
+
+def _one_line(error: BaseException) -> str:
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0][:_MAX_REASON_CHARS]

@@ -1,0 +1,1 @@
+"""Checkpoints of a run as the trainer writes, verifies and resumes them."""

@@ -1,0 +1,267 @@
+"""Checkpoints as the loop sees them: begun at the end of a step, committed when all is on disk.
+
+    step k       copy the state to host memory; the step goes on            begin
+    meanwhile    every rank writes its shards, in the background
+    step k + n   all ranks are done: manifest, rename, `latest`, retention  commit
+    meanwhile    the files of checkpoints that do not stay are removed, in the background
+
+One checkpoint at a time is being written: the next waits for it, and for the room of those that
+go. What goes wrong on a disk costs that checkpoint alone: the run goes on, says so, and keeps the
+ones before.
+"""
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybridrl.checkpoint import commit, retention
+from hybridrl.checkpoint.durable import write_file
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.leftovers import clean
+from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
+from hybridrl.checkpoint.verification import digest
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.distributed.storage.saving import SaveResult
+from hybridrl.trainer.checkpointing.base_models import Fingerprints
+from hybridrl.trainer.state import LoopState
+from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.report import is_due
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, float | None]
+
+
+@dataclass
+class Writing:
+    """A checkpoint on its way to the disk.
+
+    Attributes:
+        partial: its folder.
+        step: after which it is taken.
+        driver: driver.json as it was written.
+        row: the step's metrics, once they are known.
+    """
+
+    partial: Path
+    step: int
+    driver: FileRecord
+    row: Row
+
+
+class Checkpointer:
+    """Writes a run's checkpoints.
+
+    Args:
+        config: the run.
+        run_dir: existing directory of the run, seen by all nodes.
+        saver: the role that keeps the workers' state.
+        sync: has the disk take the metrics so far; a checkpoint is not newer than they are.
+        warn: tells the user of a checkpoint that was lost.
+        models: fingerprints of those that the run takes from elsewhere.
+
+    Attributes:
+        failures: checkpoints that could not be written.
+        newest: the last one that was committed; None: none yet.
+        write_s: seconds that it took to be written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        saver: WorkerGroup,
+        sync: Callable[[], None],
+        warn: Callable[[str], None],
+        models: Fingerprints,
+    ) -> None:
+        self.failures = 0
+        self.newest: Path | None = None
+        self.write_s: float | None = None
+        self._config = config
+        self._plain_config = plain(config)
+        self._versions = versions()
+        self._models = {key: dict(files) for key, files in models.items()}
+        self._run_dir = run_dir
+        self._saver = saver
+        self._sync = sync
+        self._warn = warn
+        self._removal = retention.Removal(run_dir)
+        self._writing: Writing | None = None
+        self._last: tuple[int, Row] = (-1, {})
+        self._lacked_best = False
+        self._clear_up()
+
+    def step_ended(self) -> None:
+        """Have noted what the next step draws from, for a checkpoint that is taken amid it."""
+        if self._config.checkpoint.every_steps:
+            self._saver.call("note_generators")
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be taken after a step."""
+        every, last = self._config.checkpoint.every_steps, self._config.trainer.total_steps
+        return is_due(every, step) or (every > 0 and step == last)
+
+    def leave(self, state: LoopState) -> Path | None:
+        """Have a checkpoint of the step on disk; None if that cannot be."""
+        self.finish()
+        if self.newest is None or step_of(self.newest.name) != state.step:
+            self.begin(state)
+            self.finish()
+        written = self.newest is not None and step_of(self.newest.name) == state.step
+        return self.newest if written else None
+
+    def load(self, found: Found) -> list[str]:
+        """Have the workers take up a checkpoint; what is not as it was, a sentence each."""
+        notes: list[str] = self._saver.call("load", str(found.folder))[0]
+        self.newest = found.folder
+        return notes
+
+    def load_generators(self) -> None:
+        """Have the ranks' random generators as they were: going on has drawn from them."""
+        self._saver.call("load_generators", str(self.newest))
+
+    def begin(self, state: LoopState) -> None:
+        """Copy the state, and begin to write it; waits for the checkpoint before."""
+        self.finish()
+        step = state.step
+        try:
+            partial = commit.begin(self._run_dir, step)
+        except OSError as error:
+            self._failed(step, str(error))
+            return
+        try:
+            write_file(partial / DRIVER, state.encode())
+            driver = digest(partial / DRIVER)
+        except OSError as error:
+            self._give_up(partial, step, str(error))
+            return
+        self._saver.call("begin_save", str(partial))
+        known, row = self._last
+        self._writing = Writing(partial, step, driver, row if known == step else {})
+
+    def logged(self, step: int, row: Row) -> None:
+        """Know the metrics of a step, which may be that of the checkpoint being written."""
+        self._last = (step, row)
+        if self._writing is not None and self._writing.step == step:
+            self._writing.row = row
+
+    def poll(self) -> None:
+        """Commit the checkpoint that is being written if all ranks are done."""
+        if self._writing is not None:
+            results: list[SaveResult | None] = self._saver.call("poll_save")
+            done = [result for result in results if result is not None]
+            if len(done) == len(results):
+                self._end(self._writing, done)
+        self._look_at_removal(wait=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and commit it.
+
+        When this returns, old ones are gone from the disk.
+        """
+        if self._writing is not None:
+            self._end(self._writing, self._saver.call("finish_save"))
+        self._look_at_removal(wait=True)
+
+    def write_state(self, folder: Path) -> None:
+        """Write the workers' state alone, into a folder that is made; waits for it.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        self.finish()
+        folder.mkdir(parents=True)
+        self._saver.call("begin_save", str(folder))
+        error = next((result.error for result in self._saver.call("finish_save")), None)
+        if error is not None:
+            raise OSError(error)
+
+    def _end(self, writing: Writing, results: list[SaveResult]) -> None:
+        self._writing = None
+        error = results[0].error
+        if error is None:
+            error = self._commit(writing, results)
+        if error is not None:
+            self._give_up(writing.partial, writing.step, error)
+            return
+        self._look_for_best(writing)
+        try:
+            keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
+            retention.prune(self._run_dir, keep_last, best)
+        except OSError as failure:
+            self._not_removed(failure)
+        self._removal.begin()
+
+    def _look_at_removal(self, *, wait: bool) -> None:
+        failure = self._removal.failure(wait=wait)
+        if failure is not None:
+            self._not_removed(failure)
+
+    def _not_removed(self, failure: OSError) -> None:
+        self._warn(f"old checkpoints could not be removed: {failure}")
+
+    def _look_for_best(self, writing: Writing) -> None:
+        """Say, once, that a checkpoint that was due has no such metric as the best is kept by."""
+        best = self._config.checkpoint.keep_best
+        name = "" if best is None else best.removeprefix("-")
+        if best is None or self._lacked_best or writing.row.get(name) is not None:
+            return
+        if not self.is_due(writing.step):  # taken where SIGTERM came
+            return
+        self._lacked_best = True
+        near = [] if name in writing.row else difflib.get_close_matches(name, writing.row, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        self._warn(
+            f"checkpoint.keep_best = {best}: step {writing.step} has no such metric, so its "
+            f"checkpoint, and those of later steps without it, are not kept as the best.{hint}"
+        )
+
+    def _commit(self, writing: Writing, results: list[SaveResult]) -> str | None:
+        """Give the checkpoint its name; why that failed, or None."""
+        files = {DRIVER: writing.driver}
+        for result in results:
+            files |= result.files
+        manifest = Manifest(
+            step=writing.step,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=self._plain_config,
+            versions=self._versions,
+            world_size=len(results),
+            metrics=dict(writing.row),
+            files=files,
+            models=self._models,
+        )
+        try:
+            self._sync()
+            self.newest = commit.commit(writing.partial, manifest)
+        except (OSError, DamagedCheckpoint) as error:
+            return str(error)
+        size = sum(record.size for record in files.values())
+        self.write_s = max(result.seconds for result in results)
+        log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, self.write_s)
+        return None
+
+    def _clear_up(self) -> None:
+        """Remove what a run that was killed has left of a checkpoint: it may be large."""
+        folder = checkpoints_folder(self._run_dir)
+        if folder.is_dir():
+            try:
+                clean(folder)
+            except OSError as error:
+                self._warn(f"what an earlier run left in {folder} could not be removed: {error}")
+
+    def _give_up(self, partial: Path, step: int, why: str) -> None:
+        commit.abandon(partial)
+        self._failed(step, why)
+
+    def _failed(self, step: int, why: str) -> None:
+        self.failures += 1
+        kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
+        self._warn(f"the checkpoint of step {step} could not be written: {why}; {kept}")

@@ -1,0 +1,238 @@
+"""Taking a run up where a checkpoint has left it."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
+from hybridrl.checkpoint.leftovers import restore_replaced, steps_in
+from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name
+from hybridrl.checkpoint.quarantine import set_aside
+from hybridrl.checkpoint.reading import patiently
+from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
+from hybridrl.config.changes import MISSING, changes
+from hybridrl.config.checks.checkpoint import AUTO, NONE
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
+from hybridrl.trainer.state import LoopState, read_state
+from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_rows
+
+log = logging.getLogger(__name__)
+
+MAX_CHANGES_SHOWN = 6
+NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run goes on from.
+
+    Attributes:
+        found: the checkpoint, verified.
+        state: the loop's.
+        rows: metrics of the steps up to it.
+        notes: what the user should know, a line each.
+    """
+
+    found: Found
+    state: LoopState
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def last_accuracy(self) -> float:
+        """The held-out accuracy that was measured last; NaN if none was."""
+        known = [value for row in self.rows if (value := row.get("eval/accuracy")) is not None]
+        return known[-1] if known else math.nan
+
+    def take_up(self, run_dir: Path) -> "Resume":
+        """Set aside what is in the run's way: only the course that goes on is left in its folder.
+
+        To be called when nothing can refuse the run any more for how it was asked for.
+
+        Args:
+            run_dir: the run's directory.
+
+        Returns:
+            The same, with the checkpoint under the name that it has then.
+
+        Raises:
+            OSError: something cannot be renamed.
+        """
+        return replace(self, found=_take_up(run_dir, self.found))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is gone on from, for the run's header."""
+        manifest = self.found.manifest
+        what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
+        size = sum(record.size for record in manifest.files.values()) / 2**20
+        state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
+        told = f"metrics go on after step {self.state.step}"
+        notes = [("", note) for note in self.notes]
+        return [("resume", what), ("", f"{state}; {told}"), *notes]
+
+
+def find_resume(
+    config: RunConfig,
+    run_dir: Path,
+    models: Fingerprints,
+    prompts: Mapping[str, str],
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
+) -> Resume | None:
+    """What `resume` means; None: the run begins anew. Nothing is written.
+
+    Every file of the checkpoint is read and compared with its checksum. A newer one that is
+    damaged is passed over; `Found.damaged` names it.
+
+    Args:
+        config: the run.
+        run_dir: its directory, which may not be there yet.
+        models: fingerprints of those that it takes from elsewhere.
+        prompts: fingerprints of those that it is trained on.
+        watch: told how far the reading is; what it raises ends it.
+        confirm: reads files elsewhere.
+
+    Raises:
+        ConfigError: there is none at the path, all are damaged, it was not written by this version,
+            what is computed has changed with the config, a model or the training prompts, or a run
+            is to begin where another one has left checkpoints, or the disk fails, for seconds.
+    """
+    with as_unreadable():
+        found = _find(config, run_dir, watch, confirm)
+        if found is None:
+            return None
+        state = _state(found)
+        rows = _rows(run_dir, found, state)
+    differences = _differences(config, found, models, _other_prompts(state.prompts, prompts))
+    if differences.mattering and not config.checkpoint.allow_config_changes:
+        listed = "\n".join(f"  {text}" for text in differences.mattering)
+        raise ConfigError(
+            f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
+            f"This changes what is computed: steps before and after would not be of one run.\n"
+            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+        )
+    notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
+    return Resume(found, state, rows, notes)
+
+
+def _find(config: RunConfig, run_dir: Path, watch: Watch, confirm: Confirm) -> Found | None:
+    if config.resume == NONE:
+        _refuse_used(run_dir)
+        return None
+    if config.resume == AUTO:
+        there = run_dir.is_dir()
+        return newest_good(run_dir, watch=watch, confirm=confirm) if there else None
+    found = named(Path(config.resume), watch=watch, confirm=confirm)
+    if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
+        _refuse_used(run_dir)
+    return found
+
+
+def _take_up(run_dir: Path, found: Found) -> Found:
+    """Set aside the run's checkpoints that the course from `found` on will not come from."""
+    folder = checkpoints_folder(run_dir)
+    if not folder.is_dir():
+        return found
+    for moved in set_aside(run_dir, found):
+        log.warning("%s is kept, and taken up by its path alone", moved)
+    if found.folder.resolve().parent != folder.resolve():
+        return found
+    restore_replaced(folder)
+    return replace(found, folder=folder / step_name(found.manifest.step))
+
+
+def _state(found: Found) -> LoopState:
+    try:
+        return patiently(lambda path: read_state(path.parent), found.folder / DRIVER)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
+
+
+def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
+    """Metrics up to the checkpoint, of the run that it is of."""
+    source = found.folder.resolve().parent.parent
+    known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
+    return [row for row in known if (row["step"] or 0) <= state.step]
+
+
+def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
+    notes = [f"{damaged}; it was set aside" for damaged in found.damaged]
+    missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
+    if missing:
+        notes.append(f"{METRICS_FILE} lacks {len(missing)} of these steps, from {missing[0]} on")
+    total = config.trainer.total_steps
+    if state.step >= total:
+        notes.append(f"all {total} steps are done (trainer.total_steps): nothing is left to train")
+    return notes
+
+
+def _refuse_used(run_dir: Path) -> None:
+    steps = steps_in(checkpoints_folder(run_dir))
+    if steps:
+        raise ConfigError(
+            f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "
+            f"{steps[-1]}: those of another course would mix with them.\n"
+            f"Set resume=auto to go on with that run, or another hydra.run.dir."
+        )
+
+
+class _Differences(NamedTuple):
+    """What is not as when a checkpoint was made, in words: what is computed, and the rest."""
+
+    mattering: list[str]
+    free: list[str]
+
+    def notes(self) -> list[str]:
+        """A line of each kind."""
+        named = (
+            ("changed, as allowed", self.mattering),
+            ("changed, without effect on the results", self.free),
+        )
+        return [f"{what}: {_shortened(texts)}" for what, texts in named if texts]
+
+
+def _differences(
+    config: RunConfig, found: Found, models: Fingerprints, other_prompts: list[str]
+) -> _Differences:
+    before = found.manifest
+    told = _Differences([], [])
+    for change in changes(before.config, plain(config), other_files(before.models, models)):
+        if change.matters:
+            told.mattering.append(str(change))
+        elif change.key not in NOT_TOLD:
+            told.free.append(str(change))
+    told.mattering.extend(other_prompts)
+    return told
+
+
+def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """In words what is not as it was of the prompts (`PromptSource.fingerprint`), if anything."""
+    if before["tokens"] != now["tokens"]:
+        return ["data: other training prompts (files, tokenizer or chat template)"]
+    if before["rows"] != now["rows"]:
+        return ["data: other answers or other columns of the training prompts, which are the same"]
+    return []
+
+
+def _other_versions(found: Found) -> list[str]:
+    """A line on the packages that decide a run's numbers, where they are others than then."""
+    before, now = found.manifest.versions, versions()
+    texts = [
+        f"{name} {before.get(name, MISSING)} then, {now.get(name, MISSING)} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    return [f"other versions: {_shortened(texts)}"] if texts else []
+
+
+def _shortened(texts: list[str]) -> str:
+    more = len(texts) - MAX_CHANGES_SHOWN
+    end = f" and {more} more" if more > 0 else ""
+    return f"{'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"

@@ -1,0 +1,1 @@
+"""Rollouts in turns with an environment."""

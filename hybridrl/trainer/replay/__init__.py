@@ -1,0 +1,1 @@
+"""Batches of updates that were not finite, and their replay."""

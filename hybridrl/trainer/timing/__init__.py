@@ -1,0 +1,1 @@
+"""Times of a step: phases, timeline, throughput, profiles."""

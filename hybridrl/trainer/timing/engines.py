@@ -1,0 +1,105 @@
+"""How the rollout engines fared: their metrics, and an alarm for one that falls behind."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+
+from hybridrl.controller.placement import straddling_engines
+from hybridrl.controller.watch.waiting import by_node
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import EngineStats
+
+# Steps in a row that an engine has to be slow, so that one hiccup raises no alarm.
+WINDOW = 3
+# Share of the other engines' median tokens per second below which an engine is slow.
+SLOW = 0.5
+# Rollouts before the same engine is warned of again.
+QUIET = 50
+
+
+def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
+    """Speeds of all engines and of each that had prompts, the slowest, the last first token.
+
+    Args:
+        engines: how each fared, over all rounds of the step.
+        seconds: of the whole phase.
+    """
+    speeds = {k: engine.tokens_per_second for k, engine in enumerate(engines) if engine.tokens}
+    if not speeds:
+        return {}
+    return {
+        "rollout/tokens_per_second": sum(engine.tokens for engine in engines) / seconds,
+        "rollout/engine_tokens_per_second_min": min(speeds.values()),
+        "rollout/engine_tokens_per_second_mean": fmean(speeds.values()),
+        "rollout/engine_tokens_per_second_max": max(speeds.values()),
+        "rollout/slowest_engine": float(min(speeds, key=lambda k: speeds[k])),
+        "rollout/first_token_s": max(engine.first_token_s for engine in engines),
+        **{f"rollout/engine_tokens_per_second_{k}": speed for k, speed in speeds.items()},
+    }
+
+
+class StragglerAlarm:
+    """Warns of an engine that samples much slower than the others, several steps in a row.
+
+    Args:
+        where: engine index -> ranks, node and GPUs it runs on, for the warning.
+    """
+
+    def __init__(self, where: Callable[[int], str]) -> None:
+        self._where = where
+        self._last: deque[Sequence[EngineStats]] = deque(maxlen=WINDOW)
+        self._quiet: dict[int, int] = {}
+
+    def warnings(self, engines: Sequence[EngineStats]) -> list[str]:
+        """Take in one rollout; what to tell the user, mostly nothing."""
+        self._last.append(engines)
+        self._quiet = {k: left - 1 for k, left in self._quiet.items() if left > 1}
+        if len(self._last) < WINDOW:
+            return []
+        slow = [k for k in range(len(engines)) if k not in self._quiet and self._is_slow(k)]
+        self._quiet |= dict.fromkeys(slow, QUIET)
+        return [
+            f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
+            f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
+            f"{WINDOW} steps it has been below {SLOW:g} of that. "
+            f"They wait for it; look for another process on its GPU, a hot or throttled GPU, or a "
+            f"busy host."
+            for k in slow
+        ]
+
+    def _is_slow(self, engine: int) -> bool:
+        """Whether it sampled in each step of the window, and always too slowly."""
+        return all(
+            step[engine].tokens > 0
+            and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)
+            for step in self._last
+        )
+
+
+def _median_of_others(engines: Sequence[EngineStats], engine: int) -> float:
+    """Tokens per second of the other engines that sampled, their median; 0 without any."""
+    speeds = [e.tokens_per_second for k, e in enumerate(engines) if k != engine and e.tokens]
+    return median(speeds) if speeds else 0.0
+
+
+def engine_place(rollout: WorkerGroup, engine: int) -> str:
+    """The ranks of an engine and each node's GPUs: 'ranks 3-4 on node a GPU 3, node b GPU 0'."""
+    per_engine = rollout.ranks_per_shard
+    hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
+    first, last = hosts[0].rank, hosts[-1].rank
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    places = [
+        f"node {there[0].node_name} {_gpus([host.slot.local_rank for host in there])}"
+        for there in by_node(hosts).values()
+    ]
+    return f"{ranks} on {', '.join(places)}"
+
+
+def _gpus(numbers: Sequence[int]) -> str:
+    return f"GPU{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def straddling(rollout: WorkerGroup) -> int:
+    """Engines whose ranks lie on several nodes, which placement.allow_straddle allows."""
+    slots = [host.slot for host in rollout.pool.hosts]
+    return len(straddling_engines(slots, rollout.ranks_per_shard))

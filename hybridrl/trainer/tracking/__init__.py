@@ -1,0 +1,1 @@
+"""Metrics and what the user sees of them: console, files, trackers."""

@@ -1,0 +1,167 @@
+"""What a run is, in a few lines, before it starts."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridrl.config.checks.sizes import data_shards
+from hybridrl.config.choices import Init, KLPlacement
+from hybridrl.config.schema import RunConfig
+from hybridrl.data.sources.prompt_sets import DataSetFacts
+
+# More evaluation steps than this are summed up.
+MAX_STEPS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the header says beyond the config.
+
+    Attributes:
+        run_dir: where everything is written.
+        machine: cores, GPUs, memory and nodes in one line.
+        num_ranks: worker processes.
+        num_parameters: of the model; None if unknown.
+        data_sets: where the problems come from, and how many there are.
+        notes: more that the user should know.
+        reward_parameters: of the reward model, in a run with one.
+    """
+
+    run_dir: Path
+    machine: str
+    num_ranks: int
+    num_parameters: int | None
+    data_sets: list[DataSetFacts]
+    notes: list[str] = field(default_factory=list)
+    reward_parameters: int | None = None
+
+
+def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
+    """(label, text) pairs: what, where, which model and data, batches, steps."""
+    lines = [
+        ("run", f"{config.run.name}, seed {config.seed}"),
+        ("directory", str(facts.run_dir)),
+        ("machine", facts.machine),
+        ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
+        ("model", _model(config, facts.num_parameters)),
+        *_reward_model(config, facts.reward_parameters),
+        *_data(facts.data_sets),
+        ("method", _method(config)),
+        ("workers", _workers(config, facts.num_ranks)),
+        ("batch", _batch(config)),
+        ("steps", _steps(config, facts.data_sets)),
+        ("limits", _limits(config)),
+        *_environment(config),
+    ]
+    return lines + [("note", note) for note in facts.notes]
+
+
+def _environment(config: RunConfig) -> list[tuple[str, str]]:
+    """Who answers the model, if somebody does."""
+    environment = config.environment
+    if environment is None:
+        return []
+    ends = "".join(f" or {text!r}" for text in environment.stop)
+    text = f"at most {environment.max_turns}, answered by {environment.function}"
+    return [("turns", f"{text}; each ends at the model's end token{ends}")]
+
+
+def count_text(number: float) -> str:
+    """A count in three digits: 950, 5.12 k, 674 k, 7.62 B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999.6 k would round to "1e+03 k".
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def evaluation_steps(total: int, every: int) -> list[int]:
+    """Steps whose weights are evaluated; 0 is before training."""
+    between = range(every, total, every) if every > 0 else ()
+    return sorted({0, *between, total})
+
+
+def _model(config: RunConfig, num_parameters: int | None) -> str:
+    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+    train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
+    dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
+    weights = ", random weights" if config.model.init is Init.random else ""
+    return f"{config.model.path}{size}{weights}, {dtypes}"
+
+
+def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[str, str]]:
+    """A line on the reward model, if there is one."""
+    reward = config.reward_model
+    if reward is None:
+        return []
+    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+    return [("reward model", f"{reward.model.path}{size}, weight {reward.weight:g}")]
+
+
+def _data(data_sets: list[DataSetFacts]) -> list[tuple[str, str]]:
+    """One line for each data set."""
+    lines: list[tuple[str, str]] = []
+    for facts in data_sets:
+        share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""
+        counts = f"{facts.train:,} training, {facts.held_out:,} held out"
+        lines.append(("" if lines else "data", f"{share}{facts.source}: {counts}"))
+    return lines
+
+
+def _method(config: RunConfig) -> str:
+    kl = config.algorithm.kl
+    if kl.coef == 0:
+        penalty = "no KL penalty"
+    else:
+        aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
+        where = "reward" if kl.placement is KLPlacement.reward else "loss"
+        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}{aim}"
+    estimator = config.algorithm.advantage
+    loss = config.algorithm.loss
+    settings = ", ".join(f"{name} {value}" for name, value in loss.args.items())
+    lr = config.actor.optim.lr
+    return f"{estimator} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
+
+
+def _workers(config: RunConfig, num_ranks: int) -> str:
+    tp = config.rollout.tensor_parallel_size
+    engines = num_ranks // tp
+    nodes = f"{config.cluster.nodes} nodes, " if config.cluster.nodes > 1 else ""
+    return (
+        f"{nodes}{num_ranks} rank{'s' if num_ranks != 1 else ''} = dp_replicate "
+        f"{config.fsdp.dp_replicate} x dp_shard {config.fsdp.dp_shard}; "
+        f"{engines} vLLM engine{'s' if engines != 1 else ''} of tp {tp}"
+    )
+
+
+def _batch(config: RunConfig) -> str:
+    prompts, repeats = config.data.prompts_per_step, config.rollout.responses_per_prompt
+    responses, mini = prompts * repeats, config.actor.mini_batch_size
+    updates = responses // mini * config.actor.epochs
+    sharing = config.fsdp.ulysses_size
+    each = "a rank" if sharing == 1 else f"a group of {sharing} ranks"
+    return (
+        f"{prompts} prompts x {repeats} responses = {responses:,} a step; {updates} update"
+        f"{'s' if updates != 1 else ''} of {mini} ({mini // data_shards(config)} {each})"
+    )
+
+
+def _steps(config: RunConfig, data_sets: list[DataSetFacts]) -> str:
+    total = config.trainer.total_steps
+    drawn = total * config.data.prompts_per_step
+    passes = ", ".join(
+        f"{drawn * facts.share / facts.train:.2g} passes over {facts.name or 'the data'}"
+        for facts in data_sets
+    )
+    steps = evaluation_steps(total, config.eval.every_steps)
+    listed = ", ".join(map(str, steps))
+    when = f"at {listed}" if len(steps) <= MAX_STEPS_SHOWN else f"{len(steps)} times"
+    return f"{total} ({passes}); evaluated {when}"
+
+
+def _limits(config: RunConfig) -> str:
+    rollout = config.rollout
+    top_p = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
+    return (
+        f"prompts {rollout.max_prompt_tokens} and responses {rollout.max_response_tokens} tokens, "
+        f"temperature {rollout.temperature:g}{top_p}"
+    )

