@@ -5,7 +5,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: gsm8k_ppo test test_slow lint env
+.PHONY: gsm8k_ppo test test_fast test_slow lint env
 .DEFAULT_GOAL := test
 
 env:
@@ -27,6 +27,15 @@ test: export OMP_WAIT_POLICY = passive
 test: lint
 	$(PY) -m pytest tests/conf tests/unit -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 	$(PY) -m pytest tests/end_to_end tests/distributed tests/gpu -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
+
+# For contributors: config, algorithms, data, reshard plan and one run on two ranks.
+NOT_FAST := checkpoint doctor test_benchmarks test_code_reward test_deploy_* test_driver_step \
+	test_full_disk test_models test_reshard_scale test_sandbox* test_scorer test_untrusted_input
+test_fast: export OMP_WAIT_POLICY = passive
+test_fast: env
+	$(PY) -m pytest tests/conf tests/unit tests/distributed/test_first_ratio_is_one.py -m "not slow" \
+		$(foreach name,$(NOT_FAST),--ignore-glob='tests/unit/$(name)*') \
+		--numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # Longer than `make test` may take; can be interrupted and called again (tests/SLOW.md).
 test_slow: env
