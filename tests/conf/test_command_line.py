@@ -187,6 +187,7 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
             ["hydra.run.dir: the directory cannot be made", "actor.mini_batch_size = 7"],
         ),
         (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be made"]),
+        (["hydra.run.dir=/proc"], ["hydra.run.dir: the directory cannot be made"]),
         (["-m", "seed=1,2", "hydra.sweep.dir=taken/here"], ["hydra.sweep.dir: the directory"]),
         (["run.name=${oc.env:NOT_SET}"], ["run.name = ${oc.env:NOT_SET} cannot be resolved"]),
         (
