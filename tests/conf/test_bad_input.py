@@ -417,9 +417,13 @@ def test_the_variable_that_hides_gpus_is_named(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES=0,1 shows no more" in found
 
 
-def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned():
-    found = problems("hardware=gpu")
-    assert any("hardware = gpu" in text and "hardware=cpu" in text for text in found)
+def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (found,) = problems("hardware=gpu")
+    assert "hardware = gpu, but this machine has no NVIDIA GPU, 2 cores, 32 GiB RAM.\n" in found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    (found,) = problems("hardware=gpu")
+    assert "RAM; CUDA_VISIBLE_DEVICES=7 shows no more.\nSet hardware=cpu" in found
     assert problems("hardware=gpu", "run.dry=true", "cluster.gpus_per_node=8") == []
 
 
