@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridrl.config.classes import ChecksItself, locate
+from hybridrl.config.classes import locate
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.importing import check_import
+from hybridrl.config.importing import check_import, own_problems
 from hybridrl.config.keys import similar_siblings
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
 
@@ -44,8 +44,7 @@ def _call_problems(config: EnvironmentConfig) -> Iterator[str]:
             f"(example, **args). {_meant(config, signature)}Remove or rename keys of {KEY}.args."
         )
         return
-    if isinstance(make, ChecksItself):
-        yield from make.problems(KEY, config.args)
+    yield from own_problems(KEY, config.function, make, config.args)
 
 
 def _meant(config: EnvironmentConfig, signature: inspect.Signature) -> str:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.input_errors import INPUT_ERRORS, problem_of, reason_of
+from hybridrl.config.input_errors import INPUT_ERRORS, long_numbers, problem_of, reason_of
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
 from hybridrl.config.load import known_keys
 from hybridrl.config.report import shown
@@ -227,10 +227,13 @@ class _Look:
         """The composed config, or None with the reason in `problems`; of a sweep the first job."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
-            return compose(CONFIG_NAME, [*lines, *self.search_path])
+            cfg = compose(CONFIG_NAME, [*lines, *self.search_path])
+            too_long = [*long_numbers(cfg)]
         except INPUT_ERRORS as error:
             problems.append(f"{self._choice_with(error, overrides)}{problem_of(error)}")
             return None
+        problems += too_long
+        return None if too_long else cfg
 
     def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
         """The choice of a group that has the error by itself; Python's own errors name no file."""
