@@ -214,6 +214,8 @@ def _problems_around(
         found: what was composed of it.
     """
     further = _further_problems(line, found) if found is not None else []
+    if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
+        error = error.__cause__
     if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
         key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
         folder = (

@@ -17,6 +17,15 @@ QWEN: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
+QWEN_7B = QWEN | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 # The order of size of the embedded model.
 TINY = QWEN | {
     "hidden_size": 128,

@@ -159,6 +159,7 @@ def run_side(tp: int, replicas: int, by_columns: bool, device: str) -> dict[str,
 
 def beside_a_late_rank(resharder: Resharder) -> dict[str, float]:
     """Seconds of a sync to which rank 0 comes late, of a rank that exchanges with it; else none."""
+    dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(LATE_S)
     metrics = resharder.sync(3, verify=False)

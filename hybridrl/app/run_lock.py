@@ -24,10 +24,17 @@ def sole_run(run_dir: Path) -> Iterator[None]:
     The kernel gives it back when the process ends, however that is.
 
     Raises:
-        ConfigError: another run is in it, as when a job was queued again before its end.
+        ConfigError: another run is in it, as when a job was queued again before its end; or no file
+            can be written there.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir = {run_dir} cannot be written to: {error.strerror}.\n"
+            f"Set hydra.run.dir to a directory that can."
+        ) from error
     try:
         _lock(run_dir, descriptor)
         yield

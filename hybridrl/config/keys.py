@@ -50,7 +50,7 @@ def did_you_mean(key: str, known: Collection[str]) -> str:
     near = similar_keys(key, known)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    return "List every key with --cfg job."
+    return "Add --cfg job to list every key."
 
 
 def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[str]:

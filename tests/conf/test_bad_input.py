@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from composing import GPU_NODE, LAPTOP, QWEN, TINY, composed, examined, problems
+from composing import GPU_NODE, LAPTOP, TINY, composed, examined, problems
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.app.launch import look_at_data
@@ -12,6 +12,7 @@ from hybridrl.config.command.provenance import Given
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
+from tests.model_shapes import QWEN_7B
 
 # Heads whose size does not follow from the hidden size.
 OWN_HEADS = TINY | {"head_dim": 32}
@@ -416,30 +417,25 @@ def test_the_variable_that_hides_gpus_is_named(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES=0,1 shows no more" in found
 
 
-def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned():
-    found = problems("hardware=gpu")
-    assert any("hardware = gpu" in text and "hardware=cpu" in text for text in found)
+def test_hardware_gpu_without_gpus_is_refused_but_can_be_planned(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (found,) = problems("hardware=gpu")
+    assert "hardware = gpu, but this machine has no NVIDIA GPU, 2 cores, 32 GiB RAM.\n" in found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    (found,) = problems("hardware=gpu")
+    assert "RAM; CUDA_VISIBLE_DEVICES=7 shows no more.\nSet hardware=cpu" in found
     assert problems("hardware=gpu", "run.dry=true", "cluster.gpus_per_node=8") == []
 
 
 def test_a_model_too_large_for_the_gpus_is_refused():
     """7B: actor and critic alone have 24 bytes a parameter in every phase, 170 GiB."""
-    seven = QWEN | {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    }
     args = ["hardware=gpu", "cluster.gpus_per_node=1"]
-    found = problems(*args, machine=GPU_NODE, model=seven)
+    found = problems(*args, machine=GPU_NODE, model=QWEN_7B)
     assert any("update actor needs" in text for text in found), found
     advised = ["fsdp.activation_checkpointing=true", "fsdp.offload=idle_all"]
     assert any(f"Set {' '.join(advised)}: " in text for text in found), found
-    assert problems(*args, *advised, machine=GPU_NODE, model=seven) == []
-    assert problems("hardware=gpu", machine=GPU_NODE, model=seven) == []
+    assert problems(*args, *advised, machine=GPU_NODE, model=QWEN_7B) == []
+    assert problems("hardware=gpu", machine=GPU_NODE, model=QWEN_7B) == []
 
 
 def test_roles_share_the_nodes_and_nulls_are_resolved():

@@ -7,20 +7,11 @@ from composing import examined
 
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.config.planner.memory import rank_phases
-from tests.model_shapes import QWEN
+from tests.model_shapes import QWEN, QWEN_7B
 
 H100 = GPU("NVIDIA H100", 80 * GIB)
 SHAPES = {
-    "7B": QWEN
-    | {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
+    "7B": QWEN_7B,
     "32B": QWEN
     | {
         "hidden_size": 5120,

@@ -1,7 +1,5 @@
 """Modules of the user's that end, kill or hang whoever imports them: problems of the config."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -69,7 +67,7 @@ def test_one_that_ends_its_process_is_named(module, source, says):
 
 
 def test_one_that_hangs_is_waited_for_once_and_leaves_nothing(module, monkeypatch):
-    monkeypatch.setattr(importing, "IMPORT_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(importing, "TRIAL_TIMEOUT_S", TIMEOUT_S)
     module.write_text(HANGS)
     start = time.monotonic()
     settings = [key.format(module.stem) for key in KEYS[:2]]
@@ -85,23 +83,31 @@ def test_a_copy_that_one_forks_says_nothing(module):
     importing.check_import("reward.function", f"{module.stem}.score")
 
 
-def test_a_check_of_the_users_that_exits_fails_the_command(tmp_path):
-    """The module can be imported; what it brings ends the process when it is asked."""
-    (tmp_path / "my_reward.py").write_text(
-        "import sys\n"
-        "class Score:\n"
-        "    def __call__(self, prompt, response, example, mode): return 1.0\n"
-        "    def problems(self, key, args): sys.exit(0)\n"
-        "score = Score()\n"
-    )
-    command = [sys.executable, "-m", "hybridrl.main", "+recipe=gsm8k_ppo", "hardware=cpu"]
-    command += ["run.dry=true", "reward.function=my_reward.score"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(importing.__file__).parents[2]), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert 'my_reward.py", line 4, in problems' in done.stdout
+CHECK = """
+import sys, time
+class Own:
+    def __call__(self, *given, mode=None): return 1.0
+    def problems(self, key, args):
+        {}
+score = Own()
+"""
+
+
+@pytest.mark.parametrize("key", ["reward", "environment"])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("sys.exit(0)", "its check `problems` failed: SystemExit: 0 ({}, line 6)"),
+        ("time.sleep(600)", "its check `problems` failed: it did not end within 2 s"),
+        ("return [f'{key}: {args}']", "{{'mode': {{1: 2.5}}}}"),
+    ],
+    ids=["exits", "hangs", "returns"],
+)
+def test_a_check_of_the_users_is_asked_in_another_process(module, monkeypatch, key, line, says):
+    monkeypatch.setattr(importing, "TRIAL_TIMEOUT_S", TIMEOUT_S)
+    module.write_text(CHECK.format(line))
+    setting = f"{{function: {module.stem}.score, args: {{mode: {{1: 2.5}}}}}}"
+    if key == "environment":
+        setting = setting[:-1] + ", max_turns: 2, stop: [], role: user}"
+    (found,) = problems("+recipe=gsm8k_ppo", "hardware=cpu", f"++{key}={setting}")
+    assert key in found and says.format(module) in found

@@ -26,7 +26,7 @@ def run_on_ranks(
     num_ranks: int,
     *args: Any,
     device_type: str = "cpu",
-    time_limit_s: float = 120.0,
+    time_limit_s: float = 240.0,
 ) -> list[Any]:
     """What `function(*args)` returns on each of `num_ranks` ranks, in rank order.
 
@@ -51,7 +51,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _run_rank,
-            (function, num_ranks, args, device_type, folder, all_done),
+            (function, num_ranks, args, device_type, folder, all_done, time_limit_s),
             nprocs=num_ranks,
             join=False,
             start_method="forkserver",
@@ -77,6 +77,7 @@ def _run_rank(
     device_type: str,
     folder: str,
     all_done: Barrier,
+    time_limit_s: float,
 ) -> None:
     torch.set_num_threads(1)
     if device_type == "cuda":
@@ -86,7 +87,7 @@ def _run_rank(
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=time_limit_s),
         device_id=None if device_type == "cpu" else torch.device("cuda", rank),
     )
     torch.save(function(*args), Path(folder) / f"{rank}.pt")

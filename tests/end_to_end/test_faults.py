@@ -1,7 +1,7 @@
 """Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
 
-Forty faults and five more. A run that restarts meets several, one after the other; ten of them in
-`make test`, all in `make test_slow`.
+Forty faults and five more. A run that restarts meets several, one after the other; eight of
+them in `make test`, all in `make test_slow`.
 """
 
 import os
@@ -81,7 +81,8 @@ def test_there_are_forty_different_faults():
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(IN_SHORT, id="in short"),
+        pytest.param([Fault(rank0, SIGKILL, save)], id="one kill"),
+        pytest.param(IN_SHORT, id="in short", marks=pytest.mark.slow),
         pytest.param(RANK_1_KILLED, id="rank 1 killed", marks=pytest.mark.slow),
         pytest.param(RANK_1_STOPPED, id="rank 1 stopped", marks=pytest.mark.slow),
         pytest.param(RAY, id="Ray", marks=pytest.mark.slow),

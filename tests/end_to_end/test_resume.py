@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -108,31 +108,31 @@ def taken_up(config: RunConfig, run_dir: Path) -> Resume | None:
     return read_inputs(config, run_dir, prompts_of(config)).resume
 
 
-def three_kills(timeline: Timeline) -> tuple[Kill, ...]:
-    """Of the thirty the first three with both victims and a save, two steps or more apart.
+def two_kills(timeline: Timeline) -> tuple[Kill, Kill]:
+    """The first two of the thirty with both victims and a save, two steps or more apart.
 
-    Else rows of the start before could be taken for those that a kill waits for.
+    Closer ones would take rows of the start before for those that a kill waits for.
     """
     plans = sorted((draw_kill(timeline, seed) for seed in range(30)), key=lambda plan: plan.step)
     found = next(
         (
-            three
-            for three in combinations(plans, 3)
-            if {plan.victim for plan in three} == {"driver", "worker"}
-            and any(plan.saving for plan in three)
-            and all(later.step - plan.step >= 2 for plan, later in pairwise(three))
+            (first, second)
+            for first, second in combinations(plans, 2)
+            if first.victim != second.victim
+            and (first.saving or second.saving)
+            and second.step - first.step >= 2
         ),
         None,
     )
-    assert found is not None, f"no three instants, one amid a save, among {plans}"
+    assert found is not None, f"no two instants, one amid a save, among {plans}"
     return found
 
 
-@pytest.mark.timeout(900)  # four starts; beside other tests on a slow machine minutes
-def test_a_run_killed_three_times_ends_like_the_undisturbed_one(reference, tmp_path):
+@pytest.mark.timeout(900)  # three starts; beside other tests on a slow machine minutes
+def test_a_run_killed_twice_ends_like_the_undisturbed_one(reference, tmp_path):
     """At the last time the newest checkpoint is damaged, too: the one before is as good."""
     run_dir, timeline = reference
-    for plan in three_kills(timeline):
+    for plan in two_kills(timeline):
         killed(tmp_path, plan, *EVERYTHING, env=ONE_THREAD)
     *_, before, newest = steps_in(tmp_path)
     file = spoil(tmp_path, newest)

@@ -137,7 +137,7 @@ def test_log_gets_one_whole_line_per_step():
     console.step(EVALUATED | {"step": 13})
     first, second = file.getvalue().splitlines()
     assert first == (
-        "step 12/40  reward 0.312  KL 0.0012  ratio 1.10  length 31.2  tok/s 5.12 k  "
+        "step 12/40  reward 0.312  KL 0.0012  max ratio 1.10  length 31.2  tok/s 5.12 k  "
         "4.0 s (rollout 50%, actor 30%)  ETA ?"
     )
     assert "held-out 0.297  greedy 0.440" in second

@@ -54,3 +54,10 @@ def test_one_after_the_other_is_no_matter(tmp_path):
     for _ in range(2):
         with sole_run(tmp_path / "new"):
             assert (tmp_path / "new" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
+def test_a_directory_that_cannot_be_written_to_is_named(folder):
+    says = f"hydra.run.dir = {folder} cannot be written to: No such"
+    with pytest.raises(ConfigError, match=says), sole_run(Path(folder)):
+        pass

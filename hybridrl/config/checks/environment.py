@@ -7,8 +7,8 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
-from hybridrl.config.user_code.classes import ChecksItself, locate
-from hybridrl.config.user_code.importing import check_import
+from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.importing import check_import, own_problems
 
 KEY = "environment"
 
@@ -44,8 +44,7 @@ def _call_problems(config: EnvironmentConfig) -> Iterator[str]:
             f"(example, **args). {_meant(config, signature)}Remove or rename keys of {KEY}.args."
         )
         return
-    if isinstance(make, ChecksItself):
-        yield from make.problems(KEY, config.args)
+    yield from own_problems(KEY, config.function, make, config.args)
 
 
 def _meant(config: EnvironmentConfig, signature: inspect.Signature) -> str:

@@ -50,7 +50,8 @@ def check_installation(accelerator: Accelerator) -> str:
         raise ConfigError(*problems)
     tested = TESTED_ON_CPU if accelerator is Accelerator.cpu else TESTED_ON_GPU
     if version.split("+")[0] not in tested:
-        logger.warning("vllm %s is untested on %s; tested: %s", version, accelerator.value, tested)
+        known = ", ".join(tested)
+        logger.warning("vllm %s is untested on %s; tested: %s", version, accelerator.value, known)
     return version
 
 

@@ -40,11 +40,9 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
             return
         there = gpus_on_each(machine, config.cluster.nodes)
         if machine.gpus and wanted > there:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
-            shown = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
             yield (
                 f"cluster.gpus_per_node = {wanted}, expected at most {there}, the GPUs on each "
-                f"node ({machine.describe()}{shown}).\n"
+                f"node ({machine.describe()}{_shows_no_more(machine)}).\n"
                 f"Set cluster.gpus_per_node={there} or less."
             )
         return
@@ -56,6 +54,12 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
             f"more only wait for each other.\n"
             f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
         )
+
+
+def _shows_no_more(machine: Machine) -> str:
+    """The variable that may hide GPUs, to stand behind those seen; empty where it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
+    return "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
 
 
 def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
@@ -94,8 +98,7 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
     else:
         yield (
-            f"hardware = gpu, but this machine has no NVIDIA GPU ({machine.describe()}; "
-            f"CUDA_VISIBLE_DEVICES hides GPUs, too).\n"
+            f"hardware = gpu, but this machine has {machine.describe()}{_shows_no_more(machine)}.\n"
             f"Set hardware=cpu, or add run.dry=true to plan for another machine."
         )
 

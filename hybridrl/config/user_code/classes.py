@@ -3,13 +3,13 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
-from hybridrl.config.user_code.importing import check_import
+from hybridrl.config.user_code.importing import check_import, own_problems
 
 # role -> its worker in this package and the keys it reads. Naming them here keeps a check of the
 # config from importing torch when no worker is extended.
@@ -103,20 +103,6 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     return config_class
 
 
-@runtime_checkable
-class ChecksItself(Protocol):
-    """A reward that can tell before a run what its signature cannot."""
-
-    def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
-        """What is wrong with `args`, which fit the signature, or with this machine.
-
-        Args:
-            key: the section that holds them as `args`, for messages.
-            args: conf/reward's args.
-        """
-        ...
-
-
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
     """Raise a ConfigError unless `path` names a function (prompt, response, example, **args).
 
@@ -135,10 +121,8 @@ def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
             f"Its signature is {signature}; rewards are called with (prompt, response, example, "
             f"**args). {_meant(key, args, signature)}Remove or rename keys of {key}.args."
         ) from error
-    if isinstance(function, ChecksItself):
-        problems = list(function.problems(key, args))
-        if problems:
-            raise ConfigError(*problems)
+    if problems := own_problems(key, path, function, args):
+        raise ConfigError(*problems)
 
 
 def _meant(key: str, args: dict[str, Any], signature: inspect.Signature) -> str:

@@ -6,7 +6,6 @@ The kernel makes the supervisor the parent of all orphans below it. So a process
 group, its session or its parent is still found, and ends with the others.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# linux/prctl.h
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from hybridrl.config.kernel import adopt_orphans, end_with
+
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 # Seconds after which a supervisor that was asked to end everything is killed itself.
 END_TIMEOUT_S = 5.0
@@ -37,15 +36,15 @@ def supervise(parent: int, fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _end_with(parent, signal.SIGTERM)
+    adopt_orphans()
+    end_with(parent, signal.SIGTERM)
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
         os.close(fd)
         os._exit(_watch(worker))
     os.setpgid(0, 0)  # a signal to its own group spares the supervisor
-    _end_with(supervisor, signal.SIGKILL)
+    end_with(supervisor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
@@ -63,19 +62,6 @@ def describe_exit(code: int) -> str:
     """How a worker ended, by the exit code of its supervisor."""
     killed_by = -code if code < 0 else code - SIGNAL_CODES
     return f"killed by signal {killed_by}" if killed_by > 0 else f"exit code {code}"
-
-
-def _prctl(option: int, argument: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, *map(ctypes.c_ulong, (argument, 0, 0, 0))) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
-
-
-def _end_with(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent, of this id, dies."""
-    _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
 
 
 def _watch(worker: int) -> int:

@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.sandbox import kernel
+from hybridrl.config import kernel
 
 _SECRET_BYTES = 16
 # What a test's process reports, behind its stderr: that it begins, then the secret; or an error.
@@ -45,7 +45,7 @@ def main(stdin: str, stdout: str, parent: str, folder: str = "") -> None:
         kernel.mount_memory(folder, setup["file_mb"], _MAX_FILES)
         os.chdir(folder)
         kernel.become_powerless(_NOBODY)
-    kernel.die_with(int(parent))  # behind the change of user, which would undo it
+    kernel.end_with(int(parent))  # behind the change of user, which would undo it
     print("ready", file=answers, flush=True)
     for request in requests:
         test = json.loads(request)
@@ -88,7 +88,7 @@ def _become_program(
         stdin, stdout, tell = fds
         try:
             os.setsid()
-            kernel.die_with(judge)
+            kernel.end_with(judge)
             stderr = os.open(os.devnull, os.O_WRONLY)
             _limit(setup)
         except OSError as error:

@@ -24,13 +24,13 @@ from hybridrl.rewards.sandbox.call_filter import call_filter
 
 # For the start of bubblewrap and Python, on a busy machine; and for the end of a test.
 _START_S, _GRACE_S = 30.0, 10.0
-_HERE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hybridrl.rewards.sandbox.jail import main; "
     "del sys.path[0]; main(*sys.argv[2:])"
 )
 _MAX_ANSWER_BYTES = 4096  # what a pipe takes in one piece
-_MODULES = tuple(str(_HERE / name) for name in ("jail.py", "kernel.py"))
+_MODULES = tuple(str(_PACKAGE / name) for name in ("rewards/jail.py", "config/kernel.py"))
 
 
 class Isolation(StrEnum):
@@ -208,7 +208,7 @@ def _started(isolation: Isolation) -> Iterator[_Jail]:
                 process_group=0,
             )
 
-        command = [sys.executable, "-I", "-c", _COMMAND, str(_HERE.parents[1]), *map(str, files)]
+        command = [sys.executable, "-I", "-c", _COMMAND, str(_PACKAGE.parent), *map(str, files)]
         if isolation is Isolation.none:
             process = start([*command, str(os.getpid())], [])
         else:

@@ -48,7 +48,7 @@ COLUMNS = (
     Column("held-out", "eval/accuracy", lambda value: f"{value:.3f}", 9),
     Column("greedy", "eval/accuracy_greedy", lambda value: f"{value:.3f}", 7, 100),
     Column("KL", "actor/kl", _kl, 8),
-    Column("ratio", "actor/log_ratio_max", lambda value: f"{_exp(value):.2f}", 7),
+    Column("max ratio", "actor/log_ratio_max", lambda value: f"{_exp(value):.2f}", 9),
     Column("length", "response/length_mean", lambda value: f"{value:.1f}", 7),
     Column("cut off", "response/truncated_fraction", lambda value: f"{value:.1%}", 8, 100),
     Column("tok/s", "rollout/tokens_per_second", count_text, 7),

@@ -6,7 +6,7 @@ import signal
 import struct
 
 # linux/prctl.h, seccomp.h, mount.h, capability.h
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
 _SECCOMP_MODE_FILTER = 2
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -25,9 +25,14 @@ def _prctl(option: int, argument: int, pointer: int = 0) -> None:
     _check(f"prctl({option})", _libc.prctl(option, *numbers))
 
 
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent, of this id, dies."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def adopt_orphans() -> None:
+    """Make this process the parent of all orphans below it."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send this process a signal when its parent, of this id, dies."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(1)
 
