@@ -6,7 +6,7 @@ modulo 2^64, where bits is the element's bit pattern, c its index in the last di
 source tensor and r its index in all dims before, row-major (0 in a vector). Hashes and salts are
 odd, so no element's change is lost, and they differ between indices and tensors, so that swaps,
 shifts and mix-ups show. Because it is a sum, the fingerprint of a region is the sum of those of
-any pieces it is cut into. Bits and column hashes have at most 32 bits each, so that on a GPU an
+any parts it is cut into. Bits and column hashes have at most 32 bits each, so that on a GPU an
 element costs one multiply-add, and only a row's sum is multiplied by 64 bits.
 """
 

@@ -6,12 +6,10 @@ host copy of the shards  ->  plan over all ranks (replicas are written once)
                          ->  fsync; errors of one rank reach all
 """
 
-import gc
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.distributed.groups import NO_LIMIT
+from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.storage.shard_files import ShardPlanner, ShardWriter
 from hybridrl.distributed.storage.staging import Staging
 
@@ -114,7 +113,7 @@ class Saver:
         start, error = time.perf_counter(), None
         try:
             with ExitStack() as planning:
-                planning.enter_context(no_garbage_collection())
+                planning.enter_context(garbage_collection_off())
                 planner = ShardPlanner(self.staging.shards, planning.close)
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as failure:
@@ -124,22 +123,6 @@ class Saver:
         seconds = time.perf_counter() - start
         logger.info("checkpoint: %s", error or f"{num_bytes / 2**30:.2f} GiB in {seconds:.1f} s")
         return SaveResult(files, num_bytes, blocked_s, seconds, error)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for cyclic garbage in any thread.
-
-    Plans of many ranks are many small objects, none of them garbage: unpickling those of 64 ranks
-    takes 20 times as long with collections, each of which stops training, too.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _disk_error(failure: CheckpointException) -> str:
