@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -34,6 +33,10 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.distributed.torch_compat import (
+    compute_local_shape_and_global_offset,
+    local_tensor,
+)
 from hybridrl.distributed.weights import (
     CheckpointWeights,
     FirstWeights,
@@ -165,13 +168,7 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
 
 
 def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
-    return NamedShard(name, tuple(param.shape), partial(_local_shard, param), _dim_cut(param), kind)
-
-
-def _local_shard(param: DTensor) -> Tensor:
-    # What `to_local` finds without gradients, in a tenth of its time: it is asked for each
-    # parameter at every weight sync.
-    return param._local_tensor
+    return NamedShard(name, tuple(param.shape), partial(local_tensor, param), _dim_cut(param), kind)
 
 
 def _dim_cut(param: DTensor) -> int:

@@ -6,7 +6,7 @@ The driver ends a call in which no rank gets further (cluster.stall_timeout_s). 
 
 from datetime import timedelta
 
-from torch.distributed import distributed_c10d
+from hybridrl.distributed.torch_compat import set_timeouts
 
 # Longer than anybody waits in a call; 24 days of milliseconds are the most that 31 bits hold.
 NO_LIMIT = timedelta(days=24)
@@ -14,5 +14,4 @@ NO_LIMIT = timedelta(days=24)
 
 def lift_limits() -> None:
     """Let the collectives of all process groups of this process, vLLM's too, wait without limit."""
-    for group in distributed_c10d._pg_map:
-        distributed_c10d._set_pg_timeout(NO_LIMIT, group)
+    set_timeouts(NO_LIMIT)

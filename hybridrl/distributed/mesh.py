@@ -5,16 +5,16 @@ A copy of the weights lies on consecutive ranks; config/planner/layout.py define
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridrl.config.planner.layout import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
+from hybridrl.distributed.torch_compat import ranks_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -66,20 +66,6 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
         assert dist.get_process_group_ranks(group) == wanted
         assert dist.get_rank(group) == group.rank() == wanted.index(dist.get_rank())
     return group
-
-
-@contextmanager
-def ranks_as_given() -> Iterator[None]:
-    """Keep torch from sorting the ranks of groups made in here.
-
-    torch < 2.13 sorts them always; that is the only thing it sorts when it makes a group, so its
-    module is given a `sorted` of its own that does not.
-    """
-    distributed_c10d.sorted = list  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del distributed_c10d.sorted  # type: ignore[attr-defined]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

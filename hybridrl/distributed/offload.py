@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.choices import Offload
+from hybridrl.distributed.torch_compat import storage_id
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
 # lose nothing, and the largest size bounds what a growing buffer must find at once.
@@ -187,8 +188,8 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage,
         plain = tensor.detach()
         local = plain.to_local() if isinstance(plain, DTensor) else plain
         storage = local.untyped_storage()
-        if storage.nbytes() and storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage.nbytes() and storage_id(storage) not in seen:
+            seen.add(storage_id(storage))
             yield storage, storage.nbytes()
 
 

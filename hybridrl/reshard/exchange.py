@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.distributed.torch_compat import all_gather_single
 from hybridrl.reshard.buckets import Bucket
 from hybridrl.reshard.source_layout import SourceLayout
-
-try:
-    from torch.distributed import all_gather_single
-except ImportError:  # the name before torch 2.13
-    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 
 class Staging:

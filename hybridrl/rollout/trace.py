@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.distributed.regions import Refusal, Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.torch_compat import TorchDispatchMode, operator_schema, storage_id
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -103,17 +103,18 @@ class _Tracer(TorchDispatchMode):
             self._note_fill(name, target, args[1] if len(args) > 1 else 0.0)
         else:
             self._refuse(name, f"the loader calls {func} on it")
-        return args[0] if func._schema.returns else None
+        return args[0] if operator_schema(func).returns else None
 
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, Tensor] | None:
         """The parameter or buffer that `func` would write, and the view of it."""
-        if not func._schema.is_mutable:
+        schema = operator_schema(func)
+        if not schema.is_mutable:
             return None
-        named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
         named |= kwargs
-        for argument in func._schema.arguments:
+        for argument in schema.arguments:
             value = named.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -199,4 +200,4 @@ def rectangle(view: Tensor, whole: Tensor) -> Region | None:
 
 def _storage(tensor: Tensor) -> int:
     """Identity of a tensor's storage, meta tensors included."""
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())

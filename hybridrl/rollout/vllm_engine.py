@@ -18,8 +18,9 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
+from hybridrl.distributed.torch_compat import own_tensor
 from hybridrl.distributed.weights import checkpoint_shapes
-from hybridrl.rollout import compat
+from hybridrl.rollout import vllm_compat
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.engine import EnginePart, Generated
 from hybridrl.rollout.options import engine_options
@@ -47,7 +48,7 @@ def prepare(config: RolloutConfig, device_type: str) -> None:
         ConfigError: this installation of vLLM cannot be used.
     """
     check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
-    compat.set_environment(device_type, enforce_eager=config.enforce_eager)
+    vllm_compat.set_environment(device_type, enforce_eager=config.enforce_eager)
 
 
 class VLLMEngine:
@@ -83,7 +84,7 @@ class VLLMEngine:
         self._awake = frozenset(EnginePart)
         prepare(config, device_type)
         times = StartTimes()
-        with nullcontext() if self._on_gpu else compat.cpu_start():
+        with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
             options = engine_options(config, device_type)
             self._llm = start_vllm(folder, options, times, device_type, self._adapt)
         self._model = self._llm.apply_model(lambda model: model)[0]
@@ -93,7 +94,7 @@ class VLLMEngine:
             self._warm_up()
         log_start(times, self._llm)
         if self._on_gpu and config.sleep is SleepMode.kv_cache:
-            compat.sleep_by_part(self._llm)
+            vllm_compat.sleep_without_weights(self._llm)
         self.sleep()
 
     @property
@@ -149,7 +150,7 @@ class VLLMEngine:
         Else the trainer keeps it: returning and taking it again costs a step a tenth of a second.
         """
         free, _ = torch.cuda.mem_get_info()
-        if free < compat.asleep_bytes(part.value) + SPARE_BYTES:
+        if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
             torch.cuda.empty_cache()
 
     def reset_prefix_cache(self) -> None:
@@ -200,7 +201,7 @@ class VLLMEngine:
         self._calls += 1
         self._prefixes_cached = True
         return requests.generate(
-            self._llm.llm_engine.engine_core,
+            vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
             requests.Limits(max_tokens, stop_token_ids),
@@ -262,12 +263,11 @@ class VLLMEngine:
         """Raise if a rank of the tensor-parallel group sampled other tokens."""
         if self._config.tensor_parallel_size == 1:
             return
-        from vllm.distributed.parallel_state import get_tp_group
-
         tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
         own = int.from_bytes(hashlib.blake2b(tokens, digest_size=7).digest(), "big")
         extremes = torch.tensor([own, -own])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        group = vllm_compat.tensor_parallel_group()
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         if extremes.tolist() != [own, -own]:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
 
@@ -283,7 +283,7 @@ class _Place(NamedTuple):
 
     def is_kept(self) -> bool:
         """Whether it lies there still."""
-        found = (self.module._parameters | self.module._buffers).get(self.key)
+        found = own_tensor(self.module, self.key)
         return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
 
 

@@ -23,7 +23,7 @@ from hybridrl.reshard.executor import Destination
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
-from hybridrl.rollout.start import MODULES
+from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
 
 
 def compile_layer(layer: nn.Module) -> None:
@@ -38,9 +39,9 @@ def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     states = hidden_states if differentiable else hidden_states.detach().requires_grad_()
     for leaf in tree_leaves((states, rest)):
         if isinstance(leaf, Tensor):
-            torch._dynamo.maybe_mark_dynamic(leaf, min(leaf.dim() - 1, 1))
+            mark_dynamic(leaf, min(leaf.dim() - 1, 1))
     for size in sizes.values():
-        torch._dynamo.maybe_mark_dynamic(size, 0)
+        mark_dynamic(size, 0)
     with torch.enable_grad():
         output = _compiled(layer, states, sizes, rest)
     return output if needs_grad else output.detach()

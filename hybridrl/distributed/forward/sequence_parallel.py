@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
+
+from hybridrl.distributed.torch_compat import group_named, tagged_group
 
 TAG = "hybridrl_sequence"
 
@@ -60,15 +62,11 @@ def sequence_group(size: int) -> SequenceGroup | None:
         return None
     world = dist.get_world_size()
     assert world % size == 0, (world, size)
-    first = dist.get_rank() // size * size
-    mine = list(range(first, first + size))
-    group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
-    if group is None:
-        for start in range(0, world, size):
-            distributed_c10d._new_group_with_tag(list(range(start, start + size)), pg_tag=TAG)
-        group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
-    assert dist.get_process_group_ranks(group) == mine
-    return SequenceGroup(group.group_name, size, dist.get_rank() - first)
+    ranks = [list(range(start, start + size)) for start in range(0, world, size)]
+    own, rank = divmod(dist.get_rank(), size)
+    group = tagged_group(ranks, own, TAG)
+    assert dist.get_process_group_ranks(group) == ranks[own]
+    return SequenceGroup(group.group_name, size, rank)
 
 
 def piece_sizes(num_tokens: int, num_ranks: int) -> list[int]:
@@ -131,7 +129,7 @@ def tokens_to_heads(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
         num_rows: N.
         group_name: of the process group.
     """
-    group = _group_named(group_name)
+    group = group_named(group_name)
     size = group.size()
     send, receive = [rows.shape[0] // size] * size, piece_sizes(num_rows, size)
     return _all_to_all(rows, send, receive, group)
@@ -146,7 +144,7 @@ def heads_to_tokens(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
         num_rows: U n.
         group_name: of the process group.
     """
-    group = _group_named(group_name)
+    group = group_named(group_name)
     size = group.size()
     send, receive = piece_sizes(rows.shape[0], size), [num_rows // size] * size
     return _all_to_all(rows, send, receive, group)
@@ -188,16 +186,12 @@ class JoinedPieces(torch.autograd.Function):
         """`counts[r]` values come from rank r."""
         ctx.counts, ctx.rank = counts, group.rank
         send = [len(values)] * group.size
-        return _all_to_all(values.repeat(group.size), send, counts, _group_named(group.name))
+        return _all_to_all(values.repeat(group.size), send, counts, group_named(group.name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the own piece."""
         return grads[0].split(ctx.counts)[ctx.rank], None, None
-
-
-def _group_named(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)
 
 
 def _all_to_all(

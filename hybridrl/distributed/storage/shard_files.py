@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,6 +32,7 @@ from hybridrl.checkpoint.durable import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.distributed.storage.safetensors_file import header, write_parts
 from hybridrl.distributed.storage.staging import StagedShard, Staging
+from hybridrl.distributed.torch_compat import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
 
 class ShardPlanner(dcp.DefaultSavePlanner):

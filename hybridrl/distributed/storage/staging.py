@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hybridrl.distributed import position
 from hybridrl.distributed.offload import HostBuffer
+from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset
 
 logger = logging.getLogger(__name__)
 
