@@ -25,7 +25,7 @@ from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, is_truncate
 
 @dataclass(frozen=True)
 class Limits:
-    """Conditions that end a response.
+    """End conditions of responses.
 
     Attributes:
         max_tokens: longest length of the responses to each prompt, at least 1.

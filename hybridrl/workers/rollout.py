@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.distributed.layout import choose_columns
+from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.process_memory import trim_heap

@@ -1,14 +1,12 @@
 """Compiled layers (fsdp.compile): one graph for all of them and every packed length.
 
-torch.compile makes different code for a forward that will be differentiated and for one that will
-not, and the two round differently. Old log-probs must have the very bits of the update's first
-forward, so a compiled layer always runs the former; without gradients it forgets at once what
-backward would need. Its input always counts as differentiable: under adapters that of the first
-layer, which comes from a frozen embedding, would not be in an update.
+torch.compile generates different code for forwards with and without gradients, and the two round
+differently. Old log-probs must equal those of the update's first forward bit for bit, so a compiled
+layer always runs the code with gradients and drops saved tensors if they are not needed. Its input
+always counts as differentiable; the input of the first layer, from a frozen embedding, is not.
 
 Token counts, sequence counts and the longest length differ from call to call. They are symbols
-from the first call on, so that nothing is compiled a second time. Whatever would break the graph
-is an error.
+from the first call on, so nothing is recompiled. A graph break is an error.
 """
 
 from functools import partial
@@ -21,17 +19,17 @@ from hybridrl.distributed.torch_compat import mark_dynamic, tree_leaves
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Compile the layer's forward. To be called before FSDP2 wraps it, whose hooks stay outside.
+    """Compile a layer's forward; call before FSDP2 wraps it, whose hooks stay outside.
 
     Args:
-        layer: takes its hidden states first and returns nothing but the next ones; tensors it is
-            given have their tokens in dim 1, or in their only dim.
+        layer: maps hidden states, its first argument, to hidden states. The tokens of its tensor
+            arguments are in dim 1, or in their only dim.
     """
     layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
 def _forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    # A plain int would first be compiled as a constant; a tensor's size can be a symbol at once.
+    # A plain int would first be compiled as a constant; a tensor's size is a symbol at once.
     sizes = {name: torch.empty(n, 0) for name, n in kwargs.items() if type(n) is int}
     rest = {name: value for name, value in kwargs.items() if name not in sizes}
     needs_grad = torch.is_grad_enabled()
