@@ -2,7 +2,7 @@
 
 FSDP2 cuts every weight by rows (dim 0) by default. Of a row-parallel weight each tensor-parallel
 rank needs some columns of every row, so most of each slice would be sent. Cut by columns, a rank's
-shard lies inside the slice that it needs.
+shard is inside its slice.
 """
 
 import math

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import reshard
 from hybridrl.distributed.forward.token_models import TokenLogProbs
-from hybridrl.distributed.lora import checkpoint_parameters, merger_of
+from hybridrl.distributed.lora import build_merger, checkpoint_parameters
 
 
 class GatheredWeights:
@@ -25,7 +25,7 @@ class GatheredWeights:
 
     def __init__(self, root: TokenLogProbs) -> None:
         reshard(root)
-        self._merger = merger_of(root.lm)
+        self._merger = build_merger(root.lm)
         self._merger.gather()
         self._parameters = dict(checkpoint_parameters(root.lm))
         self._rest = list(self._parameters)

@@ -55,7 +55,7 @@ class LoRALinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedWeight:
     """Weight with an adapter, all three sharded.
 
     W, A and B are cut along dim 0, or W and A along dim 1 and B along dim 0. A shard of their sum
@@ -89,14 +89,14 @@ class Adapted:
         return torch.addmm(self.base.to_local(), b, a, alpha=self.scaling)
 
 
-class Merger:
+class AdapterMerger:
     """Merge of adapters into shards of their weights, for an export.
 
     Args:
         weights: adapted weights by checkpoint name.
     """
 
-    def __init__(self, weights: dict[str, Adapted]) -> None:
+    def __init__(self, weights: dict[str, AdaptedWeight]) -> None:
         self._weights = weights
         self._whole: dict[str, Tensor] = {}
 
@@ -187,11 +187,11 @@ def checkpoint_parameters(
             yield name.replace(".base_layer.", "."), param
 
 
-def merger_of(lm: nn.Module) -> Merger:
+def build_merger(lm: nn.Module) -> AdapterMerger:
     """Build the merger of a model's adapters; call it while all weights are sharded."""
-    return Merger(
+    return AdapterMerger(
         {
-            f"{name}.weight": Adapted(
+            f"{name}.weight": AdaptedWeight(
                 layer.base_layer.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scaling
             )
             for name, layer in adapters(lm).items()

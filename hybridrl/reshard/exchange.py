@@ -16,7 +16,7 @@ from hybridrl.reshard.buckets import Bucket
 from hybridrl.reshard.source_layout import SourceLayout
 
 
-class Staging:
+class BucketExchange:
     """Staging buffer for two buckets, and their exchange between ranks.
 
     Args:

@@ -19,7 +19,7 @@ from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.reshard.buffers import Buffers
 from hybridrl.reshard.copies import Copier, build_copier
-from hybridrl.reshard.exchange import Staging, gather
+from hybridrl.reshard.exchange import BucketExchange, gather
 from hybridrl.reshard.fingerprint import Hashes
 from hybridrl.reshard.lowering import LoweredPlan
 from hybridrl.reshard.plan import Plan
@@ -86,7 +86,7 @@ class PlanExecutor:
         self._destination = destination
         self._group = group
         self._hashes = hashes
-        self.staging = Staging(plan.buckets, group, destination.dtype, destination.device)
+        self.staging = BucketExchange(plan.buckets, group, destination.dtype, destination.device)
         self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
         shapes = destination.trace.parameters
         self.lowered = LoweredPlan(plan, rank, sources, shapes, self.sums)

@@ -173,7 +173,7 @@ class Chunker:
 
 
 def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
-    """Return the part of a copy whose source lies in a region, or None."""
+    """Return the part of a copy whose source is in a region, or None."""
     region = intersect(held, copy.region)
     if region is None:
         return None

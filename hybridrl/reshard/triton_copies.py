@@ -33,8 +33,8 @@ TILE_COLUMNS = 256
 BLOCK_ROWS = 128
 ALONE = _Shape(tile_rows=8, num_warps=4, eviction="")
 # An NCCL block needs nearly all registers of a multiprocessor, and NCCL up to 32 multiprocessors.
-# With programs on all of them NCCL would wait for the kernel to end and nothing would overlap,
-# hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
+# With programs on all of them NCCL would wait for the kernel to end and nothing would overlap.
+# Hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
 # bandwidth slow NCCL down, and other ranks wait for NCCL.
 BESIDE_EXCHANGE = _Shape(tile_rows=64, num_warps=16, eviction="evict_first")
 NCCL_MULTIPROCESSORS = 60

@@ -24,7 +24,7 @@ from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, is_truncate
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResponseLimits:
     """End conditions of responses.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Responses:
 
 
 def generate(
-    core: Any, prompts: PromptBatch, seeds: Sequence[int], limits: Limits, *, call: int
+    core: Any, prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, *, call: int
 ) -> Generated:
     """Sample `responses_per_prompt` responses of each prompt.
 
@@ -118,7 +118,9 @@ def generate(
     )
 
 
-def _requests(prompts: PromptBatch, seeds: Sequence[int], limits: Limits, call: int) -> list[Any]:
+def _requests(
+    prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, call: int
+) -> list[Any]:
     """Build one request per response; they differ in prompt, length, seed and id."""
     shared = SamplingParams(
         temperature=prompts.temperature,

@@ -204,7 +204,7 @@ class VLLMEngine:
             vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
-            requests.Limits(max_tokens, stop_token_ids),
+            requests.ResponseLimits(max_tokens, stop_token_ids),
             call=self._calls,
         )
 

@@ -1,8 +1,8 @@
 """Compiled layers (fsdp.compile): one graph for all of them and every packed length.
 
 torch.compile generates different code for forwards with and without gradients, and the two round
-differently. Old log-probs must equal those of the update's first forward bit for bit, so a compiled
-layer always runs the code with gradients and drops saved tensors if they are not needed. Its input
+differently. Old log-probs must equal those of the update's first forward bit for bit. Therefore a
+compiled layer always runs the code with gradients; unneeded saved tensors are dropped. Its input
 always counts as differentiable; the input of the first layer, from a frozen embedding, is not.
 
 Token counts, sequence counts and the longest length differ from call to call. They are symbols

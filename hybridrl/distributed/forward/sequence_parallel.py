@@ -80,8 +80,8 @@ def heads_of_all_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of all tokens, from all heads of its own tokens.
 
-    With fewer key heads than ranks, each is sent to all ranks that have a query head of its group,
-    and the returned gradients are added.
+    With fewer key heads than ranks, each is sent to all ranks with a query head of its group. The
+    returned gradients are added.
 
     Args:
         query: [n, H, D]; U divides H.
@@ -177,7 +177,7 @@ class GatherSequence(torch.autograd.Function):
     """Gather of [r] values of each rank to [R] on all ranks, in rank order.
 
     Every rank computes the same loss of the gathered values. Backward keeps only the gradient of
-    the rank's own values, so that FSDP2's sum over ranks is the gradient of one loss and not of U.
+    the rank's own values: FSDP2's sum over ranks is then the gradient of one loss, not of U.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Triton kernels of softmax_rows.py: one pass over the logits in each direction.
 
-Forward has one program per row, with a running maximum m and, relative to it, running sums
+Forward has one program per row, with a running maximum m. Relative to m it keeps running sums
 s = sum exp(x - m) and t = sum exp(x - m) x. At the end log Z = m + log s, H = log Z - t / s.
 Backward is elementwise. Both work in float32 on logits of any dtype.
 """
