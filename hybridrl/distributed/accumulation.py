@@ -53,14 +53,14 @@ def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
     if changes:
         root.set_reshard_after_forward(False)
     yield
-    reshard(root)
+    free_gathered_weights(root)
     if changes:
         root.set_reshard_after_forward(True)
         root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
 
 
-def reshard(root: nn.Module) -> None:
-    """Drop all gathered weights."""
+def free_gathered_weights(root: nn.Module) -> None:
+    """Free all gathered weights of an FSDP2 root."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

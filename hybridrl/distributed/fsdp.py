@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.accumulation import free_gathered_weights
 from hybridrl.distributed.forward.compiling import compile_layer
 from hybridrl.distributed.forward.log_probs import KeptLogits
 from hybridrl.distributed.forward.token_models import SequenceScores, TokenLogProbs, TokenValues
@@ -137,7 +137,7 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
     With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
     lora_B.weight. The getters stay valid over optimizer steps and forwards.
     """
-    reshard(root)
+    free_gathered_weights(root)
     factors = [
         (f"{name}.{factor}.weight", layer.get_parameter(f"{factor}.weight"))
         for name, layer in adapters(root.lm).items()
@@ -156,7 +156,7 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     Returns:
         Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
     """
-    reshard(root)
+    free_gathered_weights(root)
     is_first = dist.get_rank() == 0
     kept = {}
     for name, layer in adapters(root.lm).items():

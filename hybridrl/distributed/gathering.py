@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.accumulation import free_gathered_weights
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.lora import build_merger, checkpoint_parameters
 
@@ -24,7 +24,7 @@ class GatheredWeights:
     """
 
     def __init__(self, root: TokenLogProbs) -> None:
-        reshard(root)
+        free_gathered_weights(root)
         self._merger = build_merger(root.lm)
         self._merger.gather()
         self._parameters = dict(checkpoint_parameters(root.lm))
