@@ -13,7 +13,8 @@ from hybridrl.distributed.fsdp import (
     load_sharded_policy,
     named_shards,
 )
-from hybridrl.distributed.mesh import build_mesh, ranks_as_given
+from hybridrl.distributed.mesh import build_mesh
+from hybridrl.distributed.torch_compat import ranks_as_given
 from hybridrl.workers.actor import ActorWorker
 from tests.role_configs import actor_config, fsdp_config, model_config
 from tests.training_batches import scheduled, training_batch

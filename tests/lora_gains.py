@@ -19,7 +19,7 @@ from hybridrl.config.schema import LoRAConfig
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch
-from hybridrl.reshard.mover import view
+from hybridrl.reshard.executor import region_view
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
 from tests.reshard_cases import Case, build_worker
@@ -241,9 +241,9 @@ def in_engine(worker: RolloutWorker) -> dict[str, Tensor]:
     shapes = {shard.name: shard.shape for shard in worker.actor.named_shards()}
     whole: dict[str, Tensor] = {}
     for copy in destination.trace.copies:
-        part = view(destination.tensors[copy.parameter], copy.destination)
+        part = region_view(destination.tensors[copy.parameter], copy.destination)
         source = whole.setdefault(copy.source, torch.zeros(shapes[copy.source]).double())
-        view(source, copy.region).copy_(part)
+        region_view(source, copy.region).copy_(part)
     return merged(whole, worker.config.lora)
 
 

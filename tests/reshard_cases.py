@@ -21,7 +21,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
 from hybridrl.distributed.mesh import build_mesh, device_of
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.reshard.engine import Resharder
+from hybridrl.reshard.resharder import Resharder
 from hybridrl.workers.rollout import RolloutWorker
 from tests.role_configs import fsdp_config, model_config
 

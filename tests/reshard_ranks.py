@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.reshard.engine import Resharder
-from hybridrl.reshard.layout import SourceLayout
-from hybridrl.reshard.mover import Destination, ReshardError
+from hybridrl.reshard.executor import Destination, ReshardError
+from hybridrl.reshard.resharder import Resharder
+from hybridrl.reshard.source_layout import SourceLayout
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
 from tests.toy_engine import SOURCES, ToyEngine
@@ -197,15 +197,15 @@ def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[s
 
 
 def places(resharder: Resharder) -> Any:
-    """The last row of every local copy and of every message that this rank takes."""
-    plans = [mover.plan for mover in resharder._movers]
+    """The last row of every local copy and of every transfer to this rank."""
+    plans = [executor.plan for executor in resharder._executors]
     rank = dist.get_rank(resharder._group)
     taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        for _, message in bucket.unpacked:
-            for takers in message.takers:
-                if rank in takers.receivers:
-                    taken.append((takers.parameter, takers.offset, message.region.shape))
+        for _, transfer in bucket.unpacked:
+            for copy, receivers in transfer.writes:
+                if rank in receivers:
+                    taken.append((copy.parameter, copy.offset, transfer.region.shape))
     for name, offset, shape in taken:
         last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
         yield name, (*last[:-1], slice(last[-1], last[-1] + 1))
@@ -213,7 +213,7 @@ def places(resharder: Resharder) -> Any:
 
 def plan_of(resharder: Resharder) -> Any:
     """The plan of what changes."""
-    return resharder._movers[-1].plan
+    return resharder._executors[-1].plan
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import LoRAConfig, ModelConfig
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.models.exported import added_to, in_between, is_export
+from hybridrl.models.export_record import added_to, in_between, is_export
 from hybridrl.models.resolve import absolute_path, name_or_folder, plain_folder
 
 # Files that a message lists.

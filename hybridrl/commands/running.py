@@ -11,7 +11,7 @@ from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, na
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.models.fingerprint import without_weights
+from hybridrl.models.file_hashes import without_weights
 from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
 from hybridrl.trainer.checkpointing.verifying import Verifying
 

@@ -68,7 +68,7 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
-    """How FSDP shards lie (config/planner/layout.py, distributed/layout.py)."""
+    """How FSDP shards lie (config/planner/layout.py, distributed/columns.py)."""
 
     aligned = "aligned"
     plain = "plain"

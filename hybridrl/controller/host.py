@@ -191,7 +191,7 @@ class WorkerHost:
         import torch
         from torch import distributed as dist
 
-        from hybridrl.distributed.groups import NO_LIMIT, lift_limits
+        from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
         from hybridrl.distributed.mesh import build_mesh
 
         on_gpu = self._config.accelerator is Accelerator.gpu
@@ -222,7 +222,7 @@ class WorkerHost:
 
     def build(self, role: str, worker: str, config: Any) -> None:
         """Construct one role: `worker` is the dotted path of its class; a collective."""
-        from hybridrl.distributed.groups import lift_limits
+        from hybridrl.distributed.collectives import lift_limits
 
         start = time.perf_counter()
         self._secrets |= {*secret_values(asdict(config))}

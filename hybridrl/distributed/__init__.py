@@ -1,1 +1,10 @@
-"""Meshes, sharded models, packed attention, log-probs and collectives."""
+"""Sharded models on a rank: meshes, FSDP2, LoRA, offload and small collectives.
+
+- mesh.py, fsdp.py, weights.py, lora.py: load and shard policy, critic and reward model
+- forward/: the packed forward; storage/: checkpoints and exports of sharded state
+- regions.py, shards.py, columns.py: plain data shared with rollout/ and reshard/
+- offload.py, position.py, part_timer.py: host memory, progress of a process, timing
+- torch_compat.py: all private names of torch
+
+Start with fsdp.py. Roles and their losses are in workers/, the weight sync in reshard/.
+"""

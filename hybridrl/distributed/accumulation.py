@@ -1,8 +1,8 @@
-"""What FSDP2 leaves out between the micro-batches of one step, given room for a whole model.
+"""Gradient accumulation under FSDP2: fewer collectives between the micro-batches of a step.
 
-FSDP2 would reduce-scatter after every backward, and gather weights again in every forward. A sum
-over micro-batches can as well be reduced once, if every rank has room for the gradients of the
-whole model until then; and where it has, it has room for the weights of a forward alone.
+By default FSDP2 reduce-scatters after every backward and gathers weights in every forward. The sum
+over micro-batches can be reduced once if every rank has memory for the gradients of the whole
+model. That memory is also enough for the gathered weights of a forward.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from hybridrl.config.schema import FSDPConfig
 
 
 def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
-    """Set what the next forward and backward leave to the last micro-batch of the step.
+    """Set which collectives the next forward and backward postpone to the last micro-batch.
 
-    full: gradients add up unsharded, in reduce_dtype (4 bytes per parameter of the whole model for
-    float32), and the last backward reduces their sum. sharded: every backward reduce-scatters, so
-    that shards add up; under hybrid sharding the last one sums over replicas. Weights that stay
-    gathered after forward also stay so between micro-batches, since they change only at the end.
+    full: gradients accumulate unsharded, in reduce_dtype (4 bytes per parameter of the whole model
+    for float32), and the last backward reduces their sum. sharded: every backward reduce-scatters;
+    under hybrid sharding the last one sums over replicas. Weights that stay gathered after forward
+    also stay so between micro-batches, since they change only at the end.
 
     Args:
         root: an FSDP2 root.
         fsdp: the sharding spec.
-        last: whether the optimizer steps after this micro-batch.
+        last: true if the optimizer steps after this micro-batch.
     """
     assert isinstance(root, FSDPModule)
     if fsdp.accumulation is Accumulation.full:
@@ -38,11 +38,11 @@ def begin_micro_batch(root: nn.Module, fsdp: FSDPConfig, *, last: bool) -> None:
 
 @contextmanager
 def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
-    """Gather each weight once for all forwards in here, none of which has a backward.
+    """Gather each weight once for all forwards within this context, which have no backward.
 
-    Takes param_dtype for each parameter of the whole model, which is less than what accumulation =
-    full takes in an update; under sharded accumulation nothing changes. In the end all weights are
-    sharded again; without a backward, FSDP2 would keep at least the root's.
+    Needs memory for all parameters in param_dtype, less than an update with accumulation=full.
+    Under sharded accumulation nothing changes. In the end all weights are sharded again; without a
+    backward, FSDP2 would keep at least the root's.
 
     Args:
         root: an FSDP2 root.
@@ -53,14 +53,14 @@ def gathered_once(root: nn.Module, fsdp: FSDPConfig) -> Iterator[None]:
     if changes:
         root.set_reshard_after_forward(False)
     yield
-    reshard(root)
+    free_gathered_weights(root)
     if changes:
         root.set_reshard_after_forward(True)
         root.set_reshard_after_forward(False, recurse=False)  # backward begins with the root
 
 
-def reshard(root: nn.Module) -> None:
-    """Drop all gathered weights."""
+def free_gathered_weights(root: nn.Module) -> None:
+    """Free all gathered weights of an FSDP2 root."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,8 +1,8 @@
 """Policy, critic and reward model under FSDP2: loading, sharding, and views of the shards.
 
 FSDP2 averages gradients over ranks. Losses here are sums over tokens divided by the global token
-count, so gradients must be summed: the divide factor is 1, and communication is forced to plain
-sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed too.
+count, so gradients must be summed. The divide factor is 1, and communication is forced to plain
+sums (gloo has no pre-multiplied sum). Under hybrid sharding replicas are summed, too.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.accumulation import free_gathered_weights
 from hybridrl.distributed.forward.compiling import compile_layer
 from hybridrl.distributed.forward.log_probs import KeptLogits
 from hybridrl.distributed.forward.token_models import SequenceScores, TokenLogProbs, TokenValues
@@ -34,6 +33,10 @@ from hybridrl.distributed.lora import (
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
 from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.distributed.torch_compat import (
+    compute_local_shape_and_global_offset,
+    local_tensor,
+)
 from hybridrl.distributed.weights import (
     CheckpointWeights,
     FirstWeights,
@@ -51,21 +54,21 @@ def load_sharded_policy(
     chunk_tokens: int,
     lora: LoRAConfig | None = None,
 ) -> TokenLogProbs:
-    """The model's causal LM, sharded, with float32 master weights; a collective over all ranks.
+    """Load a causal LM, sharded, with float32 master weights; a collective over all ranks.
 
     Each rank reads its own shards; of random weights one whole tensor exists at a time on each
-    device. Dropout is off, so that the same tokens always get the same log-probs.
+    device. Dropout is off, so that equal tokens always get equal log-probs.
 
     Args:
-        model: what to load.
-        fsdp: the sharding spec; columns null means that every weight is cut by rows.
+        model: the model.
+        fsdp: the sharding spec; with columns=null every weight is cut by rows.
         mesh: the training mesh.
         chunk_tokens: tokens whose logits are computed at one time.
-        lora: adapters, which alone are then trained.
+        lora: adapters; only these are then trained.
 
     Raises:
         ConfigError: the architecture is not supported, the checkpoint lacks weights, or
-            fsdp.columns names what cannot be cut by columns.
+            fsdp.columns names weights that cannot be cut by columns.
     """
     lm = empty_model(AutoModelForCausalLM, model_folder(model))
     _check_columns(lm, fsdp, mesh)
@@ -83,15 +86,15 @@ def load_sharded_policy(
 def load_sharded_critic(
     model: ModelConfig, fsdp: FSDPConfig, mesh: DeviceMesh, seed: int
 ) -> TokenValues:
-    """The model's backbone with a new scalar head, sharded; a collective over all ranks.
+    """Load a backbone with a new scalar head, sharded; a collective over all ranks.
 
-    The head stays in float32: values in bfloat16 would have three digits.
+    The head stays in float32: values in bfloat16 have only three digits.
 
     Args:
-        model: where the backbone comes from.
+        model: model of the backbone.
         fsdp: the sharding spec.
         mesh: the training mesh.
-        seed: of the head.
+        seed: seed of the head.
 
     Raises:
         ConfigError: the architecture is not supported, or the checkpoint lacks weights.
@@ -108,11 +111,11 @@ def load_sharded_critic(
 
 
 def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> SequenceScores:
-    """A checkpoint of sequence classification, sharded by rows; a collective over all ranks.
+    """Load a sequence classifier, sharded by rows; a collective over all ranks.
 
     Args:
-        path: of the checkpoint.
-        fsdp: the sharding spec; its columns are the policy's, for the reshard, and are not cut.
+        path: path of the checkpoint.
+        fsdp: the sharding spec; its columns, which are the policy's, are ignored.
         mesh: the training mesh.
 
     Raises:
@@ -122,19 +125,19 @@ def load_sharded_reward_model(path: str, fsdp: FSDPConfig, mesh: DeviceMesh) -> 
     root = SequenceScores(empty_model(AutoModel, folder))
     fully_shard(root.score, mesh=sharding_mesh(mesh), reshard_after_forward=False)
     _shard(root, root.backbone.layers, replace(fsdp, columns=None), mesh)
-    # A head that shares the embedding's storage is none that scores.
+    # A head that shares the embedding's storage is no score head.
     first = CheckpointWeights(folder, _shapes(root), tied=False, lacking=Lacking.reward_model)
     _fill(root, first, device)
     return root.eval()
 
 
 def named_shards(root: TokenLogProbs) -> list[NamedShard]:
-    """This rank's shards of the causal LM under their checkpoint names, tied duplicates included.
+    """Return this rank's shards of the causal LM by checkpoint name, tied duplicates included.
 
-    Under adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
+    With adapters these are frozen, and A and B of each adapted layer follow as lora_A.weight and
     lora_B.weight. The getters stay valid over optimizer steps and forwards.
     """
-    reshard(root)
+    free_gathered_weights(root)
     factors = [
         (f"{name}.{factor}.weight", layer.get_parameter(f"{factor}.weight"))
         for name, layer in adapters(root.lm).items()
@@ -148,12 +151,12 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
 
 
 def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
-    """The adapters' weights under peft's names, float32 on CPU; a collective.
+    """Gather the adapters' weights under peft's names, float32 on CPU; a collective.
 
     Returns:
         Every weight on rank 0, nothing on the other ranks; without adapters nothing anywhere.
     """
-    reshard(root)
+    free_gathered_weights(root)
     is_first = dist.get_rank() == 0
     kept = {}
     for name, layer in adapters(root.lm).items():
@@ -165,13 +168,7 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
 
 
 def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
-    return NamedShard(name, tuple(param.shape), partial(_local_shard, param), _dim_cut(param), kind)
-
-
-def _local_shard(param: DTensor) -> Tensor:
-    # What `to_local` finds without gradients, in a tenth of its time: it is asked for each
-    # parameter at every weight sync.
-    return param._local_tensor
+    return NamedShard(name, tuple(param.shape), partial(local_tensor, param), _dim_cut(param), kind)
 
 
 def _dim_cut(param: DTensor) -> int:
@@ -181,7 +178,7 @@ def _dim_cut(param: DTensor) -> int:
 
 
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What comes from a checkpoint, under its names there; tied tensors once."""
+    """Return the parameters of the checkpoint by name; tied tensors once."""
     if isinstance(root, TokenLogProbs):
         return list(checkpoint_parameters(root.lm))
     assert isinstance(root, TokenValues | SequenceScores)
@@ -193,7 +190,7 @@ def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
-    """Refuse a list given by hand that names no weights, or some whose columns do not divide."""
+    """Raise if fsdp.columns names unknown weights, or columns that dp_shard does not divide."""
     shapes = {name: param.shape for name, param in lm.named_parameters()}
     shards = mesh["dp_shard"].size()
     for name in fsdp.columns or []:
@@ -210,7 +207,7 @@ def _check_columns(lm: nn.Module, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
 def _shard(
     root: nn.Module, layers: Iterable[nn.Module], fsdp: FSDPConfig, mesh: DeviceMesh
 ) -> None:
-    """Wrap each layer, then the root with what is left (embedding, final norm, head)."""
+    """Wrap each layer, then the root with the rest (embedding, final norm, head)."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
@@ -235,7 +232,7 @@ def _shard(
 
 
 def _placement(root: nn.Module, fsdp: FSDPConfig) -> Callable[[nn.Parameter], Shard]:
-    """By columns what fsdp.columns names, and A of its adapter; by rows everything else."""
+    """Place by columns the weights in fsdp.columns and A of their adapters; others by rows."""
     names = set(fsdp.columns or [])
     by_columns = {param for name, param in parameters_in_checkpoint(root) if name in names}
     by_columns |= {
@@ -259,7 +256,7 @@ def _shapes(root: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
-    """Put an empty model on the device and give every rank its shards, one tensor at a time."""
+    """Move an empty model to the device and fill this rank's shards, one tensor at a time."""
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():
@@ -270,18 +267,18 @@ def _fill(root: nn.Module, first: FirstWeights, device: torch.device) -> None:
             param.shape, param.device_mesh, param.placements
         )
         where = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        # To the device as it is stored, and float32 only there.
+        # Copied in the stored dtype, cast to float32 on the device.
         param.to_local().copy_(first.part(name, param.shape, where).to(device))
 
 
 def _fill_adapters(lm: nn.Module, seed: int, device: torch.device) -> None:
-    """A from the seed, B = 0: the adapted model is the model."""
+    """Set A from the seed and B = 0, so that the adapters have no effect at first."""
     for name, layer in adapters(lm).items():
         _keep_shard(layer.lora_A.weight, first_factor(layer, name, seed, device))
         layer.lora_B.weight.detach().to_local().zero_()
 
 
 def _keep_shard(param: DTensor, whole: Tensor) -> None:
-    """Set this rank's shard from a tensor that every rank has, so that nothing is sent."""
+    """Set this rank's shard from a tensor that every rank has, without communication."""
     mine = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     param.detach().to_local().copy_(mine.to_local())

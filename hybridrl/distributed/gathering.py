@@ -1,32 +1,31 @@
-"""A sharded policy's weights whole, one at a time."""
+"""Gathered weights of a sharded policy, one tensor at a time."""
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import reshard
+from hybridrl.distributed.accumulation import free_gathered_weights
 from hybridrl.distributed.forward.token_models import TokenLogProbs
-from hybridrl.distributed.lora import checkpoint_parameters, merger_of
+from hybridrl.distributed.lora import build_merger, checkpoint_parameters
 
 
 class GatheredWeights:
-    """The causal LM's weights under checkpoint names, each gathered when it is read.
+    """Weights of the causal LM by checkpoint name, each gathered when it is read.
 
-    Building one and reading are collectives. All ranks read all weights in the order of `shapes`;
-    a rank that has stopped before the end calls `read_rest`. Tied tensors appear once. Adapters
-    are merged.
+    Construction and reads are collectives. All ranks read all weights in the order of `shapes`; a
+    rank that stops early calls `read_rest`. Tied tensors appear once. Adapters are merged.
 
     Args:
-        root: the policy, which must not be at work.
+        root: the policy, which must be idle.
 
     Attributes:
-        shapes: by checkpoint name.
+        shapes: shapes by checkpoint name.
     """
 
     def __init__(self, root: TokenLogProbs) -> None:
-        reshard(root)
-        self._merger = merger_of(root.lm)
+        free_gathered_weights(root)
+        self._merger = build_merger(root.lm)
         self._merger.gather()
         self._parameters = dict(checkpoint_parameters(root.lm))
         self._rest = list(self._parameters)
@@ -44,6 +43,6 @@ class GatheredWeights:
         return param.full_tensor()
 
     def read_rest(self) -> None:
-        """Take part in the collectives of what has not been read."""
+        """Join the collectives of the weights that were not read."""
         while self._rest:
             self.read(self._rest[0])

@@ -1,12 +1,12 @@
-"""Low-rank adapters: the model's weights stay as they are, and some of them get an update.
+"""LoRA: frozen weights, some of which get a trained low-rank update.
 
     y = W x + alpha / r * B (A x)        W [out, in] frozen   A [r, in]   B [out, r], 0 at first
 
-So the adapted model is at first the model, bit for bit. Modules have the names that peft gives
-theirs, and checkpoint names are those of the model without adapters.
+At first the adapted model equals the model, bit for bit. Modules have peft's names, and checkpoint
+names are those of the model without adapters.
 
-peft's own layers would do for training, but they switch an adapter off through requires_grad, which
-FSDP2 reads once; the reference is the actor's model with its adapters off.
+The reference is the actor's model with its adapters off. peft's own layers do not fit: they disable
+an adapter through requires_grad, which FSDP2 reads only once.
 
 Source: Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685
 """
@@ -27,7 +27,7 @@ from hybridrl.data.seeds import derive_seed
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with an adapter, whose weights are on the meta device at first.
+    """Frozen linear layer with an adapter, whose weights are first on the meta device.
 
     Args:
         base_layer: the layer.
@@ -35,7 +35,7 @@ class LoRALinear(nn.Module):
         scaling: alpha / r.
 
     Attributes:
-        is_on: whether the adapter counts.
+        is_on: true while the adapter is active.
     """
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
@@ -47,7 +47,7 @@ class LoRALinear(nn.Module):
         self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """W x + bias, and the adapter's part if it is on."""
+        """Return W x + bias, plus the adapter's part if it is on."""
         result = self.base_layer(x)
         if self.is_on:
             result = result + self.lora_B(self.lora_A(x)) * self.scaling
@@ -55,11 +55,11 @@ class LoRALinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """A weight with an adapter, all three sharded.
+class AdaptedWeight:
+    """Weight with an adapter, all three sharded.
 
-    W and B are cut along dim 0 and A along dim 0, or W and A along dim 1 and B along dim 0, so
-    that for a shard of their sum only one of the factors has to be whole.
+    W, A and B are cut along dim 0, or W and A along dim 1 and B along dim 0. A shard of their sum
+    thus needs only one whole factor.
 
     Attributes:
         base, a, b: W, A and B.
@@ -73,30 +73,30 @@ class Adapted:
 
     @property
     def is_cut_by_rows(self) -> bool:
-        """Whether W is cut along dim 0."""
+        """True if W is cut along dim 0."""
         placement = self.base.placements[-1]
         assert isinstance(placement, Shard)
         return placement.dim == 0
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This rank's shard of W + alpha / r * B A: new, float32.
+        """Return this rank's shard of W + alpha / r * B A: new, float32.
 
         Args:
-            whole: A where W is cut by rows, else B.
+            whole: A if W is cut by rows, else B.
         """
         rows = self.is_cut_by_rows
         b, a = (self.b.to_local(), whole) if rows else (whole, self.a.to_local())
         return torch.addmm(self.base.to_local(), b, a, alpha=self.scaling)
 
 
-class Merger:
-    """Merges adapters into shards of the weights they adapt, for an export.
+class AdapterMerger:
+    """Merge of adapters into shards of their weights, for an export.
 
     Args:
-        weights: by checkpoint name.
+        weights: adapted weights by checkpoint name.
     """
 
-    def __init__(self, weights: dict[str, Adapted]) -> None:
+    def __init__(self, weights: dict[str, AdaptedWeight]) -> None:
         self._weights = weights
         self._whole: dict[str, Tensor] = {}
 
@@ -105,7 +105,7 @@ class Merger:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Have one factor of each adapter whole, as it is now; one collective of the shard group.
+        """Gather one factor of each adapter as it is now; one collective of the shard group.
 
         They stay until the next call.
         """
@@ -114,12 +114,12 @@ class Merger:
 
     @torch.no_grad()
     def shard(self, name: str) -> Tensor:
-        """This rank's shard of the merged weight, with the factor that was gathered last."""
+        """Return this rank's shard of the merged weight, with the last gathered factor."""
         return self._weights[name].shard(self._whole[name])
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        """All of the merged weight, with the bits of its shards; a collective."""
+        """Return the whole merged weight, bit for bit its shards; a collective."""
         base = self._weights[name].base
         merged = DTensor.from_local(
             self.shard(name),
@@ -133,9 +133,9 @@ class Merger:
 
 
 def gather_rows(factors: Sequence[DTensor]) -> list[Tensor]:
-    """The whole of tensors that are cut along dim 0 over one group, by one all-gather.
+    """Gather tensors that are cut along dim 0 over one group, by one all-gather.
 
-    One for each would take longer than moving the weights: there are hundreds.
+    One all-gather for each of hundreds would take longer than the move of the weights.
     """
     if not factors:
         return []
@@ -159,7 +159,7 @@ def gather_rows(factors: Sequence[DTensor]) -> list[Tensor]:
 
 
 def add_adapters(lm: nn.Module, lora: LoRAConfig) -> None:
-    """Freeze a model and give the layers that lora.target_modules names their adapters."""
+    """Freeze a model and add adapters to the layers in lora.target_modules."""
     lm.requires_grad_(False)
     for name, module in list(lm.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in lora.target_modules:
@@ -167,7 +167,7 @@ def add_adapters(lm: nn.Module, lora: LoRAConfig) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """The adapted layers by their names in a checkpoint, in the model's order."""
+    """Return the adapted layers by checkpoint name, in the model's order."""
     return {
         name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
     }
@@ -176,22 +176,22 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def checkpoint_parameters(
     lm: nn.Module, *, tied_twice: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a checkpoint has, under its names.
+    """Yield the parameters of a checkpoint, by checkpoint name.
 
     Args:
-        lm: with adapters or without.
-        tied_twice: whether a tied tensor appears under each of its names.
+        lm: model with or without adapters.
+        tied_twice: yield a tied tensor under each of its names.
     """
     for name, param in lm.named_parameters(remove_duplicate=not tied_twice):
         if ".lora_A." not in name and ".lora_B." not in name:
             yield name.replace(".base_layer.", "."), param
 
 
-def merger_of(lm: nn.Module) -> Merger:
-    """What merges a model's adapters; to be called while all weights are sharded."""
-    return Merger(
+def build_merger(lm: nn.Module) -> AdapterMerger:
+    """Build the merger of a model's adapters; call it while all weights are sharded."""
+    return AdapterMerger(
         {
-            f"{name}.weight": Adapted(
+            f"{name}.weight": AdaptedWeight(
                 layer.base_layer.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scaling
             )
             for name, layer in adapters(lm).items()
@@ -200,13 +200,13 @@ def merger_of(lm: nn.Module) -> Merger:
 
 
 def first_factor(layer: LoRALinear, name: str, seed: int, device: torch.device) -> Tensor:
-    """A, whole, the same on all ranks: uniform within 1 / sqrt(in), as peft draws it; float32.
+    """Draw a whole A, equal on all ranks: uniform within 1 / sqrt(in), as peft does; float32.
 
     Args:
-        layer: whose A it is.
-        name: of the layer; each has its own numbers.
-        seed: of all layers.
-        device: where it is drawn.
+        layer: the adapted layer.
+        name: name of the layer, part of the seed.
+        seed: seed of all layers.
+        device: device of the generator.
     """
     shape = layer.lora_A.weight.shape
     generator = torch.Generator(device).manual_seed(derive_seed(seed, "lora", name))
@@ -216,7 +216,7 @@ def first_factor(layer: LoRALinear, name: str, seed: int, device: torch.device) 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one without adapters."""
+    """Turn all adapters of a model off within this context."""
     layers = adapters(model).values()
     for layer in layers:
         layer.is_on = False

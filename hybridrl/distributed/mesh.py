@@ -1,20 +1,20 @@
-"""The training mesh: axes dp_replicate and dp_shard over all ranks.
+"""Training mesh: axes dp_replicate and dp_shard over all ranks.
 
-A copy of the weights lies on consecutive ranks; config/planner/layout.py defines their order in it.
+A replica of the weights is on consecutive ranks; config/planner/layout.py defines their order.
 """
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridrl.config.planner.layout import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
+from hybridrl.distributed.torch_compat import ranks_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ AXES = ("dp_replicate", "dp_shard")
 
 
 def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
-    """The mesh of the sharding spec; a collective over all ranks.
+    """Build the mesh of the sharding spec; a collective over all ranks.
 
-    Position s of the dp_shard axis, which is rank s of its process group, holds shard s.
+    Position s of the dp_shard axis is rank s of its process group and holds shard s.
 
     Args:
         fsdp: the spec, with dp_shard resolved; dp_replicate * dp_shard is the number of ranks.
@@ -37,7 +37,7 @@ def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
     if order == list(range(fsdp.dp_shard)):
         return plain
     logger.info("shards of a copy of the weights lie on its ranks %s", order)
-    # Copies hold their shards in one order, so that the groups over copies are as they were.
+    # All replicas have one order of shards, so the groups over replicas do not change.
     ranks = torch.arange(plain.size()).view(shape)[:, order]
     groups = [new_group_in_order(row) for row in ranks.tolist()]
     mine = groups[dist.get_rank() // fsdp.dp_shard]
@@ -47,11 +47,10 @@ def build_mesh(fsdp: FSDPConfig, device_type: str) -> DeviceMesh:
 
 
 def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
-    """A process group whose rank k is global rank ranks[k]; a collective over all ranks.
+    """Make a process group whose rank k is global rank ranks[k]; a collective over all ranks.
 
-    FSDP2 deals shards by the rank within the group, so a permuted DeviceMesh alone changes
-    nothing. NCCL's communicator follows, because it is made, or split off the default one, with
-    the rank in the group as its key.
+    FSDP2 assigns shards by the rank within the group, so a permuted DeviceMesh alone has no effect.
+    NCCL's communicator has the same order: its key is the rank in the group.
 
     Returns:
         The group, or GroupMember.NON_GROUP_MEMBER on ranks outside it.
@@ -68,29 +67,15 @@ def new_group_in_order(ranks: Sequence[int]) -> ProcessGroup:
     return group
 
 
-@contextmanager
-def ranks_as_given() -> Iterator[None]:
-    """Keep torch from sorting the ranks of groups made in here.
-
-    torch < 2.13 sorts them always; that is the only thing it sorts when it makes a group, so its
-    module is given a `sorted` of its own that does not.
-    """
-    distributed_c10d.sorted = list  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del distributed_c10d.sorted  # type: ignore[attr-defined]
-
-
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.cuda.current_device())
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes: both axes for hybrid sharding, dp_shard alone for one replica.
+    """Return the mesh for `fully_shard`: both axes for hybrid sharding, else dp_shard alone.
 
     With a replicate axis of size 1, FSDP2 would all-reduce every gradient over one rank.
     """

@@ -1,15 +1,15 @@
-"""Tensors that lie on the device while they are used, and in pinned host memory while they are not.
+"""Offload: tensors on the device while in use, otherwise in pinned host memory.
 
-`fsdp.offload` is one schedule for every role: AdamW's moments are on the device during that role's
-update only (idle_optimizer), and so are the weights of whichever role is not at work (idle_all).
+`fsdp.offload` is one schedule for every role. With idle_optimizer AdamW's moments are on the device
+only during that role's update. With idle_all the weights of idle roles are offloaded, too.
 
-A tensor keeps its storage object all the time; while its content lies on the host, that storage
-has size 0. Whoever holds the tensor or a view of it (FSDP2, AdamW, a reshard) therefore finds it
-again after `onload`, at an address that may be another one.
+A tensor keeps its storage object; while its content is on the host, that storage has size 0. The
+tensor and its views (in FSDP2, AdamW, a reshard) are valid again after `onload`, perhaps at another
+address.
 
     onload    allocate; copy host -> device on a side stream       wait   the compute stream waits
-    offload   copy device -> host on the side stream; release: the allocator gives the memory to
-              others once that copy is done, so it runs behind what the device computes next
+    offload   copy device -> host on the side stream; the allocator reuses the memory once that
+              copy is done, so the copy overlaps with later compute
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,26 +20,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.choices import Offload
+from hybridrl.distributed.torch_compat import storage_id
 
 # The pinned allocator rounds every request up to a power of two: pieces that are powers of two
-# lose nothing, and the largest size bounds what a growing buffer must find at once.
+# lose nothing, and the largest size bounds a single allocation of a growing buffer.
 LARGEST_PIECE, SMALLEST_PIECE = 1 << 28, 1 << 20
-# Where a storage begins in the buffer: copies from unaligned addresses are slow.
+# Alignment of a storage in the buffer: copies from unaligned addresses are slow.
 ALIGNMENT = 512
 
 
 class Offloadable:
     """Tensors that move to host memory and back together.
 
-    The host memory is allocated at the first `offload`, page-locked where the device is a GPU, and
-    kept; it has the tensors' bytes, rounded up to a MiB. Without a GPU the same moves are made
-    between ordinary memory. Calls must come from the stream that uses the tensors.
+    The host memory is allocated at the first `offload` and kept, page-locked if the device is a
+    GPU; its size is the tensors' bytes, rounded up to a MiB. On a CPU the same copies are made in
+    ordinary memory. Calls must come from the stream that uses the tensors.
 
     Args:
-        tensors: the tensors as they are when asked, always in the same order; DTensors stand for
-            their local parts. Several may share a storage.
-        device: where they are used.
-        moves: whether the schedule moves them at all; if not, every method does nothing.
+        tensors: returns the current tensors, always in the same order; of DTensors the local parts
+            move. Several may share a storage.
+        device: device of the tensors in use.
+        moves: false: the schedule keeps them on the device, and every method does nothing.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Offloadable:
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensors lie on the host now, so that nothing may read them."""
+        """True while the tensors are on the host and must not be read."""
         return bool(self._away)
 
     def onload(self) -> None:
-        """Begin to bring the tensors back; before they are used, call `wait`."""
+        """Start the copies back to the device; before use, call `wait`."""
         if not self._away:
             return
         for storage, size in self._away:
@@ -72,14 +73,14 @@ class Offloadable:
         self._away = []
 
     def wait(self) -> None:
-        """Let the current stream wait for what `onload` began; bring the tensors if it did not."""
+        """Make the current stream wait for `onload`, which is called if necessary."""
         self.onload()
         if self._arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrival)
             self._arrival = None
 
     def offload(self) -> None:
-        """Copy the tensors to the host and release their device memory; does not wait for it."""
+        """Copy the tensors to the host and release their device memory, asynchronously."""
         if not self._moves or self._away:
             return
         self.wait()
@@ -95,7 +96,7 @@ class Offloadable:
         self._away = storages
 
     def _after_compute(self) -> AbstractContextManager[object]:
-        """Work in here follows, on the side stream, what the current stream has been given."""
+        """Enter the side stream, after the work that is enqueued on the current stream."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -104,7 +105,7 @@ class Offloadable:
     def _pairs(
         self, storages: Iterable[tuple[torch.UntypedStorage, int]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes on the device and their place on the host, piece by piece."""
+        """Yield bytes on the device and their place on the host, piece by piece."""
         start = 0
         for storage, size in storages:
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -117,10 +118,10 @@ class Offloadable:
 
 
 class HostBuffer:
-    """Host memory that grows, in pieces whose sizes are powers of two.
+    """Growing host memory, in pieces whose sizes are powers of two.
 
     Args:
-        pinned: page-lock it, which asynchronous copies from and to a GPU need.
+        pinned: page-lock it, as asynchronous copies from and to a GPU require.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -128,7 +129,7 @@ class HostBuffer:
         self._pieces: list[Tensor] = []
 
     def grow(self, size: int) -> None:
-        """Have at least `size` bytes; what is in them stays."""
+        """Grow to at least `size` bytes; the content stays."""
         missing = size - sum(map(len, self._pieces))
         piece = LARGEST_PIECE
         while missing > 0:
@@ -138,7 +139,7 @@ class HostBuffer:
             missing -= piece
 
     def slices(self, start: int, size: int) -> Iterator[Tensor]:
-        """Bytes [start, start + size) as views of one piece after the other."""
+        """Yield bytes [start, start + size) as views of the pieces."""
         for piece in self._pieces:
             if size > 0 and start < len(piece):
                 view = piece[start : start + size]
@@ -149,14 +150,14 @@ class HostBuffer:
 
 
 def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device) -> Offloadable:
-    """A role's sharded weights, which idle on the host under idle_all.
+    """Make a role's sharded weights offloadable; idle weights are offloaded under idle_all.
 
-    A forward of the root brings them by itself, before FSDP2 gathers them.
+    A forward of the root onloads them, before FSDP2 gathers them.
 
     Args:
         root: an FSDP2 root, sharded.
         schedule: fsdp.offload.
-        device: of the root.
+        device: device of the root.
     """
     parameters = list(root.parameters())
     weights = Offloadable(lambda: parameters, device, moves=schedule is Offload.idle_all)
@@ -168,9 +169,9 @@ def offloadable_weights(root: nn.Module, schedule: Offload, device: torch.device
 def offloadable_moments(
     adamw: torch.optim.Optimizer, schedule: Offload, device: torch.device
 ) -> Offloadable:
-    """AdamW's two moments, which idle on the host unless `schedule` is none.
+    """Make AdamW's two moments offloadable, unless `schedule` is none.
 
-    AdamW makes them at its first step, on the device. Step counts stay there.
+    AdamW allocates them on the device at its first step. Step counts stay there.
     """
 
     def moments() -> Iterator[Tensor]:
@@ -181,14 +182,14 @@ def offloadable_moments(
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """Each storage under the tensors once, and its bytes; those of a shard without rows too."""
+    """Yield each storage of the tensors once, and its bytes."""
     seen = set()
     for tensor in tensors:
         plain = tensor.detach()
         local = plain.to_local() if isinstance(plain, DTensor) else plain
         storage = local.untyped_storage()
-        if storage.nbytes() and storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage.nbytes() and storage_id(storage) not in seen:
+            seen.add(storage_id(storage))
             yield storage, storage.nbytes()
 
 

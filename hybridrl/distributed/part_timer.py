@@ -1,4 +1,4 @@
-"""Wall seconds of the parts of what a rank does, device work included, and which it is in."""
+"""Timer of the parts of a phase: wall seconds with device work, published as position."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from hybridrl.distributed import position
 
 
 class PartTimer:
-    """Times parts on this rank; begins when the device has finished what it was given before.
+    """Timer of parts on this rank; starts after the device has finished earlier work.
 
     Attributes:
-        seconds: of each part so far, by name.
+        seconds: seconds of each part so far, by name.
 
     Args:
-        device: on a GPU each part ends when its kernels have.
+        device: on a GPU each part includes its kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,17 +26,17 @@ class PartTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the seconds of what is inside to those of `name`."""
-        said = name.removesuffix("_s").replace("_", " ")
-        position.at(said)
+        """Add the seconds of this context to those of `name`."""
+        label = name.removesuffix("_s").replace("_", " ")
+        position.at(label)
         start = self._now()
         yield
         if self._device.type == "cuda":
-            position.at(f"device work of {said}")
+            position.at(f"device work of {label}")
         self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def total(self) -> float:
-        """Seconds since this timer was made."""
+        """Return the seconds since the timer was made."""
         return self._now() - self._start
 
     def _now(self) -> float:

@@ -1,17 +1,17 @@
-"""Where a process is in its work, in memory that others can read whatever state it is in.
+"""Position of a process in its work, in shared memory that other processes can read at any time.
 
     worker                               reader, another process of the same user on the same node
     publish()                            open_position(pid)
     enter("rollout.reshard")
     at("bucket", 17, 24)                 read: rollout.reshard, bucket 17 of 24
 
-Reading takes nothing of the process that is looked at: it may be stopped, hang in native code, or
-hold its interpreter's lock. The memory has no name in any folder and goes with the process; a
-reader that opened it keeps the last position. Writing costs less than a microsecond and does
-nothing where nothing was published. One thread of a process writes.
+A read needs no cooperation: the process may be stopped, hang in native code, or hold its
+interpreter's lock. The memory has no name in any folder and ends with the process; a reader that
+opened it keeps the last position. A write costs less than a microsecond and has no effect before
+`publish`. One thread of a process writes.
 
-On a GPU a place is what the process has enqueued, and the device may be behind. How far that is
-shows by events (`mark`), at which nobody looks unless the process is asked (`look_at_device`).
+On a GPU the position is that of enqueued work, and the device may be behind. Events (`mark`) show
+how far; they are queried only on request (`look_at_device`).
 """
 
 import mmap
@@ -25,26 +25,25 @@ NAME = "hybridrl_position"
 # changes, entered, number, total, marks that the device has passed
 _NUMBERS = struct.Struct("<5q")
 _PASSED_AT = _NUMBERS.size - 8
-# phase, part, where the device is
+# phase, part, position of the device
 _TEXT_BYTES, _NUM_TEXTS = 96, 3
 _SIZE = _NUMBERS.size + _NUM_TEXTS * _TEXT_BYTES
-_NOT_ASKED = -1
+_NOT_REQUESTED = -1
 DONE = "done"
 
 
 class Position(NamedTuple):
-    """Where a process is.
+    """Position of a process.
 
     Attributes:
-        phase: what it was called for, "actor.update"; empty before the first call.
-        part: of the phase, "bucket" or "verify"; "done" once the phase is over.
-        number: of the part, counted from 1; 0 where parts are not counted.
-        total: the last number; 0 where it is not known.
-        steps: changes since the phase began. Ranks that do the same have the same.
-        changes: since the process began.
-        device: where the device is, if the process was asked: the last of `mark` that it has not
-            passed; else empty.
-        passed: marks of the phase that the device has passed; -1 if the process was not asked.
+        phase: the current call, such as "actor.update"; empty before the first call.
+        part: part of the phase, such as "bucket" or "verify"; "done" after the phase.
+        number: number of the part, counted from 1; 0 if parts are not counted.
+        total: the last number; 0 if unknown.
+        steps: changes since the phase began; equal on ranks with equal work.
+        changes: changes since the process began.
+        device: first mark that the device has not passed, if requested; else empty.
+        passed: marks of the phase that the device has passed; -1 if not requested.
     """
 
     phase: str
@@ -54,15 +53,15 @@ class Position(NamedTuple):
     steps: int
     changes: int
     device: str = ""
-    passed: int = _NOT_ASKED
+    passed: int = _NOT_REQUESTED
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process waits for a call."""
+        """True if the process waits for a call."""
         return self.phase == "" or self.part == DONE
 
     def within(self) -> str:
-        """The place in the phase: "in bucket 17 of 24", or "at its beginning"."""
+        """Return the place in the phase: "in bucket 17 of 24", or "at its beginning"."""
         return _words(self.part, self.number, self.total) if self.part else "at its beginning"
 
 
@@ -72,21 +71,21 @@ def _words(part: str, number: int, total: int) -> str:
 
 
 class Event(Protocol):
-    """What tells whether a device has got somewhere, as torch.cuda.Event does."""
+    """Event on a device, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed the event."""
 
 
 class _Writer:
-    """Keeps a process's position in shared memory."""
+    """Writer of a process's position in shared memory."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._changes = self._entered = 0
         self._part = ""
         self._marks: list[tuple[str, int, int, Event]] = []
-        _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_ASKED)
+        _NUMBERS.pack_into(memory, 0, 0, 0, 0, 0, _NOT_REQUESTED)
 
     def enter(self, phase: str) -> None:
         self._entered = self._changes + 1
@@ -99,7 +98,7 @@ class _Writer:
             self._part = part
             self._text(1, part)
         self._changes += 1
-        numbers = self._changes, self._entered, number, total, _NOT_ASKED
+        numbers = self._changes, self._entered, number, total, _NOT_REQUESTED
         _NUMBERS.pack_into(self._memory, 0, *numbers)
 
     def mark(self, part: str, number: int, total: int, event: Event) -> None:
@@ -121,11 +120,11 @@ _writer: _Writer | None = None
 
 
 def publish() -> None:
-    """Let others see the position of this process from now on, for as long as it lives."""
+    """Make the position of this process readable for other processes."""
     global _writer
     descriptor = os.memfd_create(NAME)
     os.truncate(descriptor, _SIZE)
-    # The descriptor stays open: readers find the memory by it.
+    # The descriptor stays open: readers find the memory through it.
     _writer = _Writer(mmap.mmap(descriptor, _SIZE))
 
 
@@ -142,13 +141,13 @@ def at(part: str, number: int = 0, total: int = 0) -> None:
 
 
 def mark(part: str, number: int, total: int, event: Event) -> None:
-    """Add an event that the device passes when it is done with a place, and not before."""
+    """Add an event that the device passes at the end of a place."""
     if _writer is not None:
         _writer.mark(part, number, total, event)
 
 
 def look_at_device() -> None:
-    """Publish how far the device is; for another thread than the one that moves."""
+    """Publish the position of the device; call from another thread than `at`."""
     if _writer is not None:
         _writer.look_at_device()
 
@@ -159,17 +158,17 @@ def leave() -> None:
 
 
 class PositionReader:
-    """Reads the position of one process; the last one stays readable when the process is gone.
+    """Reader of one process's position, which stays readable after the process has ended.
 
     Args:
-        descriptor: of the process's memory; owned by this.
+        descriptor: file descriptor of the process's memory; closed by `close`.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def read(self) -> Position:
-        """Where the process is now."""
+        """Return the current position."""
         content = os.pread(self._descriptor, _SIZE, 0)
         changes, entered, number, total, passed = _NUMBERS.unpack_from(content)
         starts = range(_NUMBERS.size, _SIZE, _TEXT_BYTES)
@@ -178,17 +177,17 @@ class PositionReader:
             for start in starts
         )
         steps = changes - entered
-        if passed == _NOT_ASKED:
+        if passed == _NOT_REQUESTED:
             device = ""
         return Position(phase, part, number, total, steps, changes, device, passed)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory."""
         os.close(self._descriptor)
 
 
 def open_position(pid: int) -> PositionReader | None:
-    """A reader of a process's position; None if it publishes none, is gone or another user's."""
+    """Open a process's position; None if it is unpublished, gone or another user's."""
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile

@@ -1,22 +1,22 @@
-"""Regions of tensors and what a rollout engine's loader was seen to do with them: plain data.
+"""Regions of tensors and traces of a rollout engine's loader: plain data.
 
-Shared by rollout/ (which traces) and reshard/ (which plans).
+Shared by rollout/, which records traces, and reshard/, which plans with them.
 """
 
 from typing import NamedTuple
 
 
 class Region(NamedTuple):
-    """A hyper-rectangle of a tensor: [offset_d, offset_d + shape_d) in each dim d."""
+    """Hyper-rectangle of a tensor: [offset_d, offset_d + shape_d) in each dim d."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class TracedCopy(NamedTuple):
-    """The loader copies a region of a checkpoint tensor into a parameter, at `offset`.
+    """Copy of a region of a checkpoint tensor into a parameter, at `offset`.
 
-    The parameter's region has the shape of the checkpoint tensor's.
+    Both regions have the same shape.
     """
 
     source: str
@@ -26,12 +26,12 @@ class TracedCopy(NamedTuple):
 
     @property
     def destination(self) -> Region:
-        """The region of the parameter that is written."""
+        """Written region of the parameter."""
         return Region(self.offset, self.region.shape)
 
 
 class TracedFill(NamedTuple):
-    """The loader sets a region of a parameter to a constant."""
+    """Constant that the loader writes into a region of a parameter."""
 
     parameter: str
     region: Region
@@ -39,11 +39,11 @@ class TracedFill(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The loader writes a parameter in a way that is no plain copy or fill.
+    """Parameter that the loader writes other than by plain copies or fills.
 
     Attributes:
-        reason: what was seen, for the log.
-        sources: checkpoint tensors that the loader had in hand or copied into this parameter.
+        reason: description of the write, for the log.
+        sources: checkpoint tensors that the write may combine.
     """
 
     reason: str
@@ -51,11 +51,11 @@ class Refusal(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Everything the loader does on one rank, and what could not be understood.
+    """All writes of the loader on one rank.
 
     Attributes:
-        copies, fills: in the loader's order; none touches a refused parameter.
-        refused: by parameter; these take the gathered path.
+        copies, fills: in the loader's order; none writes a refused parameter.
+        refused: by parameter; their sources are gathered whole and loaded.
         parameters: shape of each parameter of the engine's model, and of each buffer that the
             loader writes.
     """

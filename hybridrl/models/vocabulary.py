@@ -1,4 +1,4 @@
-"""Whether a reward model means the same by a token id as the policy whose ids it reads."""
+"""Check that policy and reward model assign the same token ids."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,13 +17,13 @@ FILE = "tokenizer.json"
 
 
 def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
-    """Tokens of the policy that the reward model does not have, or has under other ids.
+    """Yield a problem if the reward model lacks tokens of the policy or has other ids for them.
 
     Further tokens of the reward model, such as one for padding, are no problem.
 
     Args:
-        policy_path: model.path, which is known to exist.
-        reward_path: of the reward model.
+        policy_path: model.path, which exists.
+        reward_path: path of the reward model.
     """
     try:
         policy = read_vocabulary(policy_path)
@@ -44,14 +44,14 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
-    """Every token of a model's tokenizer.json by its id.
+    """Return every token of a model's tokenizer.json by its id.
 
     Args:
-        path: of the model.
-        key: the config key that names it, for messages.
+        path: path of the model.
+        key: the config key of the path, for messages.
 
     Raises:
-        ConfigError: there is no such model, or no such file that could be read.
+        ConfigError: the model or the file does not exist or cannot be read.
     """
     try:
         file = plain_folder(path) / FILE
@@ -74,7 +74,7 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
 
 
 def _tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every token and its id, of the model and added ones."""
+    """Yield every token and its id, added tokens included."""
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, Mapping):
         yield from vocabulary.items()

@@ -1,4 +1,4 @@
-"""Whether a folder's weights are whole and of the model in its config.json, from headers alone.
+"""Check of a folder's weights against its config.json, from file headers alone.
 
 A safetensors file begins with the length of a header in 8 bytes, then the header, JSON: each
 tensor's dtype, shape and place in the rest of the file. An index names the file of each tensor.
@@ -14,10 +14,10 @@ from hybridrl.config.command.json_text import parse_json
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Pickled weights have no header that could be read without them.
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# Pickled weights have no header.
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LENGTH_BYTES = 8
-# The format allows no longer one.
+# Limit of the format.
 _MAX_HEADER_BYTES = 100_000_000
 EMBEDDING = "model.embed_tokens.weight"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -25,11 +25,11 @@ MAX_NAMED = 3
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """What is wrong with the weights in a folder, each text with the file's path.
+    """Yield the problems of the weights in a folder, each with the file's path.
 
     Args:
-        folder: of the model.
-        shape: as its config.json has it.
+        folder: folder of the model.
+        shape: shape of the model in its config.json.
     """
     tensors: dict[str, list[int]] = {}
     try:
@@ -37,8 +37,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"{folder / INDEX}: {_reason(error)}"
         return
-    if not files and not any((folder / name).is_file() for name in _PICKLED):
-        yield f"{folder} has no weights ({SINGLE}, {INDEX} or {_PICKLED[0]})"
+    if not files and not any((folder / name).is_file() for name in PICKLED):
+        yield f"{folder} has no weights ({SINGLE}, {INDEX} or {PICKLED[0]})"
     for file in files:
         try:
             tensors |= read_header(file)
@@ -48,18 +48,24 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     yield from _differences(folder, tensors, shape)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model; none where it has other weights, or no weights.
+def weight_files(folder: Path, single: str = SINGLE, indexed: str = INDEX) -> list[Path]:
+    """Return the weight files of a model in one format, by default safetensors; [] if it has none.
+
+    Args:
+        folder: folder of the model.
+        single: name of the file that holds all weights.
+        indexed: name of the index of several files.
+
 
     Raises:
         OSError: the index cannot be read.
-        ValueError: it is no index.
+        ValueError: the index is malformed.
     """
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
+    if (folder / single).exists():
+        return [folder / single]
+    if not (folder / indexed).exists():
         return []
-    index = parse_json((folder / INDEX).read_bytes())
+    index = parse_json((folder / indexed).read_bytes())
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(type(name) is str for name in places.values()):
         raise ValueError("no index of weights: it has no weight_map from tensors to files")
@@ -67,14 +73,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, list[int]]:
-    """The shapes of a file's tensors by name.
+    """Return the shapes of a file's tensors by name.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no safetensors file, or not all of one.
+        OSError: the file cannot be read.
+        ValueError: it is no safetensors file, or truncated.
     """
     known = file.stat()
-    if not stat.S_ISREG(known.st_mode):  # a pipe would keep its reader waiting
+    if not stat.S_ISREG(known.st_mode):  # a pipe would block its reader
         raise ValueError("no plain file")
     size = known.st_size
     with file.open("rb") as opened:
@@ -101,8 +107,8 @@ def read_header(file: Path) -> dict[str, list[int]]:
 def _differences(
     folder: Path, tensors: Mapping[str, list[int]], shape: ModelShape
 ) -> Iterator[str]:
-    """Tensors that config.json does not have, has otherwise, or has and the files do not."""
-    if EMBEDDING not in tensors:  # other names, which transformers may know
+    """Yield a problem if the tensors in the files are not those of config.json."""
+    if EMBEDDING not in tensors:  # other names, which transformers may map
         return
     expected = dict(_expected(shape))
     found = [
@@ -123,7 +129,7 @@ def _differences(
 
 
 def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The matrices of a model by checkpoint name, with their shapes, but for an untied head.
+    """Yield the matrices of a model and their shapes, without an untied head.
 
     A reward model has another head.
     """
@@ -135,7 +141,7 @@ def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says of a file that has been named already."""
+    """Return the text of an error without the file's name."""
     if isinstance(error, FileNotFoundError):
         return f"there is no such file, which {INDEX} names"
     return str(error.strerror) if isinstance(error, OSError) else reason_of(error)

@@ -1,8 +1,7 @@
-"""Staging memory, and the exchange of what lies in it.
+"""Staging memory and the exchange of its buckets.
 
-What a rank sends is packed once, however many ranks take it. Buckets take the two halves of the
-memory in turn: while one is on its way, the next is packed into the other half, as soon as what
-had been received there is unpacked.
+Transfers are packed once for all receivers. Buckets alternate between the two halves of the
+memory: while one is exchanged, the next is packed into the other half, once that is unpacked.
 """
 
 from collections.abc import Sequence
@@ -12,22 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.reshard.layout import SourceLayout
-from hybridrl.reshard.messages import Bucket
-
-try:
-    from torch.distributed import all_gather_single
-except ImportError:  # the name before torch 2.13
-    from torch.distributed import all_gather_into_tensor as all_gather_single
+from hybridrl.distributed.torch_compat import all_gather_single
+from hybridrl.reshard.buckets import Bucket
+from hybridrl.reshard.source_layout import SourceLayout
 
 
-class Staging:
-    """Memory for two buckets, and the transfers between ranks.
+class BucketExchange:
+    """Staging buffer for two buckets, and their exchange between ranks.
 
     Args:
-        buckets: this rank's part of them.
-        group: the ranks that the buckets number.
-        dtype, device: of what is moved.
+        buckets: this rank's part of each bucket.
+        group: process group of the ranks in the buckets.
+        dtype, device: dtype and device of the moved weights.
     """
 
     def __init__(
@@ -52,20 +47,20 @@ class Staging:
         return sum(self._sizes) * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Take the memory."""
+        """Allocate both halves."""
         self.halves = [
             torch.empty(size, dtype=self._dtype, device=self._device) for size in self._sizes
         ]
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Free both halves."""
         self.halves = []
 
     def start(self, number: int) -> list[Any]:
-        """Send or gather what was packed for a bucket; on GPUs only enqueued.
+        """Start the exchange of a packed bucket; on GPUs it is only enqueued.
 
         Returns:
-            What to wait for before the bucket is unpacked.
+            Works to wait for before the bucket is unpacked.
         """
         bucket, memory = self._buckets[number], self.halves[number % 2]
         works = []
@@ -84,7 +79,7 @@ class Staging:
 
 
 def gather(shard: Tensor, source: SourceLayout, group: dist.ProcessGroup) -> Tensor:
-    """The whole of a tensor, uncast, from the shards of a group."""
+    """Gather a whole tensor, uncast, from the shards of a group."""
     own = shard.movedim(source.dim, 0)
     padded = own.new_zeros((source.size_per_shard, *own.shape[1:]))
     padded[: len(own)] = own

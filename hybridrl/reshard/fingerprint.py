@@ -1,13 +1,13 @@
-"""Fingerprints of regions of tensors: equal on both sides of a reshard, or something went wrong.
+"""Fingerprints of regions of tensors, which must be equal on both sides of a reshard.
 
 fingerprint(region) = salt(source) * sum over its elements of bits * row_hash(r) * column_hash(c)
 
 modulo 2^64, where bits is the element's bit pattern, c its index in the last dim of the WHOLE
 source tensor and r its index in all dims before, row-major (0 in a vector). Hashes and salts are
-odd, so no element's change is lost, and they differ between indices and tensors, so that swaps,
-shifts and mix-ups show. Because it is a sum, the fingerprint of a region is the sum of those of
-any pieces it is cut into. Bits and column hashes have at most 32 bits each, so that on a GPU an
-element costs one multiply-add, and only a row's sum is multiplied by 64 bits.
+odd, so every change of one element is detected. They differ between indices and tensors, so swaps,
+shifts and mix-ups are detected, too. The fingerprint of a region is the sum of those of its parts.
+Bits and column hashes have at most 32 bits each: on a GPU an element costs one multiply-add, and
+only a row's sum is multiplied by 64 bits.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that are widened to int64 at a time: on a CPU they fit its cache, on a GPU they fill it.
+# Elements that are widened to int64 at a time: they fit a CPU's cache and fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Hashes(NamedTuple):
-    """The hashes of all indices that occur, on one device.
+    """Hashes of all indices, on one device.
 
     Attributes:
         rows: [largest number of rows] int64, odd.
-        columns: [largest number of columns] int32, odd, no two alike.
+        columns: [largest number of columns] int32, odd, all different.
     """
 
     rows: Tensor
@@ -35,12 +35,12 @@ class Hashes(NamedTuple):
 
 
 def hashes(num_rows: int, num_columns: int, device: torch.device) -> Hashes:
-    """The hashes of so many rows and columns."""
+    """Compute the hashes of row and column indices."""
     return Hashes(row_hashes(num_rows).to(device), column_hashes(num_columns).to(device))
 
 
 def row_hashes(size: int) -> Tensor:
-    """[size] odd int64: SplitMix64 of the index, https://doi.org/10.1145/2714064.2660195."""
+    """Return [size] odd int64: SplitMix64 of the index, https://doi.org/10.1145/2714064.2660195."""
     x = torch.arange(size, dtype=torch.int64)
     x = x * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -49,9 +49,9 @@ def row_hashes(size: int) -> Tensor:
 
 
 def column_hashes(size: int) -> Tensor:
-    """[size] odd int32: 2 p(index) + 1 for a permutation p of the numbers of 31 bits.
+    """Return [size] odd int32: 2 p(index) + 1 for a permutation p of the 31-bit numbers.
 
-    p multiplies by odd numbers modulo 2^31 and folds high bits into low ones, which can be undone.
+    p multiplies by odd numbers modulo 2^31 and folds high bits into low ones; both are invertible.
     """
     mask = (1 << 31) - 1
     x = torch.arange(size, dtype=torch.int64)
@@ -62,20 +62,20 @@ def column_hashes(size: int) -> Tensor:
 
 
 def salt(source: str) -> int:
-    """An odd number for a tensor's name, as an int64."""
+    """Return an odd int64 for a tensor's name."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
     return _signed(int.from_bytes(digest, "big") | 1)
 
 
 def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor:
-    """The fingerprint, not salted, of a rectangle that begins at (row, column) of its tensor.
+    """Compute the unsalted fingerprint of a rectangle that begins at (row, column) of its tensor.
 
-    The definition, and the way on CPUs; on GPUs a kernel does the same while it copies.
+    Reference implementation, used on CPUs; on GPUs the copy kernel computes the same.
 
     Args:
         values: [rows, columns] of a dtype of 2 or 4 bytes, with any strides.
-        row, column: where the values are from in the whole tensor.
-        hashes: of all rows and columns there are.
+        row, column: start of the values in the whole tensor.
+        hashes: hashes of all rows and columns.
 
     Returns:
         0-dim int64 on the values' device.
@@ -93,10 +93,10 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Shift logically; torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int64 with the bits of an unsigned number."""
+    """Return the int64 with the bits of an unsigned number."""
     return x - (1 << 64) if x >> 63 else x

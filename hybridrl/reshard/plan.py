@@ -1,40 +1,40 @@
-"""Which bytes go where in a reshard: a pure function of layouts and traces.
+"""Reshard plan: a pure function of layouts and traces.
 
-Every rank computes the same global sequence of messages and keeps its own part of it; because
-the sequence is the same, no sizes or headers are exchanged when data moves.
+Every rank computes the same global sequence of transfers and keeps its own part. Since the
+sequence is the same, no sizes or headers are exchanged when data moves.
 
     source layouts (FSDP2 shards)  ---+                +-> local copies
                                       +--> intersect --+
-    traces (what vLLM's loader does) -+                +-> messages -> windows -> buckets
+    traces (copies of vLLM's loader) -+                +-> transfers -> chunks -> buckets
 """
 
-import gc
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
-from hybridrl.reshard.layout import SourceLayout, intersect
-from hybridrl.reshard.messages import Bucket, Windows, bucket_of, common_part, fill_buckets
+from hybridrl.reshard.buckets import Bucket, bucket_of, fill_buckets
+from hybridrl.reshard.source_layout import SourceLayout, intersect
+from hybridrl.reshard.transfers import Chunker, common_part
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does in a reshard.
+    """All that one rank does in a reshard.
 
     Attributes:
         sources: names of the weights that are moved.
         local: copies out of this rank's own shards; regions of whole source tensors.
-        buckets: what is exchanged, in order; as many on every rank of the group.
-        copies: the whole regions this rank receives, before they were cut into pieces.
+        buckets: exchanges in order; the same number on every rank of the group.
+        copies: all copies into this rank's parameters, before they are cut.
         fills: constants (vocabulary padding), written every time.
-        gathered: sources that are gathered whole and go through the loader, for parameters that
-            some rank's trace refused.
+        gathered: sources that are gathered whole and loaded by the engine's loader, because
+            some rank's trace refused their parameters.
         parameters: names of the engine's parameters, in one order on all ranks.
         received: elements this rank receives from others.
-        unavoidable: elements it would receive if its own shards were all of use to it.
+        unavoidable: elements it would receive if it used all of its own shards.
     """
 
     sources: frozenset[str]
@@ -49,28 +49,16 @@ class Plan:
 
     @property
     def written(self) -> int:
-        """Elements of its parameters that this rank writes, constants and loaders apart."""
+        """Elements of parameters that this rank writes, without constants and loaders."""
         return sum(math.prod(copy.region.shape) for copy in self.copies)
 
     @property
     def exchanges_much(self) -> bool:
-        """Whether the links matter, and not memory alone: they are over ten times slower."""
+        """True if links, which are over ten times slower than memory, limit the move."""
         return 32 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let nobody look for cycles among the many tuples that are made: there are none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_no_collection()
+@garbage_collection_off()
 def build_plans(
     sources: Sequence[SourceLayout],
     frozen: Collection[str],
@@ -78,21 +66,21 @@ def build_plans(
     rank: int,
     bucket_elements: int,
 ) -> list[Plan]:
-    """The plans of rank number `rank` of a shard group, that of frozen weights first.
+    """Return the plans of one rank of a shard group, that of frozen weights first.
 
-    Together they write what one plan of all weights would; constants are the first one's part.
+    Together they write the same as one plan of all weights. Constants belong to the first.
 
     Args:
         sources: layout of every checkpoint tensor over the group.
-        frozen: names of those that never change. Without any there is only one plan, of all.
+        frozen: names of the tensors that never change; if empty, one plan covers all.
         traces: of the group's ranks, in order.
         rank: position in the group.
-        bucket_elements: most elements of staging memory that any rank needs for one bucket, for
-            what it sends and receives together, as long as one row of one tensor fits.
+        bucket_elements: limit on any rank's staging memory for one bucket, sent and received
+            together, as long as one row of one tensor fits.
 
     Raises:
-        ValueError: the group's models differ, or an element of a parameter would be written not
-            at all or twice; names the parameters.
+        ValueError: the group's models differ, or an element of a parameter would not be written
+            exactly once; names the parameters.
     """
     parameters = list(traces[0].parameters)
     if any(list(trace.parameters) != parameters for trace in traces):
@@ -102,8 +90,8 @@ def build_plans(
         if trace not in checked:
             check_coverage(trace)
             checked.append(trace)
-    still = set(frozen)
-    parts = [[s for s in sources if (s.name in still) is first] for first in (True, False)]
+    never_change = set(frozen)
+    parts = [[s for s in sources if (s.name in never_change) is first] for first in (True, False)]
     if not parts[0]:
         return [_plan(sources, traces, rank, bucket_elements)]
     plans = []
@@ -123,45 +111,45 @@ def build_plans(
 def _plan(
     sources: Sequence[SourceLayout], traces: Sequence[Trace], rank: int, bucket_elements: int
 ) -> Plan:
-    """The plan for these sources; traces copy from no others."""
-    takers = _takers(sources, traces)
-    windows = Windows(rank, len(traces), bucket_elements)
-    cut = [window for source in sources for window in windows.of(source, takers[source.name])]
-    # What many ranks take comes together, so that few buckets go to many.
-    cut.sort(key=lambda window: -window.breadth)
-    buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(cut, bucket_elements)]
-    taken = traces[rank].copies
+    """Return the plan for these sources; traces copy from no others."""
+    copies = _copies_of(sources, traces)
+    chunker = Chunker(rank, len(traces), bucket_elements)
+    chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
+    # Transfers to many ranks come first, so that few buckets go to many.
+    chunks.sort(key=lambda chunk: -chunk.breadth)
+    buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(chunks, bucket_elements)]
+    own_copies = traces[rank].copies
     local = [
-        piece
+        part
         for source in sources
-        for receiver, copy in takers[source.name]
-        if receiver == rank and (piece := common_part(copy, source.region(rank))) is not None
+        for receiver, copy in copies[source.name]
+        if receiver == rank and (part := common_part(copy, source.region(rank))) is not None
     ]
-    held = sum(math.prod(s.region(rank).shape) for s in sources if takers[s.name])
+    held = sum(math.prod(s.region(rank).shape) for s in sources if copies[s.name])
     return Plan(
         sources=frozenset(source.name for source in sources),
         local=local,
         buckets=buckets,
-        copies=taken,
+        copies=own_copies,
         fills=traces[rank].fills,
         gathered=_gathered(sources, traces),
         parameters=list(traces[0].parameters),
         received=sum(bucket.received for bucket in buckets),
-        unavoidable=max(0, sum(math.prod(copy.region.shape) for copy in taken) - held),
+        unavoidable=max(0, sum(math.prod(copy.region.shape) for copy in own_copies) - held),
     )
 
 
 def digest(sources: Sequence[SourceLayout], traces: Sequence[Trace], bucket_elements: int) -> str:
-    """A hash of everything a plan is computed from, for comparison across ranks."""
+    """Return a hash of all inputs of a plan, for comparison across ranks."""
     inputs = (list(sources), list(traces), bucket_elements)
     return hashlib.blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
 
 def check_coverage(trace: Trace) -> None:
-    """Every element of every parameter that was not refused is written exactly once.
+    """Check that every element of every traced parameter is written exactly once.
 
     Raises:
-        ValueError: names the parameters, how much of them is written, and overlaps.
+        ValueError: names the parameters, the elements written, and overlaps.
     """
     regions: dict[str, list[Region]] = {
         name: [] for name in trace.parameters if name not in trace.refused
@@ -176,8 +164,8 @@ def check_coverage(trace: Trace) -> None:
         written = sum(math.prod(part.shape) for part in parts)
         overlap = any(intersect(a, b) for i, a in enumerate(parts) for b in parts[:i])
         if overlap or written != size:
-            what = ", some twice" if overlap else ""
-            problems.append(f"{name}: {written} of {size} elements{what}")
+            twice = ", some twice" if overlap else ""
+            problems.append(f"{name}: {written} of {size} elements{twice}")
     if problems:
         raise ValueError(
             "the checkpoint's tensors do not cover the rollout engine's parameters:\n  "
@@ -185,19 +173,19 @@ def check_coverage(trace: Trace) -> None:
         )
 
 
-def _takers(
+def _copies_of(
     sources: Sequence[SourceLayout], traces: Sequence[Trace]
 ) -> dict[str, list[tuple[int, TracedCopy]]]:
-    """Who copies what of each source, over all ranks of the group."""
-    takers: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
+    """Return all copies of each source, each with its rank."""
+    copies: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
     for receiver, trace in enumerate(traces):
         for copy in trace.copies:
-            takers[copy.source].append((receiver, copy))
-    return takers
+            copies[copy.source].append((receiver, copy))
+    return copies
 
 
 def _gathered(sources: Sequence[SourceLayout], traces: Sequence[Trace]) -> list[str]:
-    """The sources that some rank's refused parameters are made of."""
+    """Return the sources of all refused parameters of all ranks."""
     needed = {
         name for trace in traces for refusal in trace.refused.values() for name in refusal.sources
     }

@@ -1,9 +1,9 @@
-"""Cast, copy and fingerprint on a GPU: one launch for any number of pieces.
+"""Copy kernel for GPUs: casts, copies and fingerprints any number of rectangles per launch.
 
-A program looks up which piece it belongs to and works on a block of its columns, from a tile of
-rows to the next. All numbers come from tables on the device, so that nothing is built per launch.
+A program looks up its rectangle and processes a block of its columns, tile of rows by tile of
+rows. All numbers come from tables on the device, so nothing is built per launch.
 
-    owners[program] -> piece -> addresses[buffer] + offset -> tiles
+    owners[program] -> rectangle -> addresses[buffer] + offset -> tiles
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.copies import Job
-from hybridrl.reshard.pieces import Piece
+from hybridrl.reshard.buffers import Buffers
+from hybridrl.reshard.fingerprint import Hashes
+from hybridrl.reshard.rects import CopyRect
 
 
 class _Shape(NamedTuple):
-    """How a block of a piece is worked on: a tile of its rows is in registers at a time.
-
-    `eviction` is how long what is read and written should stay in the cache.
-    """
+    """Launch shape: rows of a tile, which is held in registers, warps and cache eviction policy."""
 
     tile_rows: int
     num_warps: int
@@ -34,10 +32,10 @@ class _Shape(NamedTuple):
 TILE_COLUMNS = 256
 BLOCK_ROWS = 128
 ALONE = _Shape(tile_rows=8, num_warps=4, eviction="")
-# A block of NCCL's takes nearly all registers of a multiprocessor, and NCCL up to 32 of them. If
-# programs were everywhere, it would wait until a kernel is through, and nothing would overlap;
-# hence one large program each on a part of them. 60 are more than NCCL takes, because it slows
-# down where copies take much memory bandwidth, and it is NCCL that others wait for.
+# An NCCL block needs nearly all registers of a multiprocessor, and NCCL up to 32 multiprocessors.
+# With programs on all of them NCCL would wait for the kernel to end and nothing would overlap.
+# Hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
+# bandwidth slow NCCL down, and other ranks wait for NCCL.
 BESIDE_EXCHANGE = _Shape(tile_rows=64, num_warps=16, eviction="evict_first")
 NCCL_MULTIPROCESSORS = 60
 # Elements of one vector access of the narrow dtypes.
@@ -48,7 +46,7 @@ _FIELDS = tl.constexpr(13)
 
 
 class _Launch(NamedTuple):
-    """Pieces of one kind, and the programs that they need."""
+    """Rectangles of one kind, and the programs that they need."""
 
     source_dtype: torch.dtype
     aligned: bool
@@ -56,28 +54,39 @@ class _Launch(NamedTuple):
     owners: Tensor
 
 
-class TritonCopies:
-    """One kernel launch per kind of piece, mostly one in all.
+class TritonCopier:
+    """Copier with one kernel launch per kind of rectangle, mostly one in all.
 
-    A kind is the dtype read and whether 16-byte accesses are possible everywhere.
+    A kind is a source dtype and whether 16-byte accesses are possible everywhere. For arguments
+    see `build_copier`.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        device = job.buffers.device
-        self._paced_programs = _multiprocessors_beside_nccl(device)
-        kinds: dict[tuple[torch.dtype, bool], list[Piece]] = {}
-        for piece in job.pieces:
-            source_dtype = job.buffers.tensors[piece.source].dtype
-            kinds.setdefault((source_dtype, self._is_aligned(piece)), []).append(piece)
+    def __init__(
+        self,
+        rects: Sequence[CopyRect],
+        buffers: Buffers,
+        dtype: torch.dtype,
+        hashes: Hashes,
+        *,
+        write: bool,
+    ) -> None:
+        self._buffers = buffers
+        self._dtype = dtype
+        self._hashes = hashes
+        self._write = write
+        self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
+        kinds: dict[tuple[torch.dtype, bool], list[CopyRect]] = {}
+        for rect in rects:
+            source_dtype = buffers.tensors[rect.source].dtype
+            kinds.setdefault((source_dtype, self._is_aligned(rect)), []).append(rect)
         self._launches = [
-            _Launch(*kind, *_tables(part, kind[0].itemsize, job.dtype.itemsize, device))
+            _Launch(*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
             for kind, part in kinds.items()
         ]
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
-        """Do one part of the work; see `Copies`."""
-        job, shape = self._job, BESIDE_EXCHANGE if paced else ALONE
+        """Do one part of the work; see `Copier`."""
+        hashes, shape = self._hashes, BESIDE_EXCHANGE if paced else ALONE
         for launch in self._launches:
             count = len(launch.owners)
             first, end = count * share // shares, count * (share + 1) // shares
@@ -85,18 +94,18 @@ class TritonCopies:
                 continue
             programs = min(end - first, self._paced_programs) if paced else end - first
             copy_kernel[(programs,)](
-                job.buffers.addresses,
+                self._buffers.addresses,
                 launch.table,
                 launch.owners,
                 first,
                 end,
-                job.hashes.rows,
-                job.hashes.columns,
-                job.hashes.rows if sums is None else sums,
+                hashes.rows,
+                hashes.columns,
+                hashes.rows if sums is None else sums,
                 SOURCE=_DTYPES[launch.source_dtype],
-                TARGET=_DTYPES[job.dtype],
-                BITS=tl.int32 if job.dtype.itemsize == 4 else tl.int16,
-                WRITE=job.write,
+                TARGET=_DTYPES[self._dtype],
+                BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
+                WRITE=self._write,
                 FINGERPRINT=sums is not None,
                 ALIGNED=launch.aligned,
                 EVICTION=shape.eviction,
@@ -106,20 +115,20 @@ class TritonCopies:
                 num_warps=shape.num_warps,
             )
 
-    def _is_aligned(self, piece: Piece) -> bool:
-        """Whether every row begins and ends at a vector's boundary, on both sides."""
-        numbers = [piece.source_start, piece.source_stride, piece.columns]
-        buffers = [piece.source]
-        if self._job.write:
-            numbers += [piece.target_start, piece.target_stride]
-            buffers.append(piece.target)
+    def _is_aligned(self, rect: CopyRect) -> bool:
+        """Return whether every row begins and ends at a vector's boundary, on both sides."""
+        numbers = [rect.source_start, rect.source_stride, rect.columns]
+        buffers = [rect.source]
+        if self._write:
+            numbers += [rect.target_start, rect.target_stride]
+            buffers.append(rect.target)
         return all(number % VECTOR == 0 for number in numbers) and all(
-            self._job.buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
+            self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
         )
 
 
 def _multiprocessors_beside_nccl(device: torch.device) -> int:
-    """Those that an exchange leaves; 1 where Triton's interpreter stands in for a GPU."""
+    """Return how many multiprocessors an exchange leaves; 1 in Triton's interpreter."""
     if device.type != "cuda":
         return 1
     count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -127,13 +136,13 @@ def _multiprocessors_beside_nccl(device: torch.device) -> int:
 
 
 def _tables(
-    pieces: Sequence[Piece], source_itemsize: int, target_itemsize: int, device: torch.device
+    rects: Sequence[CopyRect], source_itemsize: int, target_itemsize: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[pieces, fields] int64 in the kernel's order, and [programs] int32: each one's piece."""
+    """Return [rects, fields] int64 for the kernel, and [programs] int32: their rectangles."""
     programs = torch.tensor(
         [
-            triton.cdiv(piece.columns, TILE_COLUMNS) * triton.cdiv(piece.rows, BLOCK_ROWS)
-            for piece in pieces
+            triton.cdiv(rect.columns, TILE_COLUMNS) * triton.cdiv(rect.rows, BLOCK_ROWS)
+            for rect in rects
         ]
     )
     first = programs.cumsum(0) - programs
@@ -141,31 +150,31 @@ def _tables(
         [
             (
                 0,
-                piece.source,
-                piece.source_start * source_itemsize,
-                piece.source_stride,
-                piece.target,
-                piece.target_start * target_itemsize,
-                piece.target_stride,
-                piece.rows,
-                piece.columns,
-                piece.row,
-                piece.column,
-                piece.salt,
-                piece.sum,
+                rect.source,
+                rect.source_start * source_itemsize,
+                rect.source_stride,
+                rect.target,
+                rect.target_start * target_itemsize,
+                rect.target_stride,
+                rect.rows,
+                rect.columns,
+                rect.row,
+                rect.column,
+                rect.salt,
+                rect.sum,
             )
-            for piece in pieces
+            for rect in rects
         ],
         dtype=torch.int64,
     )
     table[:, 0] = first
-    owners = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(programs)
+    owners = torch.arange(len(rects), dtype=torch.int32).repeat_interleave(programs)
     return table.to(device), owners.to(device)
 
 
 @triton.jit
-def _place(addresses, fields, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]
-    """Where a piece begins and how far apart its rows are, from buffer, offset and stride."""
+def _locate(addresses, fields, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]
+    """Return the first element of a rectangle and its row stride."""
     begin = tl.load(addresses + tl.load(fields)) + tl.load(fields + 1)
     begin = begin.to(tl.pointer_type(DTYPE))
     stride = tl.load(fields + 2)
@@ -198,24 +207,24 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 ) -> Any:
     """Read, cast, write (WRITE) and fingerprint (FINGERPRINT) blocks first to end.
 
-    There may be fewer programs than blocks; then each takes every so many-th.
+    With fewer programs than blocks, each program strides over the blocks.
     """
     for number in range(first + tl.program_id(0), end, tl.num_programs(0)):
-        piece = table + tl.load(owners + number).to(tl.int64) * _FIELDS
-        block = (number - tl.load(piece)).to(tl.int32)
-        rows = tl.load(piece + 7).to(tl.int32)
-        columns = tl.load(piece + 8).to(tl.int32)
+        rect = table + tl.load(owners + number).to(tl.int64) * _FIELDS
+        block = (number - tl.load(rect)).to(tl.int32)
+        rows = tl.load(rect + 7).to(tl.int32)
+        columns = tl.load(rect + 8).to(tl.int32)
         if ALIGNED:
             columns = tl.multiple_of(columns, 8)
-        source, source_stride = _place(addresses, piece + 1, SOURCE, ALIGNED)
-        target, target_stride = _place(addresses, piece + 4, TARGET, ALIGNED)
+        source, source_stride = _locate(addresses, rect + 1, SOURCE, ALIGNED)
+        target, target_stride = _locate(addresses, rect + 4, TARGET, ALIGNED)
         across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
         top = (block // across) * BLOCK_ROWS
         column = (block % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
         inside = column < columns
         if FINGERPRINT:
-            first_row = tl.load(piece + 9)
-            hash_at = column_hashes + tl.load(piece + 10) + column
+            first_row = tl.load(rect + 9)
+            hash_at = column_hashes + tl.load(rect + 10) + column
             column_hash = tl.load(hash_at, mask=inside, other=0).to(tl.int64)
             total = tl.zeros((TILE_ROWS, TILE_COLUMNS // 8), tl.int64)
         for start in range(top, tl.minimum(top + BLOCK_ROWS, rows), TILE_ROWS):
@@ -229,10 +238,10 @@ def copy_kernel(  # type: ignore[no-untyped-def]
                 tl.store(written, values, mask=mask, eviction_policy=EVICTION)
             if FINGERPRINT:
                 weighted = values.to(BITS, bitcast=True).to(tl.int64) * column_hash[None, :]
-                # A thread's own columns are summed first: threads meet only once, at the end.
+                # A thread sums its own columns first: threads are reduced only once, at the end.
                 own = tl.sum(tl.reshape(weighted, (TILE_ROWS, TILE_COLUMNS // 8, 8)), axis=2)
                 row_hash = tl.load(row_hashes + first_row + row, mask=row < rows, other=0)
                 total += own * row_hash[:, None]
         if FINGERPRINT:
-            salted = tl.sum(total) * tl.load(piece + 11)
-            tl.atomic_add(sums + tl.load(piece + 12), salted, sem="relaxed")
+            salted = tl.sum(total) * tl.load(rect + 11)
+            tl.atomic_add(sums + tl.load(rect + 12), salted, sem="relaxed")

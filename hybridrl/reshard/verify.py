@@ -1,4 +1,4 @@
-"""Compares what was sent with what the rollout engine's parameters hold: fingerprints only.
+"""Verification of a reshard: compares fingerprints of sent weights and live parameters.
 
 sums while packing and copying -> cells (receiver, parameter) -> all-to-all -> expected
 one read of the live parameters -------------------------------------------> found
@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# Why a parameter is wrong, as bits of a byte.
+# Reasons why a parameter is wrong, as bits of a byte.
 NOT_AS_SENT, REPLICAS_DIFFER = 1, 2
 
-_SAYS = {
+_REASONS = {
     NOT_AS_SENT: "does not hold what was sent to it",
     REPLICAS_DIFFER: "was sent weights that differ from the first replica's",
     NOT_AS_SENT | REPLICAS_DIFFER: "does not hold what was sent, which differs between replicas",
 }
 
 
-class Sums:
-    """The sums of fingerprints that senders keep: one per set of cells (receiver, parameter).
+class FingerprintSums:
+    """Sums of sent fingerprints, one per set of cells (receiver, parameter).
 
-    What is packed once for several receivers is fingerprinted once, and counts for all of them.
+    A transfer to several receivers is fingerprinted once and counts for all of them.
 
     Args:
         num_receivers: ranks of the shard group.
@@ -36,11 +36,11 @@ class Sums:
         self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
 
     def number(self, cells: Iterable[tuple[int, int]]) -> int:
-        """The number of the sum that counts for these cells."""
+        """Return the number of the sum that counts for these cells."""
         return self._numbers.setdefault(tuple(sorted(cells)), len(self._numbers))
 
-    def build(self, device: torch.device) -> None:
-        """Take the memory, once all numbers have been given out."""
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the sums, once all numbers are assigned."""
         pairs = [
             (number, receiver * self._shape[1] + parameter)
             for cells, number in self._numbers.items()
@@ -51,31 +51,31 @@ class Sums:
         self.values = torch.zeros(len(self._numbers), dtype=torch.int64, device=device)
 
     def cells(self) -> Tensor:
-        """[receivers, parameters] int64: what each receiver's parameters should add up to."""
+        """Return [receivers, parameters] int64: the expected sums of each receiver."""
         flat = self.values.new_zeros(self._shape[0] * self._shape[1])
         return flat.index_add_(0, self._to, self.values[self._from]).view(self._shape)
 
 
 def expected_sums(cells: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[parameters] int64: what this rank's should add up to; a collective of the shard group."""
+    """Return this rank's expected sums, [parameters] int64; a collective of the shard group."""
     arrived = torch.empty_like(cells)
     dist.all_to_all_single(arrived, cells, group=group)
     return arrived.sum(0)
 
 
 def differing_replicas(expected: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[parameters] bool: where this rank was sent something else than the first replica's."""
+    """Return [parameters] bool: true where this rank was sent other weights than replica 0."""
     replicas = expected.new_empty((dist.get_world_size(group), len(expected)))
     dist.all_gather(list(replicas), expected, group=group)
     return replicas[0] != expected
 
 
 def report(problems: Tensor, parameters: Sequence[str]) -> str:
-    """Which parameters are wrong on which ranks, "" if none; a collective of all ranks.
+    """Describe wrong parameters and their ranks, "" if none; a collective of all ranks.
 
     Args:
-        problems: [parameters] uint8, bits as above, of this rank.
-        parameters: their names.
+        problems: [parameters] uint8 of this rank, bits as above.
+        parameters: names of the parameters.
     """
     by_rank = problems.new_empty((dist.get_world_size(), len(problems)))
     dist.all_gather(list(by_rank), problems)
@@ -85,18 +85,18 @@ def report(problems: Tensor, parameters: Sequence[str]) -> str:
         key = (parameters[index], int(wrong[rank, index]))
         ranks_of.setdefault(key, []).append(rank)
     return "\n  ".join(
-        f"{name} on ranks {ranks}: {_SAYS[kind]}"
+        f"{name} on ranks {ranks}: {_REASONS[kind]}"
         for (name, kind), ranks in sorted(ranks_of.items())
     )
 
 
-def replicas_take_alike(traces: Sequence[object], mesh: DeviceMesh) -> bool:
-    """Whether ranks that hold the same shards of different replicas take the same parts.
+def replicas_match(traces: Sequence[object], mesh: DeviceMesh) -> bool:
+    """Return whether ranks with the same shards in different replicas have the same trace.
 
-    Only then can replicas be compared: engines that span replicas give each another slice.
+    Only then can replicas be compared: an engine that spans replicas gives each another slice.
 
     Args:
-        traces: of all ranks.
+        traces: traces of all ranks.
         mesh: the training mesh.
     """
     ranks = dist.get_process_group_ranks(mesh.get_group("dp_replicate"))

@@ -1,18 +1,18 @@
-"""Low-rank adapters inside vLLM's linear layers: y = W x + alpha / r * B (A x).
+"""LoRA inside vLLM's linear layers: y = W x + alpha / r * B (A x).
 
-W stays as vLLM loads it; A and B are parameters beside it, which a reshard writes like any other.
-So vLLM computes what the trainer computes (distributed/lora.py). Merged into a bfloat16 W, updates
+W stays as vLLM loads it. A and B are parameters beside it, which a reshard writes like any other.
+vLLM thus computes the same as the trainer (distributed/lora.py). Merged into a bfloat16 W, updates
 below half an ulp would be rounded away.
 
-One vLLM layer may hold several layers of the checkpoint (q, k and v; gate and up). Their A stand
-below each other, their B are the blocks of one matrix that is 0 elsewhere:
+One vLLM layer may hold several layers of the checkpoint (q, k and v; gate and up). Their A are
+stacked, their B are the blocks of one matrix that is 0 elsewhere:
 
     W [q; k; v]        lora_A [A_q; A_k; A_v]        lora_B [B_q  0   0 ]
                                                             [ 0  B_k  0 ]
                                                             [ 0   0  B_v]
 
-Each block of W that this rank holds was seen in a trace. Its adapter has the same rows of B and the
-same columns of A, so tensor parallelism needs no rules of its own.
+The trace lists each block of W on this rank. Its adapter has the same rows of B and the same
+columns of A, so tensor parallelism needs no further rules.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 
 
 class AdaptedLinear:
-    """Stands in for the `quant_method` of one vLLM layer: its own product and the adapters'.
+    """Linear method of a vLLM layer with adapters; wraps the layer's own `quant_method`.
 
     Args:
         base: the layer's own method.
@@ -38,17 +38,17 @@ class AdaptedLinear:
         self._scaling = scaling
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """W x + bias + alpha / r * B (A x), in the order in which the trainer rounds."""
+        """Return W x + bias + alpha / r * B (A x), rounded in the trainer's order."""
         update = F.linear(F.linear(x, layer.lora_A), layer.lora_B)
         return self._base.apply(layer, x, bias) + update * self._scaling
 
 
 def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> None:
-    """Give the layers that hold the weights of lora.target_modules adapters of zeros.
+    """Add adapters of zeros to the layers that hold weights of lora.target_modules.
 
     Args:
-        model: vLLM's, loaded and not yet compiled.
-        trace: of its loader.
+        model: vLLM's model, loaded and not yet compiled.
+        trace: trace of its loader.
         lora: the trainer's adapters.
     """
     for layer_name, copies in _adapted(trace, lora):
@@ -61,10 +61,10 @@ def add_adapters(model: nn.Module, trace: Trace, lora: LoRAConfig) -> None:
 
 
 def trace_with_adapters(trace: Trace, lora: LoRAConfig) -> Trace:
-    """The trace of a model with adapters: also what is written into lora_A and lora_B.
+    """Add the writes into lora_A and lora_B to the trace of a model.
 
     Args:
-        trace: of the loader, which knows no adapters.
+        trace: trace of the loader, without adapters.
         lora: the trainer's adapters; A and B of q_proj are the sources q_proj.lora_A.weight and
             q_proj.lora_B.weight.
     """
@@ -89,7 +89,7 @@ def trace_with_adapters(trace: Trace, lora: LoRAConfig) -> Trace:
 
 
 def _adapted(trace: Trace, lora: LoRAConfig) -> Iterator[tuple[str, list[TracedCopy]]]:
-    """Names of vLLM's layers that are adapted, each with the checkpoint weights that it holds."""
+    """Yield the names of vLLM's adapted layers, each with its copies of checkpoint weights."""
     found: dict[str, list[TracedCopy]] = {}
     for copy in trace.copies:
         if copy.source.rpartition(".weight")[0].rpartition(".")[2] in lora.target_modules:

@@ -1,4 +1,4 @@
-"""Generation on one copy of the rollout weights: what the rest of the program relies on."""
+"""Protocol of a rollout engine: generation on one copy of the rollout weights."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hybridrl.distributed.regions import Trace
 
 
 class EnginePart(Enum):
-    """What wakes separately; weights first."""
+    """Parts of an engine that wake separately; weights first."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -21,14 +21,14 @@ class EnginePart(Enum):
 
 @dataclass(frozen=True)
 class Generated:
-    """Responses, those of each prompt together, in the order of the prompts.
+    """Responses in the order of the prompts, those of one prompt together.
 
     Attributes:
         responses: ragged int32, the end token included.
-        log_probs: ragged float32, log pi of each token under what was sampled from, nats.
+        log_probs: ragged float32, log pi of each token under the sampled distribution, nats.
         truncated: [B] bool, true where the length limit ended the response.
         first_token_s: seconds from the call to the first sampled token; 0 where there was none.
-        seconds: of the whole call.
+        seconds: seconds of the whole call.
     """
 
     responses: Ragged
@@ -39,51 +39,51 @@ class Generated:
 
 
 class RolloutEngine(Protocol):
-    """One rank's part of an engine that generates with weights which others write.
+    """One rank's part of a rollout engine, whose weights a reshard writes.
 
-    What sleeps between rollouts the engine's config decides; an engine is built in that state, with
-    weights that mean nothing yet. All its ranks get the same calls with the same arguments.
+    The engine's config selects the parts that sleep between rollouts. A new engine is in that
+    state, with undefined weights. All its ranks get the same calls with the same arguments.
     """
 
     @property
     def awake(self) -> frozenset[EnginePart]:
-        """The parts that have their memory and keep what is in it."""
+        """Parts that have memory and keep its content."""
         ...
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether what was written into the parameters outlives `sleep`."""
+        """True if the content of the parameters outlives `sleep`."""
         ...
 
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
-        """What the loader would write on this rank, given checkpoint tensors of these shapes."""
+        """Trace the writes of the loader on this rank, given the shapes of a checkpoint."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live parameters by name, and the buffers that `trace` saw written.
+        """Return the live parameters by name, and the buffers that the loader writes.
 
-        Where they lie does not change.
+        Their addresses never change.
         """
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Let the engine's own loader write whole checkpoint tensors into the parameters."""
+        """Write whole checkpoint tensors into the parameters with the engine's own loader."""
         ...
 
     def check(self) -> None:
-        """Raise if the parameters no longer lie where `tensors` said."""
+        """Raise if an address of a parameter has changed."""
         ...
 
     def wake(self, part: EnginePart) -> None:
-        """Give a sleeping part its memory back: weights undefined, KV cache empty."""
+        """Allocate the memory of a sleeping part: weights undefined, KV cache empty."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget the keys and values of all prompts; due whenever the weights have changed."""
+        """Discard the keys and values of all prompts; required after a change of weights."""
         ...
 
     def sleep(self) -> None:
-        """Give back the memory of the parts that sleep between rollouts, and what is in it."""
+        """Free the memory of the parts that sleep between rollouts; their content is lost."""
         ...
 
     def generate(self, prompts: PromptBatch) -> Generated:

@@ -1,9 +1,9 @@
-"""rollout.sleep=kv_cache for vLLM: a sleep backend that lets go of the KV cache alone.
+"""Sleep backend of vLLM for rollout.sleep=kv_cache: discards only the KV cache.
 
-vLLM's own backend always unmaps everything it has allocated; level 1 copies the weights to host
-memory first and back afterwards. Here weights stay mapped, so that a reshard may write them while
-the engine sleeps. vLLM finds this class through its registry of backends (`install`). Imports
-vllm: load it after `compat.set_environment`.
+vLLM's own backend unmaps all allocations; level 1 copies the weights to host memory and back. Here
+weights stay mapped, so that a reshard may write them while the engine sleeps. vLLM finds the class
+through its registry of backends (`install`). Imports vllm: load it after
+`vllm_compat.set_environment`.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ KV_CACHE = "kv_cache"
 
 
 class KVCacheBackend(CuMemBackend):
-    """Discards allocations tagged as KV cache; the others never move."""
+    """Backend that discards allocations tagged as KV cache; the others never move."""
 
     def suspend(self, level: int = 1) -> None:
-        """Unmap the KV cache, whatever the level."""
-        assert level == 1, "level 2 would expect weights to be gone"
+        """Unmap the KV cache."""
+        assert level == 1, "level 2 discards weights"
         self._state = "SUSPENDED"
         asleep = [
             data
@@ -36,14 +36,14 @@ class KVCacheBackend(CuMemBackend):
             data.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Map the KV cache again if it is among the tags; weights are where they were."""
+        """Map the KV cache again if it is among the tags; weights never moved."""
         if tags is None or KV_CACHE in tags:
             get_mem_allocator_instance().wake_up([KV_CACHE])
         self._state = "RUNNING"
 
 
 def install(llm: Any) -> None:
-    """Have an engine in this process sleep by `KVCacheBackend`; before it first sleeps."""
+    """Make an engine in this process use `KVCacheBackend`; call before its first sleep."""
     if NAME not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(NAME, __name__, KVCacheBackend.__name__)
     llm.llm_engine.vllm_config.model_config.sleep_mode_backend = NAME

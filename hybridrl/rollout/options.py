@@ -1,4 +1,4 @@
-"""What vLLM is started with: sizes, memory and graphs by device."""
+"""Start arguments of vLLM: sizes, memory and graphs by device."""
 
 import logging
 from typing import Any
@@ -11,14 +11,14 @@ from hybridrl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-# Between two sizes of CUDA graphs lie at most this many sequences, and at least that many.
+# Most and fewest sequences between two sizes of CUDA graphs.
 MAX_GRAPH_STEP, MIN_GRAPH_STEP = 64, 8
-# From here on a graph is up to a quarter larger than the size before it.
+# A graph is up to a quarter larger than the next smaller one.
 STEPS_PER_DOUBLING = 4
 
 
 def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM`, but for the model's folder."""
+    """Return the arguments of vLLM's `LLM` except the model's folder."""
     assert config.max_num_seqs is not None
     options: dict[str, Any] = {
         "load_format": "dummy",
@@ -36,7 +36,7 @@ def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
         "seed": 0,
     }
     if config.lora is not None:
-        # Part of the key of vLLM's cache of compiled models, which cannot see the adapters.
+        # Part of the key of vLLM's compilation cache, which does not cover the adapters.
         options["additional_config"] = {"adapters": [config.lora.rank, config.lora.target_modules]}
     return options | (_on_gpu(config) if device_type == "cuda" else _on_cpu(config))
 
@@ -53,7 +53,7 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
     if not config.enforce_eager:
         compilation["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
     if config.tensor_parallel_size > 1:
-        if not uses_flashinfer_all_reduce():  # the fused one is FlashInfer's, too
+        if not uses_flashinfer_all_reduce():  # the fused one is from FlashInfer, too
             compilation["pass_config"] = {"fuse_allreduce_rms": False}
         if torch.cuda.device_count() < config.tensor_parallel_size:
             logger.warning(
@@ -69,7 +69,7 @@ def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
 def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
     assert config.kv_cache_mb is not None, "rollout.kv_cache_mb is needed without a GPU"
     return {
-        # Without a given size scheduling, and with it rounding, varies from run to run.
+        # Without a fixed size, scheduling and therefore rounding vary from run to run.
         "kv_cache_memory_bytes": config.kv_cache_mb << 20,
         # Seeded sampling dies in a chunked prefill: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
@@ -77,11 +77,11 @@ def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that CUDA graphs are captured for, in rising order; the last is max_num_seqs.
+    """Return the batch sizes of CUDA graphs in rising order; the last is max_num_seqs.
 
-    vLLM's own sizes end at 512, beyond which decoding would run without graphs, and lie 8 or 16
-    apart, twice as many as these. A batch is padded to the next size; up to some 200 sequences the
-    weights' way through memory takes longer than the arithmetic on an H200, so padding is free.
+    vLLM's default sizes end at 512 and lie 8 or 16 apart, twice as many as these. A batch is padded
+    to the next size. Up to about 200 sequences, decoding on an H200 is bound by memory bandwidth,
+    so padding is free.
     """
     sizes, size = [1, 2, 4], 8
     while size < max_num_seqs:

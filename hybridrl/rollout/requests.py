@@ -1,9 +1,8 @@
-"""One call of vLLM's engine core: token ids in, sampled token ids and their log-probs out.
+"""Requests to vLLM's engine core: token ids in, sampled token ids and their log-probs out.
 
-`LLM.generate` spends a good part of each decoding step on turning every new token into the text,
-the counters and the log-prob tables of a `RequestOutput`. None of it is wanted here: tokens are
-taken as the engine core hands them out, log-probs one step earlier, as its model runner does.
-Imports vllm: load it after `compat.set_environment`.
+`LLM.generate` spends much of each decoding step on text, counters and log-prob tables that are not
+needed here. Tokens are read from the engine core, log-probs one step earlier from its model
+runner. Imports vllm: load it after `vllm_compat.set_environment`.
 """
 
 import time
@@ -16,57 +15,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed import position
 from hybridrl.rollout.engine import Generated
-from hybridrl.rollout.start import replaced
+from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, is_truncated
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends a response.
+class ResponseLimits:
+    """End conditions of responses.
 
     Attributes:
         max_tokens: longest length of the responses to each prompt, at least 1.
-        stop_token_ids: tokens that end it, and that it keeps.
+        stop_token_ids: tokens that end it and stay part of it.
     """
 
     max_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
 
 
-class _StepLogProbs:
-    """Takes each step's log-probs before vLLM's scheduler cuts them into one object per request.
-
-    With hundreds of sequences the cutting takes a tenth of a decoding step, for which a GPU waits.
-    `update` stands in for the scheduler's `update_from_output`: both versions of vLLM take a step's
-    log-probs only there, and look at them once.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self._update = scheduler.update_from_output
-        self._rows: dict[str, int] = {}
-        self._log_probs: NDArray[np.float32] | None = None
-
-    def update(self, scheduled: Any, output: Any) -> Any:
-        """Keep the step's log-probs and update the scheduler without them."""
-        self._rows = output.req_id_to_index
-        self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
-        output.logprobs = None
-        return self._update(scheduled, output)
-
-    def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
-        """Those of the tokens that the last step sampled, one for each request."""
-        assert self._log_probs is not None, "vLLM sampled without log-probs"
-        # One column: with logprobs=0 the sampled token's alone.
-        return self._log_probs[[self._rows[request_id] for request_id in request_ids], 0]
-
-
 class _Responses:
-    """Tokens and log-probs in the order in which they come in."""
+    """Tokens and log-probs in the order of arrival."""
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
@@ -76,8 +47,8 @@ class _Responses:
         self.truncated = [False] * len(request_ids)
         self.unfinished = len(request_ids)
 
-    def take(self, outputs: Sequence[Any], log_probs: _StepLogProbs) -> None:
-        """Add one step's outputs, a token each."""
+    def add(self, outputs: Sequence[Any], log_probs: StepLogProbs) -> None:
+        """Add the outputs of one step, a token each."""
         for output in outputs:
             index = self._index[output.request_id]
             if output.finish_reason is not None:
@@ -88,7 +59,7 @@ class _Responses:
         self._log_probs.append(log_probs.of([output.request_id for output in outputs]))
 
     def ragged(self) -> tuple[Ragged, Ragged]:
-        """Tokens and log-probs by response."""
+        """Return tokens and log-probs by response."""
         owners = torch.tensor(self._owners, dtype=torch.int64)
         order = owners.argsort(stable=True)
         lengths = owners.bincount(minlength=len(self.truncated))
@@ -96,27 +67,28 @@ class _Responses:
         log_probs = torch.from_numpy(np.concatenate(self._log_probs))
         return Ragged(tokens[order], lengths), Ragged(log_probs[order], lengths)
 
-    def _finish(self, index: int, reason: FinishReason) -> None:
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RuntimeError(f"vLLM ended response {index} of this call with {reason.name}")
-        self.truncated[index] = reason is FinishReason.LENGTH
+    def _finish(self, index: int, reason: Any) -> None:
+        try:
+            self.truncated[index] = is_truncated(reason)
+        except RuntimeError as error:
+            raise RuntimeError(f"vLLM ended response {index} of this call with {error}") from None
         self.unfinished -= 1
 
 
 def generate(
-    core: Any, prompts: PromptBatch, seeds: Sequence[int], limits: Limits, *, call: int
+    core: Any, prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, *, call: int
 ) -> Generated:
     """Sample `responses_per_prompt` responses of each prompt.
 
     Args:
-        core: vLLM's client of an engine core in this process, which is awake.
-        prompts: what to answer.
+        core: client of an engine core in this process, which is awake.
+        prompts: the prompts.
         seeds: one per response.
-        limits: what ends a response.
-        call: a number that no earlier call of this engine had; request ids derive from it.
+        limits: conditions that end a response.
+        call: number of this call, unique in this engine; request ids derive from it.
 
     Raises:
-        RuntimeError: vLLM gave a response up.
+        RuntimeError: vLLM aborted a response.
     """
     start = time.perf_counter()
     requests = _requests(prompts, seeds, limits, call)
@@ -124,9 +96,8 @@ def generate(
     for request in requests:
         core.add_request(request)
     first = start
-    scheduler = core.engine_core.scheduler
-    log_probs_of_step = _StepLogProbs(scheduler)
-    with replaced(scheduler, {"update_from_output": log_probs_of_step.update}):
+    step_log_probs = StepLogProbs()
+    with step_log_probs.recorded(core):
         step = 0
         while responses.unfinished:
             step += 1
@@ -136,7 +107,7 @@ def generate(
                 continue
             if first == start:
                 first = time.perf_counter()
-            responses.take(outputs, log_probs_of_step)
+            responses.add(outputs, step_log_probs)
     tokens, log_probs = responses.ragged()
     return Generated(
         responses=tokens,
@@ -148,9 +119,9 @@ def generate(
 
 
 def _requests(
-    prompts: PromptBatch, seeds: Sequence[int], limits: Limits, call: int
-) -> list[EngineCoreRequest]:
-    """One request per response; copies of one another but for prompt, length, seed and id."""
+    prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, call: int
+) -> list[Any]:
+    """Build one request per response; they differ in prompt, length, seed and id."""
     shared = SamplingParams(
         temperature=prompts.temperature,
         top_p=prompts.top_p,
@@ -169,16 +140,5 @@ def _requests(
         params = copy(shared)
         params.max_tokens = max_tokens
         params.seed = seed
-        request = EngineCoreRequest(
-            request_id=f"{call}-{index}",
-            prompt_token_ids=row,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        requests.append(request)
+        requests.append(core_request(f"{call}-{index}", row, params))
     return requests

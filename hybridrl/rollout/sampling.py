@@ -1,4 +1,4 @@
-"""Seeds and stop tokens: what each sampled response depends on besides the weights."""
+"""Seeds and stop tokens of sampled responses."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from hybridrl.data.seeds import derive_seed
 
 
 def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
-    """One seed per response, those of each prompt together.
+    """Return one seed per response, those of one prompt together.
 
-    A pure function of (run seed, step, prompt id, sample index, turn): it does not matter which
-    engine answers a prompt or what else it answers, and ranks of one engine agree without talking.
+    A pure function of (run seed, step, prompt id, sample index, turn). Seeds do not depend on the
+    engine or on other prompts, and ranks of one engine agree without communication.
     """
     first = [0] * len(prompts) if prompts.first_sample is None else prompts.first_sample.tolist()
     turn = ("turn", prompts.turn) if prompts.turn else ()
@@ -24,10 +24,10 @@ def sample_seeds(run_seed: int, prompts: PromptBatch) -> list[int]:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Ids that end a response, as a Hugging Face folder's files name them, in rising order.
+    """Return the ids that end a response, from a Hugging Face folder, in rising order.
 
-    Reads `eos_token_id` of generation_config.json and config.json and the id of `eos_token` of
-    tokenizer_config.json. Chat models often end a turn with a token that only one of them names.
+    Sources are `eos_token_id` in generation_config.json and config.json, and `eos_token` in
+    tokenizer_config.json. The end-of-turn token of chat models is often in only one of them.
     """
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
@@ -43,5 +43,5 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The file's object; an absent file has no keys."""
+    """Return the file's JSON object; {} for an absent file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

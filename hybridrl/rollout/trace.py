@@ -1,11 +1,11 @@
-"""What a model's `load_weights` does, learned by watching it load tensors that have no data.
+"""Trace of a model's `load_weights`, recorded while it loads tensors without data.
 
-The loader gets meta tensors under the checkpoint's names. Every copy into a parameter is noted
-and not done, so that neither the parameters nor any memory are touched. What a loader slices,
-chunks and views keeps storage and offset, which is why no knowledge of layouts is needed here.
+The loader gets meta tensors under the checkpoint's names. Every copy into a parameter is recorded
+and skipped, so no parameter changes and no memory is needed. Slices, chunks and views of a meta
+tensor keep its storage and offset, so no knowledge of layouts is needed.
 
-A buffer that the loader writes is a parameter here. Those that it leaves alone (rotary caches) are
-computed when the engine starts, and vLLM keeps them through every sleep.
+A buffer that the loader writes counts as a parameter. Other buffers (rotary caches) are computed at
+the engine's start, and vLLM keeps them through every sleep.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.distributed.regions import Refusal, Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.torch_compat import TorchDispatchMode, operator_schema, storage_id
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -28,18 +28,18 @@ def trace_loader(
     sources: Sequence[tuple[str, tuple[int, ...]]],
     dtype: torch.dtype,
 ) -> Trace:
-    """Run `load` on data-free tensors and return what it would have written where.
+    """Run `load` on tensors without data and return its writes.
 
     Args:
-        model: whose parameters and buffers the loader writes. Their values are not read or written.
-        load: takes (name, tensor) pairs; vLLM's `model.load_weights`.
+        model: model of the loader. Values of its parameters and buffers are not read or written.
+        load: loader of (name, tensor) pairs; vLLM's `model.load_weights`.
         sources: names and shapes of the checkpoint's tensors.
-        dtype: of the moved data; a parameter of another dtype is refused, because a cast on the
-            way would lose what the loader keeps.
+        dtype: dtype of the moved data. A parameter of another dtype is refused, because a cast
+            would lose precision that the loader keeps.
 
     Returns:
         Copies and fills as rectangles. A parameter that is written in any other way is refused:
-        it stands with a reason in `Trace.refused`, and none of its copies and fills are listed.
+        `Trace.refused` has the reason, and none of its copies and fills are listed.
     """
     tracer = _Tracer(model, dtype)
     before = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
@@ -52,23 +52,23 @@ def trace_loader(
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters, then its buffers, by name."""
+    """Return a model's parameters, then its buffers, by name."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     return parameters | dict(model.named_buffers())
 
 
 class _Tracer(TorchDispatchMode):
-    """Notes writes to parameters instead of doing them.
+    """Dispatch mode that records writes to parameters instead of executing them.
 
-    `_handed_out` holds the sources that the loader got since the last copy, and the one of that
-    copy: what it may have combined into a write that is refused.
+    `_handed_out` holds the source of the last copy and the sources that the loader got since. A
+    refused write may combine any of them.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
         self._live = live_tensors(model)
-        # Parameters, and the buffers that were written.
+        # Parameters, and buffers that were written.
         self._written_names = {name for name, _ in model.named_parameters()}
         self._names_by_storage: dict[int, list[str]] = {}
         self._sources: dict[int, tuple[str, Tensor]] = {}
@@ -81,7 +81,7 @@ class _Tracer(TorchDispatchMode):
             self._names_by_storage.setdefault(_storage(tensor), []).append(name)
 
     def feed(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-        """Meta tensors for the loader; remembers which one it has in hand."""
+        """Yield meta tensors for the loader and record the order."""
         for name, shape in sources:
             tensor = torch.empty(shape, dtype=self._dtype, device="meta")
             self._sources[_storage(tensor)] = (name, tensor)
@@ -91,29 +91,30 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note a write to a parameter; let everything else happen."""
+        """Record a write to a parameter; execute all other operators."""
         written = self._written(func, args, kwargs or {})
         if written is None:
             return func(*args, **(kwargs or {}))
         name, target = written
         self._written_names.update(self._names_by_storage[_storage(target)])
         if func is torch.ops.aten.copy_.default:
-            self._note_copy(name, target, args[1])
+            self._record_copy(name, target, args[1])
         elif func in _FILLS:
-            self._note_fill(name, target, args[1] if len(args) > 1 else 0.0)
+            self._record_fill(name, target, args[1] if len(args) > 1 else 0.0)
         else:
             self._refuse(name, f"the loader calls {func} on it")
-        return args[0] if func._schema.returns else None
+        return args[0] if operator_schema(func).returns else None
 
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, Tensor] | None:
-        """The parameter or buffer that `func` would write, and the view of it."""
-        if not func._schema.is_mutable:
+        """Return the parameter or buffer that `func` would write, and the written view."""
+        schema = operator_schema(func)
+        if not schema.is_mutable:
             return None
-        named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
         named |= kwargs
-        for argument in func._schema.arguments:
+        for argument in schema.arguments:
             value = named.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -122,20 +123,20 @@ class _Tracer(TorchDispatchMode):
                     return self._names_by_storage[_storage(tensor)][0], tensor
         return None
 
-    def _note_copy(self, name: str, target: Tensor, value: Tensor) -> None:
+    def _record_copy(self, name: str, target: Tensor, value: Tensor) -> None:
         if _storage(value) not in self._sources:
-            return self._refuse(name, "the loader computes what it copies into it")
+            return self._refuse(name, "the loader computes the values that it copies into it")
         source, whole = self._sources[_storage(value)]
         if value.shape != target.shape:
             return self._refuse(name, f"{source} is broadcast into it")
         region = rectangle(value, whole)
         destination = rectangle(target, self._live[name])
         if region is None or destination is None:
-            return self._refuse(name, f"what it takes of {source} is no rectangle")
+            return self._refuse(name, f"the part of {source} that is copied is no rectangle")
         self._copies.append(TracedCopy(source, region, name, destination.offset))
         del self._handed_out[:-1]
 
-    def _note_fill(self, name: str, target: Tensor, value: float) -> None:
+    def _record_fill(self, name: str, target: Tensor, value: float) -> None:
         region = rectangle(target, self._live[name])
         if region is None:
             return self._refuse(name, "the region that is filled is no rectangle")
@@ -147,10 +148,10 @@ class _Tracer(TorchDispatchMode):
         self._in_hand.setdefault(name, []).extend(self._handed_out)
 
     def result(self) -> Trace:
-        """The trace, once the loader is through."""
+        """Return the trace, after the loader has finished."""
         written = [name for name in self._live if name in self._written_names]
         for name in written:
-            for reason in self._odd(name):
+            for reason in self._unfit(name):
                 self._reasons.setdefault(name, reason)
                 self._in_hand.setdefault(name, [])
         for copy in self._copies:
@@ -167,8 +168,8 @@ class _Tracer(TorchDispatchMode):
             parameters={name: tuple(self._live[name].shape) for name in written},
         )
 
-    def _odd(self, name: str) -> Iterator[str]:
-        """What makes a parameter unfit for plain copies, however it is written."""
+    def _unfit(self, name: str) -> Iterator[str]:
+        """Yield reasons why a parameter is unfit for plain copies."""
         tensor = self._live[name]
         for other in self._names_by_storage[_storage(tensor)]:
             if other != name:
@@ -178,7 +179,7 @@ class _Tracer(TorchDispatchMode):
 
 
 def rectangle(view: Tensor, whole: Tensor) -> Region | None:
-    """The region of contiguous `whole` that `view` shows, or None if it is not a rectangle."""
+    """Return the region of contiguous `whole` that `view` covers; None if it is no rectangle."""
     steps = torch.empty(whole.shape, device="meta").stride()
     same = view.dim() == whole.dim() and whole.stride() == steps
     if not same or any(
@@ -198,5 +199,5 @@ def rectangle(view: Tensor, whole: Tensor) -> Region | None:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of a tensor's storage, meta tensors included."""
-    return tensor.untyped_storage()._cdata
+    """Return the identity of a tensor's storage, meta tensors included."""
+    return storage_id(tensor.untyped_storage())

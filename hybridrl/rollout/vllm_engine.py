@@ -1,4 +1,4 @@
-"""vLLM in this process as a rollout engine."""
+"""Rollout engine: vLLM inside this process."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
@@ -18,8 +18,9 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
+from hybridrl.distributed.torch_compat import own_tensor
 from hybridrl.distributed.weights import checkpoint_shapes
-from hybridrl.rollout import compat
+from hybridrl.rollout import vllm_compat
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.engine import EnginePart, Generated
 from hybridrl.rollout.options import engine_options
@@ -27,42 +28,42 @@ from hybridrl.rollout.sampling import sample_seeds
 from hybridrl.rollout.start import StartTimes, log_start, start_vllm
 from hybridrl.rollout.trace import live_tensors, trace_loader
 
-# What `sleep` lets go of.
+# Parts that `sleep` frees.
 SLEEPERS = {
     SleepMode.none: frozenset[EnginePart](),
     SleepMode.kv_cache: frozenset({EnginePart.KV_CACHE}),
     SleepMode.all: frozenset(EnginePart),
 }
-# Device memory that stays free beside what wakes, for libraries that allocate past torch.
+# Device memory that stays free after a wake, for libraries that allocate outside of torch.
 SPARE_BYTES = 2**30
-# Batch sizes that the first sampling runs with: kernels are compiled anew for sizes of 1, for
-# multiples of 16 and for others.
+# Batch sizes of the first sampling: kernels are compiled separately for size 1, for multiples of 16
+# and for others.
 WARM_UP_SIZES = (1, 16, 17)
 
 
 def prepare(config: RolloutConfig, device_type: str) -> None:
-    """Set what vLLM reads once; to be called before it is imported, any number of times.
+    """Set the switches that vLLM reads once; call before its import, any number of times.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
     """
     check_installation(Accelerator.gpu if device_type == "cuda" else Accelerator.cpu)
-    compat.set_environment(device_type, enforce_eager=config.enforce_eager)
+    vllm_compat.set_environment(device_type, enforce_eager=config.enforce_eager)
 
 
 class VLLMEngine:
-    """vLLM inside this process, one process per GPU, on the process group that exists.
+    """vLLM inside this process, one process per GPU, on the existing process group.
 
     Methods are collectives over the ranks of a tensor-parallel group, construction over all ranks.
-    Build it before anything else takes GPU memory, and keep it as long as the process lives:
-    an engine that is collected may destroy the default process group with it.
+    Build it before other allocations of GPU memory and keep it until the process ends: a garbage-
+    collected engine may destroy the default process group.
 
     Args:
-        config: sizes, dtype, sampling, and what sleeps between rollouts.
+        config: sizes, dtype, sampling and sleep mode.
         folder: the model in Hugging Face format; only its config is read.
         stop_token_ids: tokens that end a response.
-        device_type: "cuda" or "cpu". On a GPU the current device is used; without one nothing
-            gives memory back, and sleeping parts only count as gone.
+        device_type: "cuda" or "cpu". On a GPU the current device is used. On a CPU no memory is
+            freed, and sleeping parts are only marked.
 
     Raises:
         ConfigError: this installation of vLLM cannot be used.
@@ -83,42 +84,42 @@ class VLLMEngine:
         self._awake = frozenset(EnginePart)
         prepare(config, device_type)
         times = StartTimes()
-        with nullcontext() if self._on_gpu else compat.cpu_start():
+        with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
             options = engine_options(config, device_type)
             self._llm = start_vllm(folder, options, times, device_type, self._adapt)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._written = {name for name, _ in self._model.named_parameters()}
-        self._places = _places(self._model, self._written)
+        self._addresses = _addresses(self._model, self._written)
         with times.part("first sampling"):
             self._warm_up()
         log_start(times, self._llm)
         if self._on_gpu and config.sleep is SleepMode.kv_cache:
-            compat.sleep_by_part(self._llm)
+            vllm_compat.sleep_without_weights(self._llm)
         self.sleep()
 
     @property
     def awake(self) -> frozenset[EnginePart]:
-        """The parts that have their memory and keep what is in it."""
+        """Parts that have memory and keep its content."""
         return self._awake
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether what was written into the parameters outlives `sleep`, as it does on a CPU."""
+        """True if the content of the parameters outlives `sleep`, as it always does on a CPU."""
         return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
 
     def trace(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Trace:
-        """What vLLM's loader, given a checkpoint, and the adapters' sources write on this rank.
+        """Trace the writes of vLLM's loader and of the adapters on this rank.
 
-        The parameters are not touched.
+        The parameters do not change.
         """
         trace, lora = self._trace(self._model, sources), self._config.lora
         buffers = trace.parameters.keys() - self._written
         self._written |= buffers
-        self._places += _places(self._model, buffers)
+        self._addresses += _addresses(self._model, buffers)
         return trace if lora is None else trace_with_adapters(trace, lora)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live parameters by vLLM's names, and the buffers that its loader writes."""
+        """Return the live parameters by vLLM's names, and the buffers that its loader writes."""
         live = live_tensors(self._model)
         return {name: tensor for name, tensor in live.items() if name in self._written}
 
@@ -127,13 +128,13 @@ class VLLMEngine:
         self._model.load_weights(weights)
 
     def check(self) -> None:
-        """Raise RuntimeError if a module vLLM started with holds a parameter elsewhere by now."""
-        moved = [place.name for place in self._places if not place.is_kept()]
+        """Raise RuntimeError if the address of a module's parameter has changed."""
+        moved = [known.name for known in self._addresses if not known.is_kept()]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
     def wake(self, part: EnginePart) -> None:
-        """Map a sleeping part's memory, the KV cache after the weights; awake parts stay."""
+        """Map a sleeping part's memory; the KV cache must wake after the weights."""
         if part in self._awake:
             return
         if part is EnginePart.KV_CACHE:
@@ -144,16 +145,16 @@ class VLLMEngine:
         self._awake |= {part}
 
     def _make_room(self, part: EnginePart) -> None:
-        """Return what the trainer has cached to the device if the part would not fit beside it.
+        """Empty the trainer's allocator cache if the part would not fit otherwise.
 
-        Else the trainer keeps it: returning and taking it again costs a step a tenth of a second.
+        Emptying and refilling the cache costs a tenth of a second per step.
         """
         free, _ = torch.cuda.mem_get_info()
-        if free < compat.asleep_bytes(part.value) + SPARE_BYTES:
+        if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
             torch.cuda.empty_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached of all prompts.
+        """Discard the prefix cache.
 
         Raises:
             RuntimeError: vLLM still holds requests.
@@ -163,7 +164,7 @@ class VLLMEngine:
         self._prefixes_cached = False
 
     def sleep(self) -> None:
-        """Discard what rollout.sleep names; the prefix cache goes with the KV cache."""
+        """Free the parts that rollout.sleep names; the KV cache includes the prefix cache."""
         sleepers = SLEEPERS[self._config.sleep] & self._awake
         self._awake -= sleepers
         if not (self._on_gpu and sleepers):
@@ -172,7 +173,7 @@ class VLLMEngine:
             self._llm.sleep(level=2)
         else:
             self._llm.sleep(level=1)
-            # For vLLM's books, which know only engines that are asleep as a whole.
+            # Only for vLLM's state, which does not distinguish parts.
             self._llm.wake_up(tags=[EnginePart.WEIGHTS.value])
         self._prefixes_cached = False  # vLLM has reset it, or would have raised
 
@@ -180,9 +181,9 @@ class VLLMEngine:
         """Sample `responses_per_prompt` responses of each prompt.
 
         Raises:
-            RuntimeError: the engine is asleep (vLLM itself would wait for ever), or its ranks
-                sampled different tokens.
-            ValueError: a prompt leaves too little of the context for its longest response.
+            RuntimeError: the engine is asleep (vLLM would wait forever), or its ranks sampled
+                different tokens.
+            ValueError: a prompt is longer than rollout.max_prompt_tokens.
         """
         if self._awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
@@ -200,10 +201,10 @@ class VLLMEngine:
         self._calls += 1
         self._prefixes_cached = True
         return requests.generate(
-            self._llm.llm_engine.engine_core,
+            vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
-            requests.Limits(max_tokens, stop_token_ids),
+            requests.ResponseLimits(max_tokens, stop_token_ids),
             call=self._calls,
         )
 
@@ -212,15 +213,15 @@ class VLLMEngine:
         return trace_loader(model, model.load_weights, list(sources), dtype)  # type: ignore[arg-type]
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the config, if any, to a model that vLLM has just loaded."""
+        """Add the adapters of the config, if any, to a loaded model."""
         if self._config.lora is not None:
             sources = checkpoint_shapes(self._config.model)
             add_adapters(model, self._trace(model, sources.items()), self._config.lora)
 
     def _warm_up(self) -> None:
-        """Sample a little from the weights vLLM made up: kernels are compiled at first use.
+        """Sample a few tokens from random weights, so that kernels are compiled now.
 
-        vLLM warms up sampling itself, but asks for other log-probs, which are other kernels.
+        vLLM's own warm-up of sampling computes other log-probs with other kernels.
         """
         one = PromptBatch(
             prompts=Ragged.from_rows([[0]], torch.int32),
@@ -236,7 +237,7 @@ class VLLMEngine:
                 self._sample(replace(one, responses_per_prompt=size), [2], [])
 
     def _max_tokens(self, prompts: PromptBatch) -> list[int]:
-        """Longest response to each prompt."""
+        """Return the length limit of the responses to each prompt."""
         if prompts.max_tokens is None:
             return [self._config.max_response_tokens] * len(prompts)
         return prompts.max_tokens.tolist()
@@ -246,7 +247,7 @@ class VLLMEngine:
         lengths, max_tokens = prompts.prompts.lengths.tolist(), self._max_tokens(prompts)
         assert all(length > 0 for length in lengths), "an empty prompt"
         assert all(tokens > 0 for tokens in max_tokens), "no token may be sampled"
-        # What a conversation has used up of its response stands in its later prompts.
+        # Later prompts of a conversation include the part of its response that is used up.
         used = [self._config.max_response_tokens - tokens for tokens in max_tokens]
         long = [
             f"prompt {prompt} has {length - before}"
@@ -262,18 +263,17 @@ class VLLMEngine:
         """Raise if a rank of the tensor-parallel group sampled other tokens."""
         if self._config.tensor_parallel_size == 1:
             return
-        from vllm.distributed.parallel_state import get_tp_group
-
         tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
         own = int.from_bytes(hashlib.blake2b(tokens, digest_size=7).digest(), "big")
         extremes = torch.tensor([own, -own])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        group = vllm_compat.tensor_parallel_group()
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         if extremes.tolist() != [own, -own]:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
 
 
-class _Place(NamedTuple):
-    """Where a module's parameter or buffer lay once."""
+class _Address(NamedTuple):
+    """Address of a module's parameter or buffer at the start."""
 
     name: str
     module: nn.Module
@@ -282,15 +282,15 @@ class _Place(NamedTuple):
     shape: torch.Size
 
     def is_kept(self) -> bool:
-        """Whether it lies there still."""
-        found = (self.module._parameters | self.module._buffers).get(self.key)
+        """Return whether address and shape are unchanged."""
+        found = own_tensor(self.module, self.key)
         return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
 
 
-def _places(model: nn.Module, names: Collection[str]) -> list[_Place]:
-    """Those named, with their modules: walking through these takes longer than comparing."""
+def _addresses(model: nn.Module, names: Collection[str]) -> list[_Address]:
+    """Return the addresses of the named tensors; a later walk over all modules would be slow."""
     return [
-        _Place(name, module, name.rpartition(".")[2], tensor.data_ptr(), tensor.shape)
+        _Address(name, module, name.rpartition(".")[2], tensor.data_ptr(), tensor.shape)
         for prefix, module in model.named_modules()
         for name, tensor in chain(
             module.named_parameters(prefix, recurse=False),

@@ -13,7 +13,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed import position
-from hybridrl.distributed.accumulation import gathered_once, reshard
+from hybridrl.distributed.accumulation import free_gathered_weights, gathered_once
 from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import parameters_in_checkpoint
@@ -137,7 +137,7 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
         Tied ones once, by their names in a checkpoint, or in the model if none has them: adapters,
         the critic's head.
     """
-    reshard(root)
+    free_gathered_weights(root)
     in_checkpoint = {param: name for name, param in parameters_in_checkpoint(root)}
     return {
         in_checkpoint[param] if param in in_checkpoint else name.removeprefix("lm."): param

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.checkpoint.names import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
+from hybridrl.distributed.collectives import NO_LIMIT
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
-from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place

@@ -17,7 +17,7 @@ from hybridrl.data.schedule import MiniBatch, RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
-from hybridrl.distributed.groups import NO_LIMIT
+from hybridrl.distributed.collectives import NO_LIMIT
 from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from hybridrl.workers.model_worker import WEIGHTS, TrainedWorker

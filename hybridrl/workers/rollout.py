@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.config.schema import FSDPConfig, RolloutConfig
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.distributed.heap import give_back_free_memory
-from hybridrl.distributed.layout import choose_columns
+from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.part_timer import PartTimer
+from hybridrl.distributed.process_memory import trim_heap
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.models.resolve import model_folder
-from hybridrl.reshard.engine import Resharder
-from hybridrl.reshard.mover import Destination
+from hybridrl.reshard.executor import Destination
+from hybridrl.reshard.resharder import Resharder
 from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
 from hybridrl.rollout.sampling import stop_token_ids
-from hybridrl.rollout.start import MODULES
+from hybridrl.rollout.vllm_compat import MODULES
 from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
@@ -169,7 +169,7 @@ class RolloutWorker(Worker):
             The version of the weights that stay; None if they are gone until the next reshard.
         """
         self.engine.sleep()
-        give_back_free_memory()
+        trim_heap()
         if EnginePart.WEIGHTS not in self.engine.awake:
             self.weight_version = None
         return self.weight_version

@@ -37,13 +37,13 @@ class Staller(Worker):
         self.side.take_weights(seed=0)
         self.resharder = self.side.resharder(bucket_elements=64)
         self.resharder.sync(0, verify=True)  # the first takes longest, which is no stall
-        self.start = self.resharder._movers[-1].staging.start
+        self.start = self.resharder._executors[-1].staging.start
         self.calls = 0
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, who):
         """Move random weights into a toy engine; rank `who` stops before it sends bucket 3."""
-        staging = self.resharder._movers[-1].staging
+        staging = self.resharder._executors[-1].staging
         store = dist.distributed_c10d._get_default_store()
         self.calls += 1
         further = f"another rank is in bucket 3 of call {self.calls}"

@@ -19,7 +19,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.worker_group import build_roles
-from hybridrl.distributed.groups import NO_LIMIT
+from hybridrl.distributed.collectives import NO_LIMIT
 
 LIMIT_S = 4.0
 
@@ -134,7 +134,7 @@ def test_a_rank_stopped_in_the_middle_of_a_reshard_is_named(pool, group, folder,
         rf"kill -CONT {pids[1]}.*start_or_stop \(stall_roles\.py:\d+\)\n",
         message,
     ), message
-    assert "_run_buckets (mover.py:" in message
+    assert "_run_buckets (executor.py:" in message
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "rank 1 is in bucket 2 of" in warning and f"kill -CONT {pids[1]}" in warning
 

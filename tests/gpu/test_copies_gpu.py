@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import run_on_ranks
-from tests.random_pieces import check_kernel
+from tests.random_rects import check_kernel
 from tests.reshard_ranks import run_side
 
 pytestmark = pytest.mark.gpu

@@ -1,8 +1,72 @@
-"""Patches of vLLM are made only where they fit."""
+"""Private names of torch and vLLM exist in the installed packages; patches fit or are refused."""
+
+import subprocess
+import sys
+from importlib import import_module, util
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import compat
+from hybridrl.distributed import torch_compat
+from hybridrl.rollout import vllm_compat
+
+
+def missing(names):
+    """Return the (module, attribute) pairs that the installed packages lack, each with a reason.
+
+    A field of a dataclass without a default is not an attribute of the class, but annotated.
+    """
+    found = []
+    for module, path in names:
+        try:
+            owner = import_module(module)
+        except ImportError as error:
+            found.append(f"{module}: {error}")
+            continue
+        for part in path.split("."):
+            if not hasattr(owner, part) and part not in getattr(owner, "__annotations__", {}):
+                found.append(f"{module}.{path}")
+                break
+            owner = getattr(owner, part, None)
+    return found
+
+
+def test_a_missing_name_is_listed():
+    names = [("json", "loads"), ("json", "JSONDecoder.gone"), ("json.gone", "loads")]
+    assert [text.partition(":")[0] for text in missing(names)] == [
+        "json.JSONDecoder.gone",
+        "json.gone",
+    ]
+
+
+def test_all_names_of_torch_exist():
+    assert missing(torch_compat.NAMES) == []
+
+
+def test_all_names_of_vllm_exist():
+    """In a process of its own: switches are set before vLLM is imported."""
+    if util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    names = vllm_compat.NAMES + (vllm_compat.SLEEP_NAMES if has_gpu_build() else ())
+    code = (
+        "from hybridrl.rollout import vllm_compat\n"
+        "vllm_compat.set_environment('cpu', enforce_eager=True)\n"
+        "from tests.unit.test_compat import missing\n"
+        f"print('missing:', missing({names!r}))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=250
+    )
+    assert ran.stdout.splitlines()[-1:] == ["missing: []"], ran.stderr[-2000:]
+
+
+def has_gpu_build():
+    try:
+        return bool(version("vllm"))
+    except PackageNotFoundError:
+        return False
 
 
 def test_a_patch_that_does_not_fit_is_named():
@@ -10,4 +74,4 @@ def test_a_patch_that_does_not_fit_is_named():
         pass
 
     with pytest.raises(RuntimeError, match=r"Executor\._distributed_args is gone"):
-        compat._replace(Executor, "_distributed_args", None)
+        vllm_compat.patch(Executor, "_distributed_args", None)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.reshard.copies import Buffers, Job, TorchCopies
+from hybridrl.reshard.buffers import BufferRegion, Buffers
+from hybridrl.reshard.copies import build_copier
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.pieces import Place, cut
-from tests.random_pieces import check_kernel
+from hybridrl.reshard.rects import cut
+from tests.random_rects import check_kernel
 
 CPU = torch.device("cpu")
 
@@ -36,21 +37,20 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
     source = torch.arange(torch.Size(whole).numel(), dtype=torch.float32).view(whole)
     target = torch.full([n + 1 for n in shape], -1.0)
     corner = (1,) * len(shape)
-    pieces = list(
+    rects = list(
         cut(
             shape,
-            Place(0, 0, whole, offset),
-            Place(1, 0, tuple(target.shape), corner),
+            BufferRegion(0, 0, whole, offset),
+            BufferRegion(1, 0, tuple(target.shape), corner),
             (whole, offset),
             salt=1,
             sum=0,
         )
     )
     buffers = Buffers(CPU)
-    buffers.place([source, target])
-    job = Job(pieces, buffers, torch.float32, hashes(64, 64, CPU), write=True)
-    copies = TorchCopies(job)
-    copies.run(0, 1, None, paced=False)
+    buffers.bind([source, target])
+    copier = build_copier(rects, buffers, torch.float32, hashes(64, 64, CPU))
+    copier.run(0, 1, None, paced=False)
     expected = torch.full_like(target, -1.0)
     take(expected, corner, shape).copy_(take(source, offset, shape))
     assert torch.equal(target, expected)
@@ -58,35 +58,35 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
 
 def test_rows_of_a_3_dim_tensor_are_numbered_through():
     """Element (i, j, k) of a 4 x 7 x 5 tensor is in row 7 i + j."""
-    places = Place(0, 0, (4, 7, 5), (2, 3, 1))
-    pieces = cut((2, 4, 2), places, places, ((4, 7, 5), (2, 3, 1)), salt=1, sum=0)
-    assert [(p.row, p.column, p.rows, p.columns) for p in pieces] == [
+    region = BufferRegion(0, 0, (4, 7, 5), (2, 3, 1))
+    rects = cut((2, 4, 2), region, region, ((4, 7, 5), (2, 3, 1)), salt=1, sum=0)
+    assert [(p.row, p.column, p.rows, p.columns) for p in rects] == [
         (7 * 2 + 3, 1, 4, 2),
         (7 * 3 + 3, 1, 4, 2),
     ]
 
 
-def test_buffers_say_when_copies_must_be_built_anew():
+def test_buffers_report_when_copiers_must_be_rebuilt():
     memory, buffers = torch.zeros(64), Buffers(CPU)
-    assert buffers.place([memory[:16]])
-    assert not buffers.place([memory[16:32]]), "as aligned as before"
+    assert buffers.bind([memory[:16]])
+    assert not buffers.bind([memory[16:32]]), "as aligned as before"
     assert buffers.addresses.tolist() == [memory[16:].data_ptr()]
-    assert buffers.place([memory[1:17]]), "no longer aligned"
-    assert buffers.place([memory.bfloat16()[:16]]), "another dtype"
+    assert buffers.bind([memory[1:17]]), "no longer aligned"
+    assert buffers.bind([memory.bfloat16()[:16]]), "another dtype"
 
 
 def test_a_tensor_without_memory_is_refused_each_time():
     buffers, away = Buffers(CPU), torch.zeros(8)
-    buffers.place([away])
+    buffers.bind([away])
     away.untyped_storage().resize_(0)
     for _ in range(2):
         with pytest.raises(AssertionError, match="no memory"):
-            buffers.place([away])
+            buffers.bind([away])
 
 
 def test_released_buffers_keep_nothing_alive():
     buffers, memory = Buffers(CPU), torch.zeros(8)
-    buffers.place([memory])
+    buffers.bind([memory])
     kept = weakref.ref(memory)
     del memory
     assert kept() is not None

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.distributed.storage.export import _put_in_place
-from hybridrl.models.exported import added_to, files_in
+from hybridrl.models.export_record import added_to, files_in
 
 
 @pytest.fixture

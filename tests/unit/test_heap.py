@@ -2,7 +2,7 @@
 
 import psutil
 
-from hybridrl.distributed.heap import give_back_free_memory
+from hybridrl.distributed.process_memory import trim_heap
 
 BLOCK_BYTES, BLOCKS = 64 * 1024, 3000
 
@@ -13,6 +13,6 @@ def test_pages_between_blocks_that_are_used_are_given_back():
     kept = blocks[::20]
     used = psutil.Process().memory_info().rss
     del blocks
-    give_back_free_memory()
+    trim_heap()
     given_back = used - psutil.Process().memory_info().rss
     assert given_back > 0.8 * BLOCK_BYTES * (BLOCKS - len(kept))

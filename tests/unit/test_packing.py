@@ -53,8 +53,8 @@ def test_a_rank_of_a_group_gets_its_piece():
     for piece in pieces:
         assert piece.cu_seq_lens.tolist() == [0, 3, 7]
         assert piece.max_length == 4
-        assert piece.piece.num_responses == [1, 3]
-        assert piece.piece.num_tokens == 7
+        assert piece.shard.num_responses == [1, 3]
+        assert piece.shard.num_tokens == 7
 
 
 def test_a_token_may_be_predicted_by_the_piece_before_its_own():

@@ -12,8 +12,8 @@ import torch
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.layout import SourceLayout, intersect, layouts_of
 from hybridrl.reshard.plan import build_plans, digest
+from hybridrl.reshard.source_layout import SourceLayout, intersect, layouts_of
 from hybridrl.rollout.trace import trace_loader
 from tests.toy_engine import NUM_KV_HEADS, SOURCES, ToyEngine, coordinates
 from tests.unit.whole_plan import build_plan
@@ -95,19 +95,18 @@ def carry_out(plans, engines, shards, cuts):
     for buckets in zip(*(plan.buckets for plan in plans), strict=True):
         memory = [torch.full((bucket.size,), -9) for bucket in buckets]
         for rank, bucket in enumerate(buckets):
-            for start, message in bucket.packed:
-                assert message.sender == rank
-                layout = by_name[message.source]
-                values = held_piece(message.source, message.region, rank, shards, layout)
+            for start, transfer in bucket.packed:
+                assert transfer.sender == rank
+                layout = by_name[transfer.source]
+                values = held_piece(transfer.source, transfer.region, rank, shards, layout)
                 memory[rank][start : start + values.numel()] = values.flatten()
         exchange(buckets, memory)
         for rank, bucket in enumerate(buckets):
-            for start, message in bucket.unpacked:
-                values = memory[rank][start : start + message.numel].view(message.region.shape)
-                for takers in message.takers:
-                    if rank in takers.receivers:
-                        region = Region(takers.offset, message.region.shape)
-                        write(rank, takers.parameter, region, values)
+            for start, transfer in bucket.unpacked:
+                values = memory[rank][start : start + transfer.numel].view(transfer.region.shape)
+                for copy, receivers in transfer.writes:
+                    if rank in receivers:
+                        write(rank, copy.parameter, copy.destination, values)
     return written
 
 

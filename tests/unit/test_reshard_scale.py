@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.reshard.layout import SourceLayout
+from hybridrl.reshard.source_layout import SourceLayout
 from tests.unit.whole_plan import build_plan
 
 HEAD, KV_ROWS, VOCAB = 128, 8 * 128, 128256
@@ -124,6 +124,6 @@ def test_operations_are_bounded_by_buckets_and_the_ranks_of_a_slice(shards, tp, 
     assert sum(bucket.operations for bucket in plan.buckets) <= at_most
     assert max(bucket.size for bucket in plan.buckets) <= BUCKET_ELEMENTS
     staged = sum(bucket.size for bucket in plan.buckets)
-    assert staged < 1.002 * sum(  # what aligns messages and slots
-        message.numel for bucket in plan.buckets for _, message in bucket.packed + bucket.unpacked
+    assert staged < 1.002 * sum(  # padding of transfers and slots
+        transfer.numel for bucket in plan.buckets for _, transfer in bucket.packed + bucket.unpacked
     )

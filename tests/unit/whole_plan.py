@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from hybridrl.distributed.regions import Trace
-from hybridrl.reshard.layout import SourceLayout
 from hybridrl.reshard.plan import Plan, build_plans
+from hybridrl.reshard.source_layout import SourceLayout
 
 
 def build_plan(

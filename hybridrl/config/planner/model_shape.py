@@ -8,6 +8,7 @@ from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.ranges import LARGEST_COUNT
 
+# Others may scale logits or cap attention scores, which the packed forward does not do.
 SUPPORTED = ("llama", "qwen2", "qwen3")
 # Keys that every config.json of these models has.
 REQUIRED = (

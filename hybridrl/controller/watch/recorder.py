@@ -58,15 +58,14 @@ def _serve(reading: int, folder: Path) -> None:
 def _write(folder: Path, rank: str) -> None:
     if "torch" not in sys.modules:
         return
-    from torch._C import _distributed_c10d as c10d
+    from hybridrl.distributed.torch_compat import gloo_trace, nccl_trace
 
-    # Not every build of torch has both.
-    if hasattr(c10d, "_dump_nccl_trace"):
-        content = c10d._dump_nccl_trace()
-        if pickle.loads(content)["entries"]:
-            _write_whole(folder / f"{NCCL_PREFIX}{rank}", content)
-    if hasattr(c10d, "_dump_fr_trace"):
-        record = pickle.loads(c10d._dump_fr_trace())
+    content = nccl_trace()
+    if content is not None and pickle.loads(content)["entries"]:
+        _write_whole(folder / f"{NCCL_PREFIX}{rank}", content)
+    content = gloo_trace()
+    if content is not None:
+        record = pickle.loads(content)
         if record["entries"]:
             text = json.dumps(record, indent=1, default=str)
             _write_whole(folder / f"{GLOO_PREFIX}{rank}.json", text.encode())

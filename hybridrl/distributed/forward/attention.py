@@ -1,10 +1,10 @@
-"""Attention over packed sequences: ragged, one behind the other, no padding and no mask.
+"""Attention over packed sequences, without padding or masks.
 
 Shapes:  N = packed tokens   B = sequences   T = longest   H, K = query, key heads   D = head size
 
-The model runs on [1, N] tokens. Transformers hands `cu_seq_lens_q`, `max_length_q` and their `_k`
-twins from the model's arguments down to the attention function, which alone needs to know where
-sequences begin.
+The model runs on [1, N] tokens. transformers passes `cu_seq_lens_q`, `max_length_q` and their `_k`
+twins from the model's arguments to the attention function, the only one that needs the bounds of
+sequences.
 """
 
 import functools
@@ -26,16 +26,16 @@ PACKED_ATTENTION = "hybridrl_packed"
 
 # Arguments by which other architectures change the scores; ignoring one would be silently wrong.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-# The kernel takes fewer key heads than query heads; from torch 2.12 on it wants to be told.
-TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
+# The kernel supports fewer key heads than query heads; since torch 2.12 it needs a flag.
+GROUPED_QUERY: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 def register_packed_attention() -> None:
-    """Make `attn_implementation="hybridrl_packed"` known to transformers.
+    """Register `attn_implementation="hybridrl_packed"` in transformers.
 
-    No mask function is registered under the name, so transformers builds no mask.
+    Without a mask function of that name, transformers builds no mask.
     """
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
@@ -49,17 +49,17 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, by transformers' calling convention.
+    """Compute causal attention within each packed sequence, with transformers' signature.
 
     Args:
-        module: the attention layer; not looked at.
+        module: the attention layer; unused.
         query: [1, H, N, D].
         key, value: [1, K, N, D]; H is a multiple of K.
         attention_mask: must be None.
         scaling: factor on the scores; None: D ** -0.5.
-        kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are needed; sliding_window is
-            honoured (a token sees that many, itself included). sequence_group says that the
-            tokens here are this rank's piece of num_shared_tokens; cu_seq_lens_q is of them all.
+        kwargs: cu_seq_lens_q [B + 1] int32 and max_length_q are required; sliding_window is the
+            number of visible tokens, itself included. With sequence_group the tokens are this
+            rank's shard of num_shared_tokens; cu_seq_lens_q covers all of them.
 
     Returns:
         [1, N, H, D], and None in place of the attention weights.
@@ -69,7 +69,9 @@ def packed_attention(
     """
     changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None or kwargs.get("dropout") or changed:
-        raise ValueError(f"packed attention knows no masks, dropout or {changed or UNSUPPORTED}")
+        raise ValueError(
+            f"packed attention does not support masks, dropout or {changed or UNSUPPORTED}"
+        )
     attend = _varlen if has_kernel(query.device, query.dtype, query.shape[-1]) else _padded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = kwargs.get("sequence_group")
@@ -91,10 +93,10 @@ def packed_attention(
 
 @functools.cache
 def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
-    """Say once that the fast kernel does not take these tensors, and what that costs."""
+    """Warn once that FlashAttention does not support these tensors."""
     logger.warning(
-        "attention pads: FlashAttention takes bfloat16 and head sizes that are multiples of 8 up "
-        "to 256, not %s with head size %d. Every layer computes pad tokens; set "
+        "attention pads: FlashAttention supports bfloat16 and head sizes that are multiples of 8 "
+        "up to 256, not %s with head size %d. Every layer computes pad tokens; set "
         "fsdp.param_dtype=bfloat16 if the model allows",
         dtype,
         head_size,
@@ -102,7 +104,7 @@ def warn_of_padding(dtype: torch.dtype, head_size: int) -> None:
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether FlashAttention, which is what varlen_attn runs, takes such tensors."""
+    """Return whether FlashAttention (varlen_attn) supports such tensors."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and half and head_size % 8 == 0 and head_size <= 256
 
@@ -116,7 +118,7 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """The kernel for packed sequences; tensors are [N, heads, D]."""
+    """Compute attention with the kernel for packed sequences; tensors are [N, heads, D]."""
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -127,7 +129,7 @@ def _varlen(
         max_length,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **TAKES_FEWER_KEY_HEADS,
+        **GROUPED_QUERY,
     )
 
 
@@ -140,9 +142,9 @@ def _padded(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """The same by padding to [B, heads, T, D] and back; tensors are [N, heads, D].
+    """Compute the same with padding to [B, heads, T, D]; tensors are [N, heads, D].
 
-    Padding stands right of each sequence, where causal attention never looks.
+    Padding is right of each sequence, where causal attention never reads.
     """
     num_sequences = cu_seq_lens.shape[0] - 1
     position = torch.arange(query.shape[0], device=query.device)

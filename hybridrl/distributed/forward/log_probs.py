@@ -1,11 +1,11 @@
-"""Log-probs and entropies of tokens without ever holding all their logits in float32.
+"""Log-probs and entropies of tokens, without all logits in float32 at once.
 
 Shapes:  R = response tokens   H = hidden size   V = vocabulary
 Units:   nats
 
 [R, V] in float32 is by far the largest tensor of a naive update (16,384 tokens of a 152 k
-vocabulary: 10 GB, several times over). Here logits live for one chunk of tokens at a time, in the
-dtype of compute, and backward either recomputes them or, where memory allows, finds them kept:
+vocabulary: 10 GB, several times). Here logits exist for one chunk of tokens at a time, in the
+compute dtype. Backward recomputes them or, if memory allows, uses kept ones:
 
     forward    logits = hidden W^T        one pass: log Z, log p, entropy of each row
     backward   logits again, or kept      one pass over them: their gradient, in place
@@ -22,7 +22,7 @@ from hybridrl.distributed.forward.softmax_rows import Rows, logits_gradient_, so
 
 
 class Entropy(Enum):
-    """Whether the entropy of each token's distribution is wanted, and what for."""
+    """Use of the entropy of each token's distribution."""
 
     omit = "omit"
     report = "report"
@@ -30,18 +30,18 @@ class Entropy(Enum):
 
 
 class KeptLogits(Enum):
-    """What backward finds of the logits: nothing, or all of them in the dtype of compute."""
+    """Logits kept for backward: none, or all in the compute dtype."""
 
     none = "none"
     all = "all"
 
 
 class ResponseLogProbs(NamedTuple):
-    """What a forward pass says of the response tokens.
+    """Result of a forward pass for the response tokens.
 
     Attributes:
         log_probs: [R] float32, log pi of each token.
-        entropy: [R] float32, of the distribution each was sampled from; None if omitted.
+        entropy: [R] float32, of each token's distribution; None if omitted.
     """
 
     log_probs: Tensor
@@ -58,19 +58,19 @@ def token_log_probs(
     entropy: Entropy,
     keep: KeptLogits,
 ) -> ResponseLogProbs:
-    """Log-probs of `targets` under softmax(hidden @ weight.T / temperature), chunk by chunk.
+    """Compute log-probs of `targets` under softmax(hidden @ weight.T / temperature), in chunks.
 
     Args:
-        hidden: [R, H], the states that predict the tokens.
+        hidden: [R, H], states that predict the tokens.
         targets: [R] int64.
-        weight: [V, H], of the language-modelling head, in the dtype of `hidden`.
+        weight: [V, H] of the language-modelling head, in the dtype of `hidden`.
         temperature: divides the logits, > 0.
         chunk_tokens: tokens whose logits are computed at one time.
-        entropy: whether to return it, and with gradient or not.
-        keep: whether backward recomputes the logits; float32 logits are never kept.
+        entropy: omit it, report it, or return it with gradient.
+        keep: logits to keep for backward; float32 logits are never kept.
     """
     if not torch.is_grad_enabled():
-        keep = KeptLogits.none  # a Function cannot tell: its inputs require gradients all the same
+        keep = KeptLogits.none  # a Function cannot detect it: its inputs require gradients anyway
     log_probs, entropies = _TokenLogProbs.apply(
         hidden, weight, targets, temperature, chunk_tokens, entropy, keep
     )
@@ -100,7 +100,7 @@ class _TokenLogProbs(torch.autograd.Function):
             parts.append(softmax_rows(logits, ids, temperature))
             if keeps:
                 kept.append(logits)
-            del logits  # before the next chunk's take their place
+            del logits  # before those of the next chunk are allocated
         rows = Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, targets, *rows)
         ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
@@ -136,20 +136,20 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight = _add_product(grad_weight, gradient, hidden[part], len(hidden))
             del gradient
         if ctx.needs_input_grad[1]:
-            # Without response tokens too there must be a gradient: ranks reduce the same tensors.
+            # Ranks reduce the same tensors, so there is a gradient even without response tokens.
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, states: Tensor, num_tokens: int) -> Tensor:
-    """total + gradient.T @ states, [V, H], in float32 if this is one chunk of several.
+    """Return total + gradient.T @ states, [V, H], in float32 if there are several chunks.
 
     Args:
-        total: of the chunks before; overwritten.
+        total: total of the earlier chunks; overwritten.
         gradient: [C, V].
         states: [C, H].
-        num_tokens: of all chunks.
+        num_tokens: tokens of all chunks.
     """
     if total is None and (gradient.dtype == torch.float32 or len(states) == num_tokens):
         return gradient.T @ states

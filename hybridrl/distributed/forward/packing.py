@@ -1,4 +1,4 @@
-"""Responses of a micro-batch as one packed model input, or one rank's piece of it."""
+"""Packing of a micro-batch into one model input, or one rank's shard of it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, piece_sizes
+from hybridrl.distributed.forward.sequence_parallel import SequenceGroup, shard_sizes
 
 
 class States(Enum):
-    """Whose final hidden states a forward is for."""
+    """Positions whose final hidden states a forward returns."""
 
-    # Of the position before each response token, which predicts it.
+    # The position before each response token, which predicts it.
     predicting = "predicting"
-    # Of each response's last token, which has seen all of it.
+    # Each response's last token, which depends on all of it.
     last = "last"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank that shares a packed input knows beside its own tokens.
+class SequenceShard:
+    """Position of a rank's tokens in a packed input that several ranks share.
 
     Attributes:
-        group: the ranks that share it.
-        num_tokens: N, of the whole input.
-        num_responses: wanted states that each rank has.
+        group: the ranks that share the input.
+        num_tokens: N, tokens of the whole input.
+        num_responses: number of requested states on each rank.
     """
 
     group: SequenceGroup
@@ -37,19 +37,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packed:
-    """B sequences, each a prompt and its response, one behind the other without padding.
+    """B packed sequences, each a prompt and its response, without padding.
 
     Attributes:
         input_ids: [1, N] int64.
         position_ids: [1, N] int64, counted from 0 in each sequence.
-        cu_seq_lens: [B + 1] int32, where each sequence begins; the last is N.
-        max_length: the longest sequence.
+        cu_seq_lens: [B + 1] int32, start of each sequence; the last is N.
+        max_length: length of the longest sequence.
         state_index: [R] int64, for each response token the position before it, whose hidden state
             predicts it. With States.last R = B, the position of each response's last token.
-        response_ids: [R] int64, the response tokens, in the order of the batch; the last ones.
-        piece: None if one rank has it all. Otherwise input_ids and position_ids are those of this
-            rank's piece, state_index counts within it, and state_index and response_ids are of
-            the response tokens whose state lies there; sequences are still those of the whole.
+        response_ids: [R] int64, response tokens in the order of the batch; with States.last the
+            last ones.
+        shard: None if one rank has the whole input. Otherwise input_ids, position_ids, state_index
+            and response_ids are those of this rank's shard, and state_index counts within it;
+            cu_seq_lens and max_length are those of the whole input.
     """
 
     input_ids: Tensor
@@ -58,7 +59,7 @@ class Packed:
     max_length: int
     state_index: Tensor
     response_ids: Tensor
-    piece: Piece | None = None
+    shard: SequenceShard | None = None
 
 
 def pack(
@@ -67,10 +68,10 @@ def pack(
     group: SequenceGroup | None = None,
     states: States = States.predicting,
 ) -> Packed:
-    """The batch's prompts and responses, packed on `device`; of a group, this rank's piece.
+    """Pack prompts and responses on `device`; with a group, this rank's shard of them.
 
     Raises:
-        ValueError: a prompt is empty, so nothing predicts its response's first token.
+        ValueError: a prompt is empty, so the response's first token has no predicting state.
     """
     prompts, responses, lengths = batch.prompts, batch.responses, batch.num_tokens
     if bool((prompts.lengths == 0).any()):
@@ -80,7 +81,7 @@ def pack(
     position_ids = torch.arange(total) - (ends - lengths).repeat_interleave(lengths)
     is_response = position_ids >= prompts.lengths.repeat_interleave(lengths)
     input_ids = torch.empty(total, dtype=torch.int64)
-    # Batches hold token ids as int32; a gather over the vocabulary wants them as int64.
+    # Batches hold token ids as int32; a gather over the vocabulary requires int64.
     response_ids = responses.values.long()
     input_ids[is_response] = response_ids
     input_ids[~is_response] = prompts.values.long()
@@ -89,9 +90,9 @@ def pack(
         state_index, response_ids = ends - 1, response_ids[responses.lengths.cumsum(0) - 1]
     starts = torch.cat([ends.new_zeros(1), ends])
     parts = (input_ids, position_ids, state_index, response_ids, starts)
-    piece = None
+    shard = None
     if group is not None:
-        parts, piece = _cut(parts, group)
+        parts, shard = _cut(parts, group)
     moved = to_device(torch.cat(parts), device).split([len(part) for part in parts])
     return Packed(
         input_ids=moved[0][None],
@@ -100,26 +101,26 @@ def pack(
         max_length=int(lengths.max()),
         state_index=moved[2],
         response_ids=moved[3],
-        piece=piece,
+        shard=shard,
     )
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, Piece]:
-    """This rank's part of input_ids, position_ids, state_index, response_ids, cu_seq_lens."""
+def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, SequenceShard]:
+    """Cut this rank's part of input_ids, position_ids, state_index, response_ids, cu_seq_lens."""
     input_ids, position_ids, state_index, response_ids, starts = whole
     if len(input_ids) < group.size:
-        # Layers cannot run on no token at all: the last ranks get sequences of one token that
-        # predict nothing.
+        # Layers need at least one token: the last ranks get sequences of one token that predict
+        # nothing.
         missing = torch.zeros(group.size - len(input_ids), dtype=torch.int64)
         starts = torch.cat([starts, torch.arange(len(input_ids), group.size) + 1])
         input_ids = torch.cat([input_ids, missing])
         position_ids = torch.cat([position_ids, missing])
-    sizes = piece_sizes(len(input_ids), group.size)
+    sizes = shard_sizes(len(input_ids), group.size)
     bounds = torch.tensor([0, *accumulate(sizes)])
-    # State indices rise, so each rank's stand together.
+    # State indices rise, so those of a rank are adjacent.
     counts = torch.searchsorted(state_index, bounds).diff().tolist()
     own = group.rank
     parts = (
@@ -129,11 +130,11 @@ def _cut(whole: Parts, group: SequenceGroup) -> tuple[Parts, Piece]:
         response_ids.split(counts)[own],
         starts,
     )
-    return parts, Piece(group, len(input_ids), counts)
+    return parts, SequenceShard(group, len(input_ids), counts)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """CPU values on the device, copied without waiting for it."""
+    """Copy CPU values to the device without waiting for it."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

@@ -1,17 +1,17 @@
 """Ulysses sequence parallelism: the ranks of a group share each packed forward.
 
-Shapes:  N = packed tokens   n = tokens of this rank's piece   U = ranks of the group
+Shapes:  N = packed tokens   n = tokens of this rank's shard   U = ranks of the group
          H, K = query, key heads   h, k = those of one rank   D = head size   F = features
 
-Rank r runs tokens N r / U to N (r + 1) / U through everything that looks at one token at a time.
-Attention looks at all of them, but at each head alone; there a rank has all tokens and a U-th of
-the heads, by one all-to-all before it and one after:
+Rank r computes all per-token operations on tokens N r / U to N (r + 1) / U. In attention, which
+needs all tokens but treats heads separately, a rank has all tokens and 1 / U of the heads. This
+takes one all-to-all before attention and one after:
 
     [n, H + 2 K, D] -> all-to-all -> [N, h + 2 k, D] -> attention -> [N, h, D]
                     -> all-to-all -> [n, H, D]
 
-The exchanges are operators of their own: torch.compile keeps them as they are, with their backward,
-in one graph with the layer around them.
+The exchanges are custom operators: torch.compile keeps them and their backward in one graph with
+the layer around them.
 
 Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
 """
@@ -24,19 +24,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
+
+from hybridrl.distributed.torch_compat import group_named, tagged_group
 
 TAG = "hybridrl_sequence"
 
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks with which this one shares sequences.
+    """Group of ranks that share sequences.
 
     Attributes:
-        name: of the process group, by which operators find it.
-        size: its ranks, U > 1.
-        rank: this one's number there.
+        name: name of the process group, for operators.
+        size: number of ranks, U > 1.
+        rank: this rank's number in the group.
     """
 
     name: str
@@ -45,10 +47,10 @@ class SequenceGroup:
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
-    """This rank's group of `size` consecutive global ranks; a collective over all ranks.
+    """Return this rank's group of `size` consecutive global ranks; a collective over all ranks.
 
-    All roles of a process get the same one, with one set of communication buffers: torch keeps it
-    under a tag and forgets it with the default group.
+    All roles of a process share one group and its communication buffers: torch keeps it under a tag
+    until the default group is destroyed.
 
     Args:
         size: fsdp.ulysses_size, a divisor of the number of ranks.
@@ -60,19 +62,15 @@ def sequence_group(size: int) -> SequenceGroup | None:
         return None
     world = dist.get_world_size()
     assert world % size == 0, (world, size)
-    first = dist.get_rank() // size * size
-    mine = list(range(first, first + size))
-    group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
-    if group is None:
-        for start in range(0, world, size):
-            distributed_c10d._new_group_with_tag(list(range(start, start + size)), pg_tag=TAG)
-        group = distributed_c10d._find_pg_by_ranks_and_tag(TAG, mine)
-    assert dist.get_process_group_ranks(group) == mine
-    return SequenceGroup(group.group_name, size, dist.get_rank() - first)
+    ranks = [list(range(start, start + size)) for start in range(0, world, size)]
+    own, rank = divmod(dist.get_rank(), size)
+    group = tagged_group(ranks, own, TAG)
+    assert dist.get_process_group_ranks(group) == ranks[own]
+    return SequenceGroup(group.group_name, size, rank)
 
 
-def piece_sizes(num_tokens: int, num_ranks: int) -> list[int]:
-    """Tokens of each rank's piece: they differ by one at most, and add up."""
+def shard_sizes(num_tokens: int, num_ranks: int) -> list[int]:
+    """Return the tokens of each rank's shard; they differ by at most one."""
     ends = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
     return [end - start for start, end in pairwise(ends)]
 
@@ -80,10 +78,10 @@ def piece_sizes(num_tokens: int, num_ranks: int) -> list[int]:
 def heads_of_all_tokens(
     query: Tensor, key: Tensor, value: Tensor, num_tokens: int, group: SequenceGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's heads of all tokens, from all heads of its piece of them.
+    """Return this rank's heads of all tokens, from all heads of its own tokens.
 
-    Where there are fewer key heads than ranks, each is sent to all ranks that have a query head of
-    its group, and the gradients they send back are added.
+    With fewer key heads than ranks, each is sent to all ranks with a query head of its group. The
+    returned gradients are added.
 
     Args:
         query: [n, H, D]; U divides H.
@@ -99,7 +97,7 @@ def heads_of_all_tokens(
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     blocks = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]
     heads = [block.shape[2] for block in blocks]
-    # [n, U, heads, D] -> [U, n, heads, D]: what goes to one rank lies together.
+    # [n, U, heads, D] -> [U, n, heads, D]: the rows for one rank are adjacent.
     sent = torch.cat(blocks, dim=2).transpose(0, 1).flatten(0, 1)
     received = tokens_to_heads(sent.flatten(1), num_tokens, group.name)
     q, k, v = received.unflatten(1, (-1, query.shape[2])).split(heads, dim=1)
@@ -107,7 +105,7 @@ def heads_of_all_tokens(
 
 
 def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -> Tensor:
-    """All heads of this rank's piece, from its heads of all tokens.
+    """Return all heads of this rank's tokens, from its heads of all tokens.
 
     Args:
         output: [N, h, D].
@@ -124,31 +122,31 @@ def tokens_of_all_heads(output: Tensor, num_tokens: int, group: SequenceGroup) -
 
 @torch.library.custom_op("hybridrl::tokens_to_heads", mutates_args=())
 def tokens_to_heads(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """[U n, F], whose r-th n rows are for rank r -> [N, F], from all ranks in their order.
+    """Exchange [U n, F], whose r-th n rows are for rank r, for [N, F] from all ranks in order.
 
     Args:
-        rows: what this rank sends; n is the size of its piece.
+        rows: rows to send; n is the size of this rank's shard.
         num_rows: N.
-        group_name: of the process group.
+        group_name: name of the process group.
     """
-    group = _group_named(group_name)
+    group = group_named(group_name)
     size = group.size()
-    send, receive = [rows.shape[0] // size] * size, piece_sizes(num_rows, size)
+    send, receive = [rows.shape[0] // size] * size, shard_sizes(num_rows, size)
     return _all_to_all(rows, send, receive, group)
 
 
 @torch.library.custom_op("hybridrl::heads_to_tokens", mutates_args=())
 def heads_to_tokens(rows: Tensor, num_rows: int, group_name: str) -> Tensor:
-    """The way back: [N, F], of which each rank gets its piece -> [U n, F], n rows of each rank.
+    """Exchange [N, F], of which each rank gets its shard, for [U n, F], n rows of each rank.
 
     Args:
-        rows: what this rank sends.
+        rows: rows to send.
         num_rows: U n.
-        group_name: of the process group.
+        group_name: name of the process group.
     """
-    group = _group_named(group_name)
+    group = group_named(group_name)
     size = group.size()
-    send, receive = piece_sizes(rows.shape[0], size), [num_rows // size] * size
+    send, receive = shard_sizes(rows.shape[0], size), [num_rows // size] * size
     return _all_to_all(rows, send, receive, group)
 
 
@@ -175,35 +173,30 @@ tokens_to_heads.register_autograd(_gradient_of_tokens, setup_context=_remember_w
 heads_to_tokens.register_autograd(_gradient_of_heads, setup_context=_remember_way_back)
 
 
-class JoinedPieces(torch.autograd.Function):
-    """[r] of each rank -> [R] on all of them, in rank order; backward takes the own piece.
+class GatherSequence(torch.autograd.Function):
+    """Gather of [r] values of each rank to [R] on all ranks, in rank order.
 
-    Every rank computes the same loss of the joined values. Its gradient with respect to a rank's
-    own piece is taken by that rank alone, so that the sum over ranks, which FSDP2 forms, is the
-    gradient of one loss and not of U.
+    Every rank computes the same loss of the gathered values. Backward keeps only the gradient of
+    the rank's own values: FSDP2's sum over ranks is then the gradient of one loss, not of U.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: Sequence[int], group: SequenceGroup) -> Tensor:
-        """`counts[r]` values come from rank r."""
+        """Gather the values; `counts[r]` come from rank r."""
         ctx.counts, ctx.rank = counts, group.rank
         send = [len(values)] * group.size
-        return _all_to_all(values.repeat(group.size), send, counts, _group_named(group.name))
+        return _all_to_all(values.repeat(group.size), send, counts, group_named(group.name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the own piece."""
+        """Return the gradient of this rank's own values."""
         return grads[0].split(ctx.counts)[ctx.rank], None, None
-
-
-def _group_named(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)
 
 
 def _all_to_all(
     values: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> Tensor:
-    """Rows from each rank, after it was sent its own; both in rank order."""
+    """Exchange rows with all ranks; sent and received rows are in rank order."""
     received = values.new_empty(sum(receive), *values.shape[1:])
     dist.all_to_all_single(received, values.contiguous(), list(receive), list(send), group=group)
     return received

@@ -1,7 +1,7 @@
 """Triton kernels of softmax_rows.py: one pass over the logits in each direction.
 
-Forward, one program per row walks along it with a running maximum m and, relative to it, running
-sums s = sum exp(x - m) and t = sum exp(x - m) x; in the end log Z = m + log s, H = log Z - t / s.
+Forward has one program per row, with a running maximum m. Relative to m it keeps running sums
+s = sum exp(x - m) and t = sum exp(x - m) x. At the end log Z = m + log s, H = log Z - t / s.
 Backward is elementwise. Both work in float32 on logits of any dtype.
 """
 
@@ -17,7 +17,7 @@ WARPS = 8
 def softmax_rows(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p[target], log Z and entropy of each row; see softmax_rows.py."""
+    """Return log p[target], log Z and entropy of each row; see softmax_rows.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     log_probs, log_z, entropy = logits.new_empty(3, num_rows, dtype=torch.float32)
@@ -45,7 +45,7 @@ def logits_gradient_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient of the logits, written over them; see softmax_rows.py."""
+    """Overwrite the logits with their gradient; see softmax_rows.py."""
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
     if num_rows:

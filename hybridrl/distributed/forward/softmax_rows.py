@@ -5,7 +5,7 @@ Units:   nats
 
 x = logits / temperature, p = softmax(x), log Z = log sum exp x. Logits may be bfloat16; everything
 else is float32. On a GPU each direction is one kernel that reads the logits once
-(softmax_kernels.py); elsewhere the formulas stand here in plain torch.
+(softmax_kernels.py); on a CPU the formulas are plain torch.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """What forward says of each row, [C] float32.
+    """Result of forward for each row, [C] float32.
 
     Attributes:
         log_probs: log p[target].
-        log_z: log Z, with which p can be had again from the logits.
+        log_z: log Z, from which backward recomputes p.
         entropy: -sum p log p.
     """
 
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> Rows:
-    """Log-prob of each row's target and the row's entropy.
+    """Compute each row's log-prob of the target, log Z and entropy.
 
     Args:
         logits: [C, V], contiguous; not changed.
@@ -41,7 +41,7 @@ def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> Rows:
         return Rows(*softmax_kernels.softmax_rows(logits, targets, temperature))
     x = logits.float().div(temperature)
     log_z = x.logsumexp(dim=-1)
-    # Not H = log Z - sum p x: an error of log Z, in p, would count |x| times.
+    # Not H = log Z - sum p x: there an error of log Z is multiplied by |x|.
     log_p = x.sub_(log_z[:, None])
     log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     entropy = -log_p.exp().mul_(log_p).sum(-1)
@@ -56,14 +56,14 @@ def logits_gradient_(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient of the logits, written over them.
+    """Overwrite the logits with their gradient.
 
     d log p[t] / d x_j = [j = t] - p_j          d H / d x_j = -p_j (log p_j + H)
 
     Args:
         logits: [C, V], contiguous; overwritten.
         targets: [C] int64.
-        rows: what `softmax_rows` returned for them.
+        rows: result of `softmax_rows`.
         grad_log_probs: [C] float32.
         grad_entropy: [C] float32, or None: the entropy has no gradient.
         temperature: as in `softmax_rows`.

@@ -1,8 +1,8 @@
-"""The modules FSDP2 wraps as roots: transformers inside, numbers of response tokens outside.
+"""Root modules of FSDP2: a transformers model with a head for log-probs, values or scores.
 
 FSDP2 gathers a root's own weights (embedding, final norm, head) in hooks around the root's
-forward. Calling the model inside directly would bypass them, so everything that needs weights
-happens in the forwards here.
+forward. A direct call of the inner model would bypass them, so all computation with weights is in
+the forwards here.
 """
 
 from typing import Any
@@ -18,30 +18,30 @@ from hybridrl.distributed.forward.log_probs import (
     ResponseLogProbs,
     token_log_probs,
 )
-from hybridrl.distributed.forward.packing import Packed, Piece
-from hybridrl.distributed.forward.sequence_parallel import JoinedPieces
+from hybridrl.distributed.forward.packing import Packed, SequenceShard
+from hybridrl.distributed.forward.sequence_parallel import GatherSequence
 
 
 class TokenLogProbs(nn.Module):
-    """A causal language model that answers with log-probs of response tokens.
+    """Causal language model that returns log-probs of response tokens.
 
     Args:
         lm: the model; its attention must be "hybridrl_packed".
         chunk_tokens: tokens whose logits are computed at one time.
-        keep: whether backward recomputes the logits.
+        keep: logits to keep for backward.
     """
 
     def __init__(self, lm: PreTrainedModel, chunk_tokens: int, keep: KeptLogits) -> None:
         super().__init__()
-        assert lm.get_output_embeddings().bias is None, "a head with bias is not known"
+        assert lm.get_output_embeddings().bias is None, "a head with bias is not supported"
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.keep = keep
 
     def forward(self, packed: Packed, temperature: float, entropy: Entropy) -> ResponseLogProbs:
-        """Log-probs (and entropies) of response tokens, [R] float32, nats.
+        """Compute log-probs (and entropies) of response tokens, [R] float32, nats.
 
-        Of packed.response_ids, or of those of all ranks if the input is shared.
+        If ranks share the input, R counts the response tokens of all of them.
         """
         hidden = response_states(self.lm.base_model, packed)
         own = token_log_probs(
@@ -54,13 +54,13 @@ class TokenLogProbs(nn.Module):
             keep=self.keep,
         )
         return ResponseLogProbs(
-            joined(own.log_probs, packed),
-            None if own.entropy is None else joined(own.entropy, packed),
+            gather_sequence(own.log_probs, packed),
+            None if own.entropy is None else gather_sequence(own.entropy, packed),
         )
 
 
 class TokenValues(nn.Module):
-    """A language model's backbone with a scalar head.
+    """Backbone of a language model with a scalar head.
 
     Args:
         backbone: the model below its language-modelling head; attention "hybridrl_packed".
@@ -74,16 +74,16 @@ class TokenValues(nn.Module):
         )
 
     def forward(self, packed: Packed) -> Tensor:
-        """V(s_t) before each response token, [R] float32: the state that predicts the token.
+        """Compute V(s_t) of the state that predicts each response token, [R] float32.
 
-        Of packed.response_ids, or of those of all ranks if the input is shared.
+        If ranks share the input, R counts the response tokens of all of them.
         """
         values = self.head(response_states(self.backbone, packed).float())
         # A copy: FSDP2 hooks backward to this output, which must not be a view.
-        return joined(values.squeeze(-1).clone(), packed)
+        return gather_sequence(values.squeeze(-1).clone(), packed)
 
     def initial_head(self, seed: int) -> dict[str, Tensor]:
-        """The new head's weights, a function of the seed: values start near 0."""
+        """Draw the new head's weights from the seed; values start near 0."""
         hidden_size = self.head.in_features
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
@@ -91,7 +91,7 @@ class TokenValues(nn.Module):
 
 
 class SequenceScores(nn.Module):
-    """A language model's backbone with the head of transformers' sequence classification.
+    """Backbone of a language model with the score head of transformers' sequence classifiers.
 
     Args:
         backbone: the model below its head; attention "hybridrl_packed".
@@ -109,13 +109,13 @@ class SequenceScores(nn.Module):
         )
 
     def forward(self, packed: Packed) -> Tensor:
-        """The score of each response, [B] float32; packed with States.last."""
+        """Compute the score of each response, [B] float32; packed with States.last."""
         scores = self.score(response_states(self.backbone, packed).float())
-        return joined(scores.squeeze(-1), packed)
+        return gather_sequence(scores.squeeze(-1), packed)
 
 
 def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
-    """[R, H]: final hidden states of the positions packed.state_index."""
+    """Compute the final hidden states of positions packed.state_index, [R, H]."""
     output = backbone(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -124,7 +124,7 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
         cu_seq_lens_k=packed.cu_seq_lens,
         max_length_q=packed.max_length,
         max_length_k=packed.max_length,
-        **_sharing(packed.piece),
+        **_sharing(packed.shard),
     )
     hidden = output.last_hidden_state[0]
     head_size = backbone.layers[0].self_attn.head_dim
@@ -133,15 +133,15 @@ def response_states(backbone: PreTrainedModel, packed: Packed) -> Tensor:
     return hidden.index_select(0, packed.state_index)
 
 
-def joined(own: Tensor, packed: Packed) -> Tensor:
-    """Numbers of wanted states from all ranks that share the input, [R] on each of them."""
-    if packed.piece is None:
+def gather_sequence(own: Tensor, packed: Packed) -> Tensor:
+    """Gather values of all ranks that share the input, [R] on each of them."""
+    if packed.shard is None:
         return own
-    return JoinedPieces.apply(own, packed.piece.num_responses, packed.piece.group)
+    return GatherSequence.apply(own, packed.shard.num_responses, packed.shard.group)
 
 
-def _sharing(piece: Piece | None) -> dict[str, Any]:
-    """What attention is told of a shared input."""
-    if piece is None:
+def _sharing(shard: SequenceShard | None) -> dict[str, Any]:
+    """Return the arguments of attention for a shared input."""
+    if shard is None:
         return {}
-    return {"sequence_group": piece.group, "num_shared_tokens": piece.num_tokens}
+    return {"sequence_group": shard.group, "num_shared_tokens": shard.num_tokens}

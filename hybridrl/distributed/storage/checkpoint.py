@@ -1,7 +1,7 @@
-"""Reads a sharded state: in place under any sharding, or whole, without a process group.
+"""Loading of sharded state: in place under any sharding, or whole, without a process group.
 
-Files are safetensors as torch.distributed.checkpoint's Hugging Face storage has them. Nothing else
-in the folder is opened: whatever could execute code when it is loaded stays unread.
+Files are safetensors in the format of torch.distributed.checkpoint's Hugging Face storage. No other
+file in the folder is opened, so a load never executes code.
 """
 
 import math
@@ -26,25 +26,25 @@ from torch.distributed.checkpoint.planner import ReadItem
 from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.distributed import position
 
-# Names that a message lists.
+# Number of names that a message lists.
 MAX_NAMED = 5
 
 
 class StoredTensor(NamedTuple):
-    """A whole tensor of a checkpoint."""
+    """Shape and dtype of a whole tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class StoredState:
-    """A folder of shards, of which only the headers are read before a tensor is asked for.
+    """Folder of shards; only headers are read before `read`.
 
     Args:
-        folder: of the shards.
+        folder: folder of the shards.
 
     Attributes:
-        tensors: what it holds, by key.
+        tensors: its tensors, by key.
 
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
@@ -80,12 +80,12 @@ class StoredState:
 def differences(
     state: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], prefix: str
 ) -> list[str]:
-    """Why a state cannot be taken from a checkpoint: one text for each kind of difference.
+    """Describe differences between a state and a checkpoint, one text for each kind.
 
     Args:
-        state: by key.
-        stored: in the checkpoint.
-        prefix: keys that have it must be the same in both.
+        state: tensors by key.
+        stored: tensors in the checkpoint.
+        prefix: prefix of the keys that must be the same in both.
     """
     theirs = {key: found for key, found in stored.items() if key.startswith(prefix)}
     ours = {k: StoredTensor(tuple(t.shape), t.dtype) for k, t in state.items()}
@@ -113,9 +113,9 @@ def load_in_place(
     """Fill tensors from a folder of shards; a collective over the group.
 
     Args:
-        state: tensors, or DTensors however they are sharded, of which `differences` has none.
-        folder: of shards, written by any number of ranks.
-        group: gloo; None for the default group.
+        state: tensors, or DTensors under any sharding, without `differences`.
+        folder: folder of shards, written by any number of ranks.
+        group: gloo group; None for the default group.
 
     Raises:
         RuntimeError: a rank could not read it.
@@ -125,14 +125,14 @@ def load_in_place(
     try:
         dcp.load(detached, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
     except CheckpointException as failure:
-        # Not an Exception: whoever reports errors would let it pass.
+        # Not an Exception: error handlers would not catch it.
         raise RuntimeError(f"{folder} could not be read: {failure}") from None
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose keys begin with a prefix, whole, on CPU, by the rest of their keys.
+    """Read whole tensors with a prefix to CPU, by key without the prefix.
 
-    Needs no process group and no ranks beside this one.
+    Needs no process group.
 
     Raises:
         DamagedCheckpoint: parts of a tensor are missing.
@@ -143,7 +143,7 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Says in the process's position how far reading is."""
+    """Load planner that publishes the progress as position."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

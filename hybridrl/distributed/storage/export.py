@@ -1,6 +1,6 @@
-"""Writing a trained model as an ordinary Hugging Face folder, and adapters as peft reads them.
+"""Export of a trained model as a Hugging Face folder, and of adapters in peft's format.
 
-weights: names and shapes -> files of 5 GB -> tensor by tensor is read, cast, written, forgotten
+weights: names and shapes -> files of 5 GB -> each tensor is read, cast, written and dropped
 """
 
 import json
@@ -21,38 +21,38 @@ from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file,
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.storage.safetensors_file import header, pieces, write_parts
-from hybridrl.models.exported import RECORD, files_in, in_between
+from hybridrl.models.export_record import RECORD, files_in, in_between
+from hybridrl.models.weight_files import INDEX
 
-# Where adapters lie in the folder of the model that they were merged into.
+# Folder of adapters inside the folder of the merged model.
 ADAPTER_FOLDER = "adapter"
-# What stands beside the weights: tokenizer, chat template, generation config.
+# Files beside the weights: tokenizer, chat template, generation config.
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 SHARD_BYTES = 5 * 10**9
 
 
 class Weights(Protocol):
-    """A model's weights, which need not be in memory all at once."""
+    """Weights of a model, read one at a time."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes by checkpoint name, in the order in which they are to be written."""
+        """Shapes by checkpoint name, in the order of the file."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Give one of them, float32; they are asked for in their order."""
+        """Return one of them, float32; called in the order of `shapes`."""
         ...
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What peft needs of adapters.
+    """Adapters in peft's format.
 
     Attributes:
         weights: float32, by peft's names.
-        lora: their rank, scale and layers.
-        base: a name or folder of the model that they adapt.
+        lora: rank, scale and layers.
+        base: name or folder of the base model.
     """
 
     weights: dict[str, Tensor]
@@ -61,7 +61,7 @@ class AdapterFiles:
 
     def write(self, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors into a new folder."""
-        # Takes half a second, which only the end of a run with adapters should pay.
+        # The import takes half a second, so it is made only here.
         from peft import LoraConfig
 
         folder.mkdir()
@@ -72,7 +72,7 @@ class AdapterFiles:
             base_model_name_or_path=self.base,
             inference_mode=True,
         )
-        # Given to LoraConfig they would become a set, which each process writes in its own order.
+        # LoraConfig's constructor makes a set of them, whose order in the file is random.
         config.target_modules = sorted(self.lora.target_modules)
         config.save_pretrained(str(folder))
         shapes = {name: weight.shape for name, weight in self.weights.items()}
@@ -90,24 +90,23 @@ def write_model(
     record: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write weights with the configuration and tokenizer of the model they came from.
+    """Write weights with the configuration and tokenizer of their source model.
 
-    The folder appears under its name only when the disk has all of it; one that was there is
-    replaced. In host memory is one tensor at a time, beside what `weights` keeps.
+    The folder gets its name, and replaces an older one, only when it is complete on disk. Host
+    memory holds one tensor at a time.
 
     Args:
-        weights: of the causal LM; tied tensors once.
-        source: folder of the model that was loaded.
-        target: the folder to write.
-        adapter: adapters that are merged into `weights`; they are written to target/adapter.
-        dtype: of the weights in the folder.
-        record: written to hybridrl_export.json, with a list of the files: what the folder is an
-            export of.
-        shard_bytes: of the weights of one file, unless a single tensor is larger.
+        weights: weights of the causal LM; tied tensors once.
+        source: folder of the loaded model.
+        target: folder to write.
+        adapter: adapters that are merged into `weights`, written to target/adapter.
+        dtype: dtype of the written weights.
+        record: provenance, written to hybridrl_export.json with a list of the files.
+        shard_bytes: largest size of a weight file, unless a single tensor is larger.
 
     Raises:
-        OSError: the disk does not take it, or does not give a file of `source`, which is named;
-            what was at `target` is as it was.
+        OSError: a write failed, or a read of a file in `source`, which is named; `target` is
+            unchanged.
     """
     partial, _ = in_between(target)
     with ExitStack() as stack:
@@ -126,7 +125,7 @@ def write_model(
 
 
 def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
-    """Everything but the weights."""
+    """Copy all files except the weights."""
     for path in sorted(source.iterdir()):
         is_ours = path.name == RECORD or path.name.endswith(".index.json")
         if path.suffix in COPIED_SUFFIXES and path.is_file() and not is_ours:
@@ -142,7 +141,7 @@ def _copy_around(source: Path, folder: Path, dtype: DType) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """What a file holds; an error names it, which Python does for failures to open it alone."""
+    """Read a file; errors name it, which Python does only for open()."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -168,7 +167,7 @@ def _write_weights(weights: Weights, folder: Path, dtype: torch.dtype, shard_byt
 
 
 def _groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Cut names in their order into groups of at most so many bytes or a single name."""
+    """Split names, in order, into groups of at most `limit` bytes or a single name."""
     groups: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -190,7 +189,7 @@ def _parts(
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the disk has all files and their names."""
+    """Sync all files and folders to disk."""
     for at, _, files in os.walk(folder):
         for name in files:
             sync_file(Path(at, name))
@@ -198,7 +197,7 @@ def _sync(folder: Path) -> None:
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename the new folder to its final name, after the one that has it."""
+    """Rename the old folder away and the new one to its final name."""
     _, aside = in_between(target)
     if exists(target):
         remove(aside)

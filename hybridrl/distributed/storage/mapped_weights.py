@@ -1,10 +1,9 @@
-"""A checkpoint's weights as they lie in its files, part by part.
+"""Memory-mapped weights of a checkpoint, read part by part.
 
-Files are mapped into memory: a part is a view of one, in the dtype that is stored, and the kernel
-reads its pages when they are used and takes them back when somebody else needs the memory.
+A part is a view of a mapped file, in the stored dtype. The kernel reads its pages on first use and
+evicts them when memory is short.
 """
 
-import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,27 +12,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# A part of a tensor: what is taken of each dim.
+from hybridrl.models.weight_files import PICKLED, weight_files
+
+# Part of a tensor: a slice of each dim.
 Part = tuple[slice, ...]
 
-# In transformers' order: the first that is there has the weights.
-SINGLE, INDEXED = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEXED = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-# Of names in the models that are supported. Folders of a backbone alone are without the prefix;
-# of two tied tensors a folder may have either.
+# Prefix and tied names of the supported models. Folders of a backbone have no prefix, and of two
+# tied tensors a folder may have either.
 PREFIX, TIED = "model.", {"model.embed_tokens.weight": "lm_head.weight"}
 
 
 class MappedWeights:
-    """The weights of a Hugging Face folder: *.safetensors or, without these, *.bin.
+    """Weights of a Hugging Face folder: *.safetensors or, without these, *.bin.
 
     Args:
-        folder: of the checkpoint. Of what is pickled tensors alone are taken, and a file from
-            before torch 1.6, which cannot be mapped, is in memory as a whole.
+        folder: folder of the checkpoint. Pickled files are loaded with weights_only; a file from
+            before torch 1.6 cannot be mapped and is read whole.
 
     Attributes:
-        shapes: by the names that the files have.
+        shapes: shapes by the names in the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,17 +50,17 @@ class MappedWeights:
         } | {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
 
     def part(self, name: str, where: Part) -> Tensor:
-        """Map a part of the tensor that a file has under this name: a view of the file, on CPU."""
+        """Return a part of a tensor by its name in the files: a view of the file, on CPU."""
         if name in self._mapped:
             return self._mapped[name].get_slice(name)[where]
         return self._pickled[name][where]
 
     def names(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, str]:
-        """Find a model's tensors by their names in the files; those that these lack are left out.
+        """Map a model's names to names in the files; missing tensors are left out.
 
         Args:
             wanted: shapes by the model's names.
-            tied: whether embedding and head are one.
+            tied: embedding and head are one tensor.
         """
         found = {}
         for name, shape in wanted.items():
@@ -76,11 +73,6 @@ class MappedWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the files that have the weights; none if the folder has no weights at all."""
-    for single, indexed in ((SINGLE, INDEXED), (PICKLED, PICKLED_INDEXED)):
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / indexed).is_file():
-            index = json.loads((folder / indexed).read_text(encoding="utf-8"))
-            return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    return []
+    """Return the files of the weights; none if the folder has no weights."""
+    # In transformers' order.
+    return weight_files(folder) or weight_files(folder, *PICKLED)

@@ -1,4 +1,4 @@
-"""Writing safetensors files of which nothing but the piece at hand is in memory.
+"""Streaming writer of safetensors files: one piece is in memory at a time.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The disk gets what was written after so many bytes, so that memory does not fill with it.
+# Bytes after which written data is synced, so that dirty pages do not fill memory.
 SYNC_BYTES = 256 * 2**20
-# Of a tensor so many elements at a time are copied to the host and cast.
+# Elements of a tensor that are cast and copied to the host at a time.
 PIECE_ELEMENTS = 2**23
 
 DTYPES = {
@@ -34,11 +34,11 @@ DTYPES = {
 def header(
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]], about: Mapping[str, str]
 ) -> bytes:
-    """Build the head of a file: where the bytes of each tensor are, which follow in this order.
+    """Build the header of a file whose tensors follow in this order.
 
     Args:
         tensors: dtype and shape by name.
-        about: what else the file says of itself.
+        about: metadata of the file.
     """
     entries: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
@@ -55,7 +55,7 @@ def header(
 
 
 def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in order, cast where it lies, piece by piece."""
+    """Yield a tensor's bytes in order, cast on its device, piece by piece."""
     for piece in tensor.contiguous().view(-1).split(PIECE_ELEMENTS):
         yield memoryview(piece.to(dtype).cpu().view(torch.uint8).numpy())
 
@@ -65,15 +65,15 @@ def write_parts(
     parts: Iterable[bytes | memoryview],
     note: Callable[[bytes | memoryview], object] = len,
 ) -> None:
-    """Write a new file part by part; the disk has it when this returns.
+    """Write a new file part by part and sync it to disk.
 
     Args:
-        path: of the file.
+        path: path of the file.
         parts: its content in order.
-        note: gets each part before it is written.
+        note: called with each part before it is written.
 
     Raises:
-        OSError: the disk does not take it, with the file's name; or what `parts` raises.
+        OSError: a write failed, with the file's name.
     """
     unsynced = 0
     with path.open("wb") as file:
@@ -94,7 +94,7 @@ def write_parts(
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors, which Python does for failures to open it alone."""
+    """Add the file's name to errors, which Python does only for open()."""
     try:
         yield
     except OSError as error:

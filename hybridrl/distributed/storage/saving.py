@@ -1,4 +1,4 @@
-"""Writes a sharded state while training goes on, with torch.distributed.checkpoint.
+"""Asynchronous save of sharded state, with torch.distributed.checkpoint.
 
 Staging                      Saver's thread, on every rank
 host copy of the shards  ->  plan over all ranks (replicas are written once)
@@ -6,12 +6,10 @@ host copy of the shards  ->  plan over all ranks (replicas are written once)
                          ->  fsync; errors of one rank reach all
 """
 
-import gc
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -22,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.manifest import FileRecord
-from hybridrl.distributed.groups import NO_LIMIT
+from hybridrl.distributed.collectives import NO_LIMIT
+from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.storage.shard_files import ShardPlanner, ShardWriter
 from hybridrl.distributed.storage.staging import Staging
 
@@ -31,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save on this rank.
+    """Result of a save on this rank.
 
     Attributes:
-        files: what this rank wrote, by path relative to the checkpoint; empty after an error.
-        num_bytes: of the files.
-        blocked_s: seconds for which training waited.
-        seconds: it took to plan and to write, while training went on.
-        error: why the disk of any rank did not take it, the same on all ranks; else None.
+        files: files of this rank, by path relative to the checkpoint; empty after an error.
+        num_bytes: bytes of the files.
+        blocked_s: seconds during which training waited.
+        seconds: seconds of planning and writing in the background.
+        error: disk error of any rank, the same on all ranks; else None.
     """
 
     files: dict[str, FileRecord]
@@ -49,13 +48,13 @@ class SaveResult:
 
 
 class Saver:
-    """Writes what is staged in a thread of its own; one save at a time.
+    """Background writer of staged state; one save at a time.
 
-    Building one is a collective over all ranks: the thread has a process group of its own, since
-    its collectives run beside those of training.
+    Construction is a collective over all ranks. The thread has its own process group, because its
+    collectives run concurrently with those of training.
 
     Args:
-        device: where the tensors lie.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,21 +66,21 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save goes on: nothing may be staged."""
+        """True during a save, when nothing may be staged."""
         return self._thread is not None and not self._result.done()
 
     @property
     def written(self) -> int:
-        """Bytes that this save has written so far."""
+        """Bytes written by the current save."""
         return 0 if self._writer is None else self._writer.num_bytes
 
     def begin(self, folder: Path, subfolder: str, blocked_s: float) -> None:
-        """Begin to write what is staged; a collective of the threads of all ranks.
+        """Start to write the staged state; a collective of the threads of all ranks.
 
         Args:
-            folder: of the checkpoint.
-            subfolder: of it, for the shards; made if it is not there.
-            blocked_s: how long training has waited.
+            folder: folder of the checkpoint.
+            subfolder: its subfolder for the shards; made if missing.
+            blocked_s: seconds during which training has waited.
         """
         assert not self.is_writing, "one save at a time"
         result = self._result = Future()
@@ -90,23 +89,23 @@ class Saver:
         def run() -> None:
             try:
                 result.set_result(self._write(writer, subfolder, blocked_s))
-            except BaseException as error:  # whoever polls gets it
+            except BaseException as error:  # raised by `poll`
                 result.set_exception(error)
 
         self._thread = Thread(target=run, name="write checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> SaveResult | None:
-        """What became of the last save; None while it goes on.
+        """Return the result of the last save; None while it runs.
 
         Raises:
-            RuntimeError: what no disk is to blame for.
+            RuntimeError: a rank failed other than by a disk error.
         """
         assert self._thread is not None, "no save has begun"
         return self._result.result() if self._result.done() else None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a save that goes on is over, but not longer than this."""
+        """Wait for the end of a running save, at most `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -114,7 +113,7 @@ class Saver:
         start, error = time.perf_counter(), None
         try:
             with ExitStack() as planning:
-                planning.enter_context(no_garbage_collection())
+                planning.enter_context(garbage_collection_off())
                 planner = ShardPlanner(self.staging.shards, planning.close)
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as failure:
@@ -126,27 +125,11 @@ class Saver:
         return SaveResult(files, num_bytes, blocked_s, seconds, error)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for cyclic garbage in any thread.
-
-    Plans of many ranks are many small objects, none of them garbage: unpickling those of 64 ranks
-    takes 20 times as long with collections, each of which stops training, too.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _disk_error(failure: CheckpointException) -> str:
-    """What the first rank's disk says.
+    """Return the disk error of the first failed rank.
 
     Raises:
-        RuntimeError: a rank failed otherwise.
+        RuntimeError: a rank failed other than by a disk error.
     """
     errors = [failure.failures[rank][0] for rank in sorted(failure.failures)]
     if not all(isinstance(error, OSError) for error in errors):

@@ -1,8 +1,8 @@
-"""Shards in files: which rank writes which, and the safetensors file that it writes.
+"""Files of shards: plan of which rank writes which shard, and the writer.
 
-The format is that of torch's Hugging Face storage: safetensors whose header says where in the
-whole tensors the parts lie. Its own writer would copy a rank's state three times before the first
-byte is written; here the file is written from the one host copy, and hashed on the way.
+The format is that of torch's Hugging Face storage: safetensors with the shards' offsets in the
+header. torch's own writer copies a rank's state three times before the first write. This one writes
+from the one host copy and hashes on the way.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,14 +32,15 @@ from hybridrl.checkpoint.durable import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.distributed.storage.safetensors_file import header, write_parts
 from hybridrl.distributed.storage.staging import StagedShard, Staging
+from hybridrl.distributed.torch_compat import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
 
 class ShardPlanner(dcp.DefaultSavePlanner):
-    """Plans to write what is staged. What several ranks have is written by one of them.
+    """Planner of a save of staged shards; replicas are written once.
 
     Args:
-        shards: of this rank, by key.
-        planned: called once the plan is there.
+        shards: shards of this rank, by key.
+        planned: called once the plan is complete.
     """
 
     def __init__(self, shards: Mapping[str, StagedShard], planned: Callable[[], object]) -> None:
@@ -49,32 +49,32 @@ class ShardPlanner(dcp.DefaultSavePlanner):
         self._planned = planned
 
     def create_local_plan(self) -> SavePlan:
-        """One item per shard, but for those that are empty where the tensor is not."""
+        """Plan one item per shard, without empty shards of tensors that are not empty."""
         kept = {key: s for key, s in self._shards.items() if s.num_bytes or 0 in s.size}
         self.plan = SavePlan([_item(key, shard) for key, shard in kept.items()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On rank 0: who writes what; without the index of all shards, which no file holds."""
+        """Assign shards to ranks, on rank 0; the index of all shards is dropped, not saved."""
         plans, _ = super().create_global_plan(all_plans)
         return plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this rank writes."""
+        """Return the final plan of this rank."""
         self._planned()
         return super().finish_plan(new_plan)
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Writes this rank's part of a plan into one file, from the host copy.
+    """Writer of this rank's shards into one file, from the host copy.
 
     Args:
-        folder: where.
+        folder: folder of the shards.
         staging: the host copy.
 
     Attributes:
-        files: what was written, by name.
-        num_bytes: written so far.
+        files: written files, by name.
+        num_bytes: bytes written so far.
     """
 
     def __init__(self, folder: Path, staging: Staging) -> None:
@@ -85,10 +85,10 @@ class ShardWriter(HuggingFaceStorageWriter):
         self.num_bytes = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync the file; it is there when this returns.
+        """Write the file and sync it to disk.
 
         Raises:
-            OSError: the disk does not take it; with the file's name.
+            OSError: a write failed, with the file's name.
         """
         shards = {item.index.fqn: self._staging.shards[item.index.fqn] for item in plan.items}
         if shards:
@@ -97,7 +97,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             self.files[name] = self._write(path, shards)
             sync_folder(self._folder)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([])  # the format has no index that would be made of them
+        done.set_result([])  # used only for an index, which the format does not have
         return done
 
     def _write(self, path: Path, shards: Mapping[str, StagedShard]) -> FileRecord:
@@ -117,7 +117,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def shards_header(shards: Mapping[str, StagedShard]) -> bytes:
-    """Build the head of a file of shards, which says where in the whole tensors they belong."""
+    """Build the header of a file of shards, with their offsets in the whole tensors."""
     offsets = {key: {SAVED_OFFSETS_KEY: list(shard.offsets)} for key, shard in shards.items()}
     about = {"format": "pt", "DCP_VERSION": "1.0", CUSTOM_METADATA_KEY: json.dumps(offsets)}
     return header({key: (shard.dtype, shard.shape) for key, shard in shards.items()}, about)

@@ -1,7 +1,7 @@
-"""A copy of this rank's shards in host memory, for whose making alone training waits.
+"""Pinned host copy of this rank's shards; training blocks only while it is filled.
 
-stage(tensors)     device -> host, one copy after the other; the memory is used again each time
-contents(shard)    the bytes, for whoever writes them
+stage(tensors)     device -> host, one copy after the other; the memory is reused by each save
+contents(shard)    the bytes, for the writer
 """
 
 import logging
@@ -16,26 +16,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hybridrl.distributed import position
 from hybridrl.distributed.offload import HostBuffer
+from hybridrl.distributed.torch_compat import compute_local_shape_and_global_offset
 
 logger = logging.getLogger(__name__)
 
-# Where a shard begins in the buffer: copies from and to unaligned addresses are slow.
+# Alignment of a shard in the buffer: copies from and to unaligned addresses are slow.
 ALIGNMENT = 64
 
 
 class StagedShard(NamedTuple):
-    """What this rank has of a tensor.
+    """Shard of a tensor in the staging buffer.
 
     Attributes:
-        size: of the whole tensor.
-        offsets: where the shard begins in it.
-        shape: of the shard.
-        dtype: of both.
-        start: where its bytes begin in the buffer.
+        size: size of the whole tensor.
+        offsets: offsets of the shard in it.
+        shape: shape of the shard.
+        dtype: dtype of both.
+        start: first byte of the shard in the buffer.
     """
 
     size: torch.Size
@@ -51,10 +51,10 @@ class StagedShard(NamedTuple):
 
 
 class Staging:
-    """Host memory for one copy of a state, page-locked where the device is a GPU.
+    """Staging buffer for one copy of a state, page-locked if the device is a GPU.
 
     Args:
-        device: where the tensors lie.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,9 +66,9 @@ class Staging:
         self._end = 0
 
     def prepare(self, num_bytes: int) -> None:
-        """Begin to have so much memory, in a thread: page-locking takes a second for each GB or so.
+        """Allocate memory in a thread: page-locking takes about a second per GB.
 
-        Whoever stages before it is done waits for it.
+        `stage` waits for it.
         """
         self._prepared.result()
         done = self._prepared = Future()
@@ -78,7 +78,7 @@ class Staging:
             try:
                 with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
                     self._host.grow(num_bytes)
-            except BaseException as error:  # whoever stages gets it
+            except BaseException as error:  # raised by `stage`
                 done.set_exception(error)
                 return
             seconds = time.perf_counter() - start
@@ -88,17 +88,17 @@ class Staging:
         Thread(target=grow, name="prepare staging", daemon=True).start()
 
     def clear(self) -> None:
-        """Forget what was staged; the memory stays."""
+        """Drop all staged shards; the memory stays."""
         self.shards, self._end = {}, 0
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add copies of tensors, DTensors by their local parts; waits until they are made.
+        """Add copies of tensors, of DTensors their local parts, and wait for the copies.
 
-        A plain tensor is the same on all ranks that have its key.
+        A plain tensor is the same on all ranks with its key.
 
         Args:
-            tensors: by key; their contents must be on the device.
+            tensors: tensors by key; their contents must be on the device.
         """
         self._prepared.result()
         added: list[tuple[Tensor, StagedShard]] = []
@@ -117,11 +117,11 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is staged."""
+        """Bytes of all staged shards."""
         return sum(shard.num_bytes for shard in self.shards.values())
 
     def contents(self, shard: StagedShard) -> Iterator[memoryview]:
-        """A shard's bytes in order, piece by piece."""
+        """Yield a shard's bytes in order, piece by piece."""
         for piece in self._host.slices(shard.start, shard.num_bytes):
             yield memoryview(piece.numpy())
 
@@ -137,7 +137,7 @@ class Staging:
 
 
 def _shard(tensor: Tensor, start: int) -> tuple[Tensor, StagedShard]:
-    """The local part of a tensor, and what it is."""
+    """Return the local part of a tensor and its place."""
     if not isinstance(tensor, DTensor):
         begin = torch.Size([0] * tensor.ndim)
         return tensor, StagedShard(tensor.shape, begin, tensor.shape, tensor.dtype, start)

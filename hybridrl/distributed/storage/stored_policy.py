@@ -1,4 +1,4 @@
-"""The policy of a run's checkpoint as ordinary weights, in one process without a GPU."""
+"""Policy of a run's checkpoint as ordinary weights, in one process without a GPU."""
 
 from functools import cached_property
 from pathlib import Path
@@ -15,23 +15,23 @@ from hybridrl.distributed.storage.checkpoint import StoredState, differences
 from hybridrl.distributed.weights import FirstWeights, empty_model, first_weights
 from hybridrl.models.resolve import plain_folder
 
-# Of the keys of the policy's weights in a checkpoint.
+# Prefix of the policy's weights in a checkpoint.
 PREFIX = "actor.weights."
 
 
 class StoredPolicy:
-    """The weights of a checkpoint's actor by their names in the model's own checkpoint.
+    """Actor weights of a checkpoint, by their names in the model's own checkpoint.
 
-    Nothing is in memory but what `read` returns. Adapters are merged as their weights are read.
+    Weights are read on demand, with adapters merged.
 
     Args:
         state: the checkpoint's folder of shards.
-        model: what was trained.
-        lora: its adapters, if it has some.
-        drawn_on: where the run drew the weights under adapters, if model.init=random.
+        model: the trained model.
+        lora: its adapters, if any.
+        drawn_on: device type on which the run drew base weights, if model.init=random.
 
     Raises:
-        ConfigError: the checkpoint holds the weights of another model, or there is no such model.
+        ConfigError: the checkpoint is of another model, or the model does not exist.
         DamagedCheckpoint: parts of a tensor are missing.
     """
 
@@ -68,7 +68,7 @@ class StoredPolicy:
         return torch.addmm(base, b, a, alpha=layers[layer].scaling)
 
     def adapters(self) -> dict[str, Tensor]:
-        """The adapters' weights under peft's names, float32 on CPU."""
+        """Return the adapters' weights by peft's names, float32 on CPU."""
         names = {
             f"{layer}.{factor}.weight": f"base_model.model.{layer}.{factor}.weight"
             for layer in adapters(self._lm)
@@ -77,7 +77,7 @@ class StoredPolicy:
         return {theirs: self._stored(ours) for ours, theirs in names.items()}
 
     def _check(self) -> None:
-        """Refuse a checkpoint of another model."""
+        """Raise if the checkpoint is of another model."""
         trained = {
             f"{PREFIX}{name}": param
             for name, param in self._lm.named_parameters()
@@ -96,7 +96,7 @@ class StoredPolicy:
 
     @cached_property
     def _base(self) -> FirstWeights:
-        """Open or draw the weights under the adapters."""
+        """Open or draw the base weights."""
         on_gpu = self._drawn_on is Accelerator.gpu
         if on_gpu and self._model.init is Init.random and not torch.cuda.is_available():
             raise ConfigError(

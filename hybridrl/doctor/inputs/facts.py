@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.models import smollm2
-from hybridrl.models.fingerprint import fingerprint
+from hybridrl.models.file_hashes import fingerprint
 from hybridrl.models.resolve import EMBEDDED, absolute_path, plain_folder
 
 CONFIG = "config.json"

@@ -10,10 +10,10 @@ from pathlib import Path
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig, RunConfig
-from hybridrl.models.fingerprint import fingerprint
+from hybridrl.models.file_hashes import fingerprint
 from hybridrl.models.resolve import model_folder, plain_folder, resolve_model
 
-# By file (models/fingerprint.py), by the config's key of the path.
+# By file (models/file_hashes.py), by the config's key of the path.
 Fingerprints = Mapping[str, Mapping[str, str]]
 
 

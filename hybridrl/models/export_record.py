@@ -1,24 +1,24 @@
-"""How a folder shows that `hybridrl export` wrote it, and what of it."""
+"""Record in an exported folder: the files that `hybridrl export` wrote."""
 
 import json
 from pathlib import Path
 
-# Says of what the folder is an export, and which files belong to it.
+# Provenance of the export, and its files.
 RECORD = "hybridrl_export.json"
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder is one."""
+    """Return whether a folder is an export."""
     return (folder / RECORD).is_file()
 
 
 def in_between(folder: Path) -> tuple[Path, Path]:
-    """Where an export is while it is written, and where the one that it replaces is set aside."""
+    """Return the temporary folders of a new export and of the export that it replaces."""
     return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
 
 
 def files_in(folder: Path) -> list[str]:
-    """Every file, link and empty folder below a folder, by its path in it, sorted."""
+    """Return the relative paths of all files, links and empty folders below a folder, sorted."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -27,7 +27,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def added_to(export: Path) -> list[str]:
-    """What lies in an export and is not of it, by its path; all of it if its record is damaged."""
+    """Return the paths in an export that its record does not list; all if it is damaged."""
     try:
         listed = json.loads((export / RECORD).read_text(encoding="utf-8"))["files"]
         ours = {RECORD, *listed}

@@ -4,9 +4,10 @@ import random
 
 import torch
 
-from hybridrl.reshard.copies import Buffers, Job, TorchCopies
+from hybridrl.reshard.buffers import Buffers
+from hybridrl.reshard.copies import TorchCopier
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.pieces import Piece
+from hybridrl.reshard.rects import CopyRect
 
 NUMEL, SUMS = 40_000, 5
 CASTS = [
@@ -33,37 +34,37 @@ def check_kernel(device_type: str, trials: int) -> None:
                 if device_type == "cpu":
                     source = source.to(dtype)  # the interpreter's casts round otherwise
                 source = source.to(source_dtype)[seed % 2 :]
-                pieces = random_pieces(numbers, step)
-                loop = run(TorchCopies, pieces, source, dtype)
-                kernel = run(kernel_class(), pieces, source, dtype)
+                rects = random_rects(numbers, step)
+                loop = run(TorchCopier, rects, source, dtype)
+                kernel = run(kernel_class(), rects, source, dtype)
                 for ours, expected in zip(kernel, loop, strict=True):
                     assert torch.equal(ours, expected), (seed, source_dtype, dtype, step)
 
 
 def kernel_class() -> type:
-    from hybridrl.reshard.triton_copies import TritonCopies
+    from hybridrl.reshard.triton_copies import TritonCopier
 
-    return TritonCopies
+    return TritonCopier
 
 
-def random_pieces(numbers: random.Random, step: int) -> list[Piece]:
+def random_rects(numbers: random.Random, step: int) -> list[CopyRect]:
     """Rectangles that lie anywhere in buffer 0, one after the other in buffer 1."""
 
     def about(largest: int) -> int:
         return step * numbers.randint(1, largest // step)
 
-    pieces: list[Piece] = []
+    rects: list[CopyRect] = []
     end = 0
     while True:
         rows, columns = numbers.choice((1, numbers.randint(1, 150))), about(300)
         source_stride, target_stride = columns + about(8), columns + about(8)
         if end + rows * target_stride > NUMEL or rows * source_stride > NUMEL - step:
-            return pieces
+            return rects
         start = step * numbers.randint(0, (NUMEL - rows * source_stride) // step)
         place = (numbers.randint(0, 100), numbers.randint(0, 100))
         salt, number = 2 * numbers.getrandbits(60) + 1, numbers.randrange(SUMS)
-        pieces.append(
-            Piece(
+        rects.append(
+            CopyRect(
                 *(0, start, source_stride),
                 *(1, end, target_stride),
                 *(rows, columns),
@@ -75,27 +76,27 @@ def random_pieces(numbers: random.Random, step: int) -> list[Piece]:
         end += rows * target_stride
 
 
-def run(kind: type, pieces: list[Piece], source: torch.Tensor, dtype: torch.dtype) -> list:
+def run(kind: type, rects: list[CopyRect], source: torch.Tensor, dtype: torch.dtype) -> list:
     """The target without and with fingerprints, what they add up to, and what is found there."""
     device = source.device
     target = torch.zeros(NUMEL, dtype=dtype, device=device)
     buffers = Buffers(device)
-    buffers.place([source[:NUMEL], target])
+    buffers.bind([source[:NUMEL], target])
     all_hashes = hashes(300, 500, device)
-    copies = kind(Job(pieces, buffers, dtype, all_hashes, write=True))
-    copies.run(0, 2, None, paced=True)
-    copies.run(1, 2, None, paced=False)
+    copier = kind(rects, buffers, dtype, all_hashes, write=True)
+    copier.run(0, 2, None, paced=True)
+    copier.run(1, 2, None, paced=False)
     silent = target.clone()
     target.zero_()
     sent, found = (torch.zeros(SUMS, dtype=torch.int64, device=device) for _ in range(2))
-    copies.run(0, 3, sent, paced=False)
-    copies.run(1, 3, sent, paced=True)
-    copies.run(2, 3, sent, paced=False)
+    copier.run(0, 3, sent, paced=False)
+    copier.run(1, 3, sent, paced=True)
+    copier.run(2, 3, sent, paced=False)
     written = [
-        piece._replace(source=1, source_start=piece.target_start, source_stride=piece.target_stride)
-        for piece in pieces
+        rect._replace(source=1, source_start=rect.target_start, source_stride=rect.target_stride)
+        for rect in rects
     ]
-    reading = Job(written, buffers, dtype, all_hashes, write=False)
-    kind(reading).run(0, 1, found, paced=False)
+    reader = kind(written, buffers, dtype, all_hashes, write=False)
+    reader.run(0, 1, found, paced=False)
     assert torch.equal(sent, found)
     return [silent, target, sent]

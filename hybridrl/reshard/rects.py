@@ -1,37 +1,23 @@
-"""Copies cut into rectangles of rows and columns, described by numbers: what kernels work on."""
+"""Regions of tensors lowered to rectangles of rows and columns, in numbers for kernels."""
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-
-class Place(NamedTuple):
-    """Where a region lies in a contiguous tensor that is part of a buffer.
-
-    Attributes:
-        buffer: number of the buffer.
-        start: element of the buffer at which the tensor begins.
-        shape: the tensor's.
-        offset: of the region in the tensor.
-    """
-
-    buffer: int
-    start: int
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+from hybridrl.reshard.buffers import BufferRegion
 
 
-class Piece(NamedTuple):
-    """A rectangle that is read from one buffer and written to another, in elements.
+class CopyRect(NamedTuple):
+    """Rectangle that is read from one buffer and written to another, in elements.
 
     Attributes:
         source, source_start, source_stride: buffer, first element, distance from row to row.
         target, target_start, target_stride: the same; meaningless where nothing is written.
-        rows, columns: its size.
-        row, column: where it begins in the whole checkpoint tensor, seen as rows of its last dim.
-        salt: of the checkpoint tensor's name.
-        sum: number of the sum to which its salted fingerprint is added.
+        rows, columns: size.
+        row, column: start in the whole checkpoint tensor, viewed as rows of its last dim.
+        salt: fingerprint salt of the checkpoint tensor.
+        sum: number of the sum to which the salted fingerprint is added.
     """
 
     source: int
@@ -47,27 +33,22 @@ class Piece(NamedTuple):
     salt: int
     sum: int
 
-    @property
-    def numel(self) -> int:
-        """Elements copied."""
-        return self.rows * self.columns
-
 
 def cut(
     shape: tuple[int, ...],
-    source: Place,
-    target: Place,
+    source: BufferRegion,
+    target: BufferRegion,
     whole: tuple[tuple[int, ...], tuple[int, ...]],
     salt: int,
     sum: int,
-) -> Iterator[Piece]:
-    """The rectangles of a region: one, unless it has more than two dims.
+) -> Iterator[CopyRect]:
+    """Yield the rectangles of a region: one, unless the region has more than two dims.
 
     Args:
-        shape: of the region.
-        source, target: where it is read and written.
+        shape: shape of the region.
+        source, target: the region in the buffers that are read and written.
         whole: shape of the checkpoint tensor, and the region's offset in it.
-        salt, sum: see `Piece`.
+        salt, sum: see `CopyRect`.
     """
     if not math.prod(shape):
         return
@@ -77,7 +58,7 @@ def cut(
         source_start, source_stride = _begin(source.shape, source.offset, index)
         target_start, target_stride = _begin(target.shape, target.offset, index)
         first, width = _begin(*whole, index)
-        yield Piece(
+        yield CopyRect(
             source=source.buffer,
             source_start=source.start + source_start,
             source_stride=source_stride if rows > 1 else 0,
@@ -94,7 +75,7 @@ def cut(
 
 
 def _begin(shape: Sequence[int], offset: Sequence[int], index: Sequence[int]) -> tuple[int, int]:
-    """Element at which a rectangle begins in a contiguous tensor, and the length of a row there."""
+    """Return a rectangle's first element in a contiguous tensor, and the tensor's row length."""
     at = list(offset)
     for dim, i in enumerate(index):
         at[dim] += i

@@ -1,4 +1,4 @@
-"""Whether the files of a model are those that they were, without reading all of its weights."""
+"""Hashes of a model's files, without reading all of its weights."""
 
 import hashlib
 import json
@@ -6,30 +6,30 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# What transformers and vLLM read beside the weights; other JSON and texts tell of the model.
+# Files that transformers and vLLM read beside the weights; others only document the model.
 _WHOLE = (
     *("config.json", "generation_config.json", "chat_template*", "tokenizer*", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
 )
 _WEIGHTS, _INDEX = (".safetensors", ".bin"), ".safetensors.index.json"
-# These name the version of transformers that has written them.
+# These contain the version of transformers that wrote them.
 _CONFIGS = ("config.json", "generation_config.json")
 _VERSION = "transformers_version"
-# Of a larger file of weights so many blocks, spread evenly from its first byte to its last, stand
-# for the whole: training that moves all weights changes nearly all of them.
+# Number and bytes of sampled blocks, spread evenly over a larger file of weights. Training that
+# changes all weights changes nearly all blocks.
 BLOCKS, BLOCK = 64, 64 * 2**10
 _READERS = 8
 
 
 def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
-    """SHA-256 of what transformers and vLLM read of a model, by file name.
+    """Return the SHA-256 of each file that transformers and vLLM read of a model, by name.
 
-    Config, tokenizer and the like are hashed whole; of weights the size and sampled blocks, so that
-    a change which lies between two blocks goes unseen: 80 MB of a file of 5 GB.
+    Config, tokenizer and similar files are hashed whole. Of weights the size and sampled blocks are
+    hashed, so a change between two blocks is missed: in a file of 5 GB blocks are 80 MB apart.
 
     Args:
-        folder: of the model.
-        weights: whether they are read; false where they are drawn at random.
+        folder: folder of the model.
+        weights: hash the weights, too; false where they are drawn at random.
 
     Raises:
         OSError: a file cannot be read.
@@ -46,7 +46,7 @@ def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
 
 
 def without_weights(known: Mapping[str, str]) -> dict[str, str]:
-    """What `fingerprint` would have found with `weights=False`."""
+    """Drop the hashes of weights, as with `weights=False`."""
     ends = (*_WEIGHTS, _INDEX)
     return {name: sha256 for name, sha256 in known.items() if not name.endswith(ends)}
 
@@ -71,7 +71,7 @@ def _sha256(path: Path, *, is_sampled: bool) -> str:
 def _sha256_of_config(text: bytes) -> str:
     try:
         config = json.loads(text)
-    except ValueError:  # for others to complain of
+    except ValueError:  # reported where the config is read
         return hashlib.sha256(text).hexdigest()
     if isinstance(config, dict):
         config.pop(_VERSION, None)

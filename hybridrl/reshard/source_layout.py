@@ -1,5 +1,6 @@
-"""Who holds what of the weights: FSDP2's shards as regions of whole tensors."""
+"""Layout of the trainer's weights: FSDP2 shards as regions of whole tensors."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from hybridrl.distributed.shards import NamedShard
 
 
 class SourceLayout(NamedTuple):
-    """One checkpoint tensor, cut along one dim over the ranks of a shard group.
+    """Checkpoint tensor, cut along one dim over the ranks of a shard group.
 
     FSDP2 cuts like torch.chunk: every shard but the last ones is ceil(size / num_shards) long,
     and the last ones are shorter, or empty. Dim 1 is cut only where num_shards divides it.
@@ -21,11 +22,11 @@ class SourceLayout(NamedTuple):
 
     @property
     def size_per_shard(self) -> int:
-        """Length along `dim` of the first shard, which is never shorter than another."""
+        """Length along `dim` of the first shard, which is the longest."""
         return -(-self.shape[self.dim] // self.num_shards)
 
     def region(self, shard: int) -> Region:
-        """What shard number `shard` holds."""
+        """Return the region that shard number `shard` holds."""
         size = self.shape[self.dim]
         start = min(shard * self.size_per_shard, size)
         stop = min(start + self.size_per_shard, size)
@@ -35,7 +36,7 @@ class SourceLayout(NamedTuple):
 
 
 def layouts_of(shards: Sequence[NamedShard], num_shards: int) -> list[SourceLayout]:
-    """The layout of every tensor of a provider, in the provider's order.
+    """Return the layout of every tensor, in the order of the shards.
 
     Raises:
         ValueError: a tensor has no dim to cut, two have one name, or dim 1 does not divide.
@@ -52,7 +53,7 @@ def layouts_of(shards: Sequence[NamedShard], num_shards: int) -> list[SourceLayo
 
 
 def intersect(one: Region, other: Region) -> Region | None:
-    """What two regions of one tensor share, or None."""
+    """Return the intersection of two regions of one tensor, or None."""
     start = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
     stop = tuple(
         min(a + n, b + m)
@@ -61,3 +62,9 @@ def intersect(one: Region, other: Region) -> Region | None:
     if any(b <= a for a, b in zip(start, stop, strict=True)):
         return None
     return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def largest_index(sources: Sequence[SourceLayout]) -> tuple[int, int]:
+    """Return the most rows and the most columns of any source, viewed as rows of its last dim."""
+    rows = max(1, *(math.prod(source.shape[:-1]) for source in sources))
+    return rows, max(source.shape[-1] for source in sources)

@@ -1,9 +1,9 @@
-"""Carries out one plan: from this rank's shards into the rollout engine's live parameters.
+"""Executor of one plan: copies this rank's shards into the engine's live parameters.
 
     shards (float32) -> cast and copy what stays on this rank ----------------> live parameters
                      -> cast and pack -> bucket -> exchange -> bucket -> unpack ->
 
-While a bucket is on its way, the next one is packed and the one before unpacked.
+While a bucket is exchanged, the next one is packed and the previous one unpacked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,28 +17,30 @@ from torch import Tensor
 from hybridrl.distributed import position
 from hybridrl.distributed.regions import Region, Trace
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.copies import Buffers
-from hybridrl.reshard.exchange import Staging, gather
+from hybridrl.reshard.buffers import Buffers
+from hybridrl.reshard.copies import Copier, build_copier
+from hybridrl.reshard.exchange import BucketExchange, gather
 from hybridrl.reshard.fingerprint import Hashes
-from hybridrl.reshard.layout import SourceLayout
+from hybridrl.reshard.lowering import LoweredPlan
 from hybridrl.reshard.plan import Plan
-from hybridrl.reshard.tables import Tables, build_programs
-from hybridrl.reshard.verify import Sums
+from hybridrl.reshard.rects import CopyRect
+from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.verify import FingerprintSums
 
 
 class ReshardError(RuntimeError):
-    """The weights cannot be moved, or did not arrive as they were sent."""
+    """Weights cannot be moved, or did not arrive as they were sent."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the weights go: one rank of a rollout engine.
+    """Target of a reshard: one rank of a rollout engine.
 
     Attributes:
-        trace: what the engine's loader does on this rank.
+        trace: trace of the engine's loader on this rank.
         tensors: the engine's live parameters by name; their storage stays where it is.
-        load: the engine's own loader, for what the trace refused.
-        dtype: to which weights are cast before they move.
+        load: the engine's own loader, for parameters that the trace refused.
+        dtype: dtype to which weights are cast before they move.
     """
 
     trace: Trace
@@ -48,23 +50,23 @@ class Destination:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """Device of the parameters."""
         return next(iter(self.tensors.values())).device
 
 
-class Mover:
-    """One rank's part of one plan. `prepare` and `move` are collectives of the shard group.
+class PlanExecutor:
+    """Executes one rank's plan. `prepare` and `move` are collectives of the shard group.
 
     Args:
-        plan: of some of the weights.
-        shards: of these weights.
+        plan: plan of some of the weights.
+        shards: shards of these weights.
         sources: layouts of these weights.
         destination: this rank's part of a rollout engine.
-        group: the ranks that the plan numbers.
+        group: the shard group.
         hashes: for fingerprints.
 
     Attributes:
-        sums: fingerprints of what was sent by the last `move` that took them.
+        sums: fingerprints sent by the last `move` with fingerprints.
     """
 
     def __init__(
@@ -84,27 +86,28 @@ class Mover:
         self._destination = destination
         self._group = group
         self._hashes = hashes
-        self.staging = Staging(plan.buckets, group, destination.dtype, destination.device)
-        self.sums = Sums(dist.get_world_size(group), len(plan.parameters))
+        self.staging = BucketExchange(plan.buckets, group, destination.dtype, destination.device)
+        self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
         shapes = destination.trace.parameters
-        self.tables = Tables(plan, rank, sources, shapes, self.sums)
+        self.lowered = LoweredPlan(plan, rank, sources, shapes, self.sums)
         self._buffers = Buffers(destination.device)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Take staging memory and look up where everything lies."""
+        """Allocate staging memory and look up the addresses of all buffers."""
         self.staging.allocate()
         shards = self._local_shards()
         parameters = [self._destination.tensors[name] for name in self.plan.parameters]
-        if self._buffers.place([*shards, *parameters, *self.staging.halves]):
-            self._programs = build_programs(
-                self.tables, self._buffers, self._destination.dtype, self._hashes
-            )
-            self.sums.build(self._destination.device)
+        if self._buffers.bind([*shards, *parameters, *self.staging.halves]):
+            numbers = range(len(self.plan.buckets))
+            self._local = self._copier(self.lowered.local())
+            self._pack = [self._copier(self.lowered.pack(number)) for number in numbers]
+            self._unpack = [self._copier(self.lowered.unpack(number)) for number in numbers]
+            self.sums.allocate(self._destination.device)
 
     @torch.no_grad()
     def move(self, *, fingerprint: bool) -> None:
-        """Enqueue everything; on GPUs it runs on the current stream and on the group's own."""
+        """Enqueue the move; on GPUs it runs on the current stream and on the group's own."""
         destination, plan = self._destination, self.plan
         if plan.gathered:
             destination.load(
@@ -113,13 +116,16 @@ class Mover:
                 if shard.name in plan.gathered
             )
         for fill in plan.fills:
-            view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
+            region_view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
         self._run_buckets(self.sums.values.zero_() if fingerprint else None)
 
     def release(self) -> None:
-        """Let go of staging memory and of the shards."""
+        """Free staging memory and drop references to the shards."""
         self._buffers.release()
         self.staging.free()
+
+    def _copier(self, rects: list[CopyRect]) -> Copier:
+        return build_copier(rects, self._buffers, self._destination.dtype, self._hashes)
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []
@@ -138,44 +144,43 @@ class Mover:
         return gather(shard.local(), source, self._group)
 
     def _run_buckets(self, sums: Tensor | None) -> None:
-        """Packing is always one bucket ahead, so that the links never wait for it.
+        """Run all buckets; packing is one bucket ahead, so that the links never wait for it.
 
-        A bucket's half of the staging memory is packed again only after the bucket was unpacked,
-        because both run on one stream. Local copies are spread over the buckets if the links take
-        long, and else come first, so that the device works while the exchange is prepared.
+        A half of the staging memory is packed again only after it was unpacked: both run on one
+        stream. Local copies are spread over the buckets if the exchange dominates. Otherwise they
+        come first, so that the device works while the exchange is prepared.
         """
-        programs, count = self._programs, len(self.plan.buckets)
-        spread = self.plan.exchanges_much
+        count, spread = len(self.plan.buckets), self.plan.exchanges_much
         if not spread:
-            programs.local.run(0, 1, sums, paced=False)
-        on_the_way = self._start_bucket(0, sums, paced=False) if count else []
+            self._local.run(0, 1, sums, paced=False)
+        in_flight = self._start_bucket(0, sums, paced=False) if count else []
         for number in range(count):
             position.at("bucket", number + 1, count)
-            arriving, is_last = on_the_way, number + 1 == count
+            arriving, is_last = in_flight, number + 1 == count
             if not is_last:
-                on_the_way = self._start_bucket(number + 1, sums, paced=spread)
+                in_flight = self._start_bucket(number + 1, sums, paced=spread)
             if spread:
-                programs.local.run(number, count, sums, paced=True)
+                self._local.run(number, count, sums, paced=True)
             for work in arriving:
                 work.wait()
-            programs.unpack[number].run(0, 1, None, paced=spread and not is_last)
+            self._unpack[number].run(0, 1, None, paced=spread and not is_last)
             self._mark(number + 1, count)
 
     def _mark(self, number: int, count: int) -> None:
-        """Let it be seen when the device is done with a bucket."""
+        """Publish an event that the device passes after a bucket."""
         if self._destination.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
             position.mark("bucket", number, count, event)
 
     def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
-        """Pack and send; what to wait for before unpacking."""
-        self._programs.pack[number].run(0, 1, sums, paced=paced)
+        """Pack a bucket and start its exchange; return the works to wait for."""
+        self._pack[number].run(0, 1, sums, paced=paced)
         return self.staging.start(number)
 
 
-def view(tensor: Tensor, region: Region) -> Tensor:
-    """The region of a tensor, as a view."""
+def region_view(tensor: Tensor, region: Region) -> Tensor:
+    """Return a region of a tensor, as a view."""
     for dim, (start, size) in enumerate(zip(region.offset, region.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor

@@ -1,8 +1,8 @@
-"""Which weights are cut by columns: what a rollout engine's loader was seen to split along dim 1.
+"""Choice of the weights that FSDP2 cuts by columns: those that the engine splits along dim 1.
 
-FSDP2 cuts every weight by rows (dim 0) unless told otherwise. A row-parallel weight, of which each
-tensor-parallel rank takes some columns of every row, would then send most of each slice across;
-cut by columns, a rank's shard lies inside the slice that it needs.
+FSDP2 cuts every weight by rows (dim 0) by default. Of a row-parallel weight each tensor-parallel
+rank needs some columns of every row, so most of each slice would be sent. Cut by columns, a rank's
+shard is inside its slice.
 """
 
 import math
@@ -16,11 +16,11 @@ from hybridrl.distributed.regions import Region, Trace
 
 
 class ColumnChoice(NamedTuple):
-    """What to cut by columns, and what could not be aligned.
+    """Weights to cut by columns, and weights that could not be aligned.
 
     Attributes:
         columns: names of checkpoint tensors, in the checkpoint's order.
-        notes: one sentence each on what cannot be aligned and what that costs.
+        notes: sentences for the log about unaligned weights and their cost.
     """
 
     columns: list[str]
@@ -33,13 +33,13 @@ def choose_columns(
     traces: Sequence[Trace],
     itemsize: int,
 ) -> ColumnChoice:
-    """The weights that the layout cuts by columns; a pure function.
+    """Choose the weights that the layout cuts by columns; a pure function.
 
     Args:
         fsdp: the sharding spec, with dp_shard resolved.
         sources: shape of every checkpoint tensor by name.
-        traces: of one engine's ranks, in order: tensor_parallel_size of them.
-        itemsize: bytes of an element that moves.
+        traces: traces of the tensor_parallel_size ranks of one engine, in order.
+        itemsize: bytes of a moved element.
     """
     assert fsdp.dp_shard is not None
     tp, shards = fsdp.tensor_parallel_size, fsdp.dp_shard
@@ -47,7 +47,7 @@ def choose_columns(
         return ColumnChoice([], [])
     assert len(traces) == tp, (len(traces), tp)
     if not is_nested(fsdp):
-        received = itemsize * _taken(traces[0]) * (shards - 1) // shards
+        received = itemsize * _copied(traces[0]) * (shards - 1) // shards
         return ColumnChoice(
             [],
             [
@@ -72,7 +72,7 @@ def choose_columns(
 
 
 def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
-    """The dims along which the ranks' loaders take different parts of a tensor."""
+    """Return the dims along which the ranks' loaders copy different parts of a tensor."""
     regions = [[c.region for c in trace.copies if c.source == source] for trace in traces]
     if not all(regions):
         return set()
@@ -81,12 +81,12 @@ def _dims_split(source: str, traces: Sequence[Trace]) -> set[int]:
 
 
 def _spans(regions: Iterable[Region], dim: int) -> frozenset[tuple[int, int]]:
-    """(offset, length) of each region along a dim."""
+    """Return (offset, length) of each region along a dim."""
     return frozenset((region.offset[dim], region.shape[dim]) for region in regions)
 
 
-def _taken(trace: Trace) -> int:
-    """Elements that a rank's loader copies."""
+def _copied(trace: Trace) -> int:
+    """Return the elements that a rank's loader copies."""
     return sum(math.prod(copy.region.shape) for copy in trace.copies)
 
 

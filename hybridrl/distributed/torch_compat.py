@@ -1,0 +1,138 @@
+"""Private and version-dependent names of torch, all in one place.
+
+NAMES lists the names in use, which tests/unit/test_compat.py looks up.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # the name before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
+__all__ = [
+    "CUSTOM_METADATA_KEY",
+    "SAVED_OFFSETS_KEY",
+    "TorchDispatchMode",
+    "all_gather_single",
+    "compute_local_shape_and_global_offset",
+    "tree_leaves",
+]
+
+# (module, attribute); the dumps of flight recorders are not in every build and thus not listed.
+NAMES: tuple[tuple[str, str], ...] = (
+    ("torch", "UntypedStorage._cdata"),
+    ("torch", "ops.aten.fill_.Scalar._schema"),
+    ("torch._dynamo", "maybe_mark_dynamic"),
+    ("torch._dynamo.config", "disable"),
+    ("torch.distributed.checkpoint._hf_utils", "CUSTOM_METADATA_KEY"),
+    ("torch.distributed.checkpoint._hf_utils", "SAVED_OFFSETS_KEY"),
+    ("torch.distributed.distributed_c10d", "_find_pg_by_ranks_and_tag"),
+    ("torch.distributed.distributed_c10d", "_new_group_with_tag"),
+    ("torch.distributed.distributed_c10d", "_pg_map"),
+    ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
+    ("torch.distributed.tensor", "DTensor._local_tensor"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.utils._pytree", "tree_leaves"),
+)
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return the local part of a DTensor, without gradient, in a tenth of the time of to_local."""
+    return tensor._local_tensor
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return the identity of a storage; storages of meta tensors have one, too."""
+    return storage._cdata
+
+
+def own_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's own parameter or buffer, or None."""
+    return (module._parameters | module._buffers).get(name)
+
+
+def operator_schema(operator: Any) -> Any:
+    """Return the schema of an ATen operator."""
+    return operator._schema
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Make torch.compile treat the size of a dim as a symbol, if nothing forces a constant."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def disable_dynamo() -> None:
+    """Turn torch.compile off after torch._dynamo was imported."""
+    torch._dynamo.config.disable = True
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of collectives of all process groups of this process."""
+    for group in distributed_c10d._pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def tagged_group(ranks: Sequence[Sequence[int]], own: int, tag: str) -> ProcessGroup:
+    """Return one of several groups, made once under a tag; a collective over all ranks.
+
+    torch forgets the tag with the default group.
+
+    Args:
+        ranks: global ranks of every group, in order.
+        own: number of this rank's group.
+        tag: name under which torch keeps the groups.
+    """
+    mine = list(ranks[own])
+    group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
+    if group is None:
+        for members in ranks:
+            distributed_c10d._new_group_with_tag(list(members), pg_tag=tag)
+        group = distributed_c10d._find_pg_by_ranks_and_tag(tag, mine)
+    return group
+
+
+def group_named(name: str) -> ProcessGroup:
+    """Return the process group of a name, by which custom operators find it."""
+    return distributed_c10d._resolve_process_group(name)
+
+
+@contextmanager
+def ranks_as_given() -> Iterator[None]:
+    """Within this context, torch < 2.13 does not sort the ranks of a new group.
+
+    Ranks are the only thing that it sorts then, so its module gets a `sorted` that keeps the order.
+    """
+    distributed_c10d.sorted = list  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del distributed_c10d.sorted  # type: ignore[attr-defined]
+
+
+def nccl_trace() -> bytes | None:
+    """Return the pickled record of NCCL's last collectives; None if this build has none."""
+    from torch._C import _distributed_c10d as c10d
+
+    return c10d._dump_nccl_trace() if hasattr(c10d, "_dump_nccl_trace") else None
+
+
+def gloo_trace() -> bytes | None:
+    """Return the pickled record of gloo's last collectives; None if this build has none."""
+    from torch._C import _distributed_c10d as c10d
+
+    return c10d._dump_fr_trace() if hasattr(c10d, "_dump_fr_trace") else None

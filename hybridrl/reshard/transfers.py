@@ -1,0 +1,217 @@
+"""Transfers between ranks, cut into chunks that fit into buckets."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridrl.distributed.regions import Region, TracedCopy
+from hybridrl.reshard.source_layout import SourceLayout, intersect
+
+# Transfers begin at multiples of this many elements in staging memory, so that 16-byte accesses
+# stay possible whatever the sizes before them.
+ALIGNMENT = 16
+
+
+class Transfer(NamedTuple):
+    """Region of a source tensor that its holder packs once for all receivers.
+
+    Attributes:
+        source: name of the checkpoint tensor.
+        region: region of it.
+        sender: rank of the shard group that holds it.
+        writes: copies into parameters, each with the ranks that make it, in order.
+    """
+
+    source: str
+    region: Region
+    sender: int
+    writes: tuple[tuple[TracedCopy, tuple[int, ...]], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements moved to each receiver."""
+        return math.prod(self.region.shape)
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Receiving ranks in order, each once."""
+        if len(self.writes) == 1:
+            return self.writes[0][1]
+        return tuple(sorted({rank for _, ranks in self.writes for rank in ranks}))
+
+
+class Chunk(NamedTuple):
+    """Transfers out of the same rows of every shard of one source.
+
+    Attributes:
+        load: [ranks] int64, elements of staging memory that each rank needs.
+        slot: elements that each rank contributes to an all-gather; 0: transfers are sent.
+        breadth: largest number of receivers of one transfer.
+        transfers: those that the planning rank sends or receives.
+    """
+
+    load: NDArray[np.int64]
+    slot: int
+    breadth: int
+    transfers: list[Transfer]
+
+
+# A copy out of one shard, and the ranks that make it.
+_SharedCopy = tuple[TracedCopy, NDArray[np.int64]]
+
+
+class Chunker:
+    """Cuts sources into chunks, for one rank's part of the transfers.
+
+    All shards go through their rows together, so that in a bucket every rank has something to
+    send. Sources with equal shapes and copies, such as a model's layers, are cut once.
+
+    Args:
+        rank: the planning rank.
+        num_ranks: ranks of the shard group.
+        bucket_elements: a chunk is halved until no rank needs more than a quarter of this, which
+            leaves little of the buckets unused.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._bucket_elements = bucket_elements
+        self._known: dict[Any, tuple[list[Chunk], list[str]]] = {}
+
+    def chunks(self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]) -> list[Chunk]:
+        """Return the chunks of a source, in order.
+
+        Args:
+            source: the checkpoint tensor.
+            copies: all copies of it, each with its rank.
+        """
+        parameters = list(dict.fromkeys(copy.parameter for _, copy in copies))
+        number = {name: index for index, name in enumerate(parameters)}
+        geometry = tuple((r, c.region, number[c.parameter], c.offset) for r, c in copies)
+        key = (source.shape, source.num_shards, source.dim, geometry)
+        if key not in self._known:
+            self._known[key] = (list(self._cut(source, copies)), parameters)
+        chunks, names = self._known[key]
+        renamed = dict(zip(names, parameters, strict=True))
+        return [
+            chunk._replace(transfers=[_renamed(t, source.name, renamed) for t in chunk.transfers])
+            for chunk in chunks
+        ]
+
+    def _cut(
+        self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]
+    ) -> Iterator[Chunk]:
+        if not copies:
+            return
+        # Ranks with the same slice of an engine make the same copies.
+        receivers: dict[TracedCopy, list[int]] = {}
+        for receiver, copy in copies:
+            receivers.setdefault(copy, []).append(receiver)
+        shards = [source.region(shard) for shard in range(source.num_shards)]
+        needed = [
+            [
+                (part, np.array(ranks))
+                for copy, ranks in receivers.items()
+                if (part := common_part(copy, shard)) is not None
+            ]
+            for shard in shards
+        ]
+        parts = [(0, max(shard.shape[0] for shard in shards))]
+        while parts:
+            start, rows = parts.pop()
+            chunk = self._chunk(source.name, shards, needed, start, rows)
+            if rows > 1 and 4 * chunk.load.max() > self._bucket_elements:
+                # The first half is popped first.
+                parts += [(start + rows // 2, rows - rows // 2), (start, rows // 2)]
+            elif chunk.load.any():
+                yield chunk
+
+    def _chunk(
+        self,
+        source: str,
+        shards: Sequence[Region],
+        needed: Sequence[list[_SharedCopy]],
+        start: int,
+        rows: int,
+    ) -> Chunk:
+        """Return what rows [start, start + rows) of every shard send to other ranks.
+
+        Transfers to all ranks are gathered: one operation instead of two for each other rank.
+        Between two ranks a send is faster, and slots that few ranks fill are a waste.
+        """
+        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
+        breadths, transfers = {0}, []
+        for sender, shard in enumerate(shards):
+            height = min(rows, shard.shape[0] - start)
+            if height <= 0:
+                continue
+            held = Region((shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:]))
+            by_region: dict[Region, list[_SharedCopy]] = {}
+            for copy, ranks in needed[sender]:
+                part = common_part(copy, held)
+                if part is not None:
+                    by_region.setdefault(part.region, []).append((part, ranks))
+            for region, shared in by_region.items():
+                others = _others(shared, sender)
+                if not len(others):
+                    continue
+                size = aligned(math.prod(region.shape))
+                sent[sender] += size
+                received[others] += size
+                breadths.add(len(others))
+                if self._rank == sender or (others == self._rank).any():
+                    transfers.append(Transfer(source, region, sender, _writes(shared, sender)))
+        breadth, slot = max(breadths), int(sent.max())
+        to_all = breadth > 1 and breadths == {0, self._num_ranks - 1}
+        if to_all and slot * self._num_ranks <= 2 * sent.sum():
+            return Chunk(np.full_like(sent, slot * self._num_ranks), slot, breadth, transfers)
+        return Chunk(sent + received, 0, breadth, transfers)
+
+
+def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
+    """Return the part of a copy whose source is in a region, or None."""
+    region = intersect(held, copy.region)
+    if region is None:
+        return None
+    offset = tuple(
+        at + r - c for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
+    )
+    return TracedCopy(copy.source, region, copy.parameter, offset)
+
+
+def aligned(size: int) -> int:
+    """Round a number of elements up to the alignment of transfers."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _others(shared: Sequence[_SharedCopy], sender: int) -> NDArray[np.int64]:
+    """Return the ranks other than the sender that make one of these copies, once, in order."""
+    first, *more = (ranks for _, ranks in shared)
+    ranks = np.unique(np.concatenate([first, *more])) if more else first
+    return ranks[ranks != sender]
+
+
+def _writes(
+    shared: Sequence[_SharedCopy], sender: int
+) -> tuple[tuple[TracedCopy, tuple[int, ...]], ...]:
+    """Return the copies that ranks other than the sender make, and these ranks."""
+    writes = ((copy, tuple(ranks[ranks != sender].tolist())) for copy, ranks in shared)
+    return tuple((copy, receivers) for copy, receivers in writes if receivers)
+
+
+def _renamed(transfer: Transfer, source: str, parameters: Mapping[str, str]) -> Transfer:
+    """Return the same transfer of another source, for other parameters."""
+    if transfer.source == source:
+        return transfer
+    region = transfer.region
+    writes = tuple(
+        [
+            (TracedCopy(source, region, parameters[copy.parameter], copy.offset), receivers)
+            for copy, receivers in transfer.writes
+        ]
+    )
+    return Transfer(source, region, transfer.sender, writes)

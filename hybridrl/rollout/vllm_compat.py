@@ -1,0 +1,342 @@
+"""Private and version-dependent names of vLLM, all in one place: switches, hooks and patches.
+
+Order in a process: `check_installation` (config/checks/installation.py), `set_environment`, then
+`import vllm` and its start, within `cpu_start` on CPUs. NAMES lists the names in use, which
+tests/unit/test_compat.py looks up. The sleep backend is in kv_cache_sleep.py: vLLM imports it by
+module name.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from hybridrl.distributed.torch_compat import disable_dynamo
+
+# Methods of vLLM's worker that are called once each, and the log's names of their time.
+WORKER_PARTS = {
+    "init_device": "device",
+    "load_model": "model",
+    "determine_available_memory": "profiling and compilation",
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "warm-up",
+}
+# Functions of the worker's module that the warm-up calls, once each, on GPUs. The time of one that
+# this version of vLLM lacks counts as the warm-up's.
+WARM_UP_PARTS = {"kernel_warmup": "kernels", "warmup_kernels": "kernels of sampling"}
+GRAPHS = "CUDA graphs"
+_WORKERS = {
+    "cuda": ("vllm.v1.worker.gpu_worker", "Worker"),
+    "cpu": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+}
+# Modules that a start imports, by device type.
+MODULES = {device: ("vllm.entrypoints.llm", module) for device, (module, _) in _WORKERS.items()}
+
+# (module, attribute) of classes and functions in use. Attributes of instances cannot be listed:
+# llm.llm_engine.engine_core.engine_core.scheduler, worker.model_runner, layer.quant_method.
+NAMES: tuple[tuple[str, str], ...] = (
+    ("vllm.v1.engine", "EngineCoreRequest"),
+    ("vllm.v1.engine", "FinishReason.STOP"),
+    ("vllm.v1.engine", "FinishReason.LENGTH"),
+    ("vllm.v1.engine", "EngineCoreOutput.request_id"),
+    ("vllm.v1.engine", "EngineCoreOutput.finish_reason"),
+    ("vllm.v1.engine", "EngineCoreOutput.new_token_ids"),
+    ("vllm.v1.engine", "EngineCoreOutputs.outputs"),
+    ("vllm.v1.engine.core_client", "InprocClient.add_request"),
+    ("vllm.v1.engine.core_client", "InprocClient.get_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    ("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index"),
+    ("vllm.v1.outputs", "ModelRunnerOutput.logprobs"),
+    ("vllm.v1.outputs", "LogprobsLists.logprobs"),
+    ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.capture_model"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+    ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
+    ("vllm.distributed.parallel_state", "get_tp_group"),
+    ("vllm.distributed.parallel_state", "GroupCoordinator.cpu_group"),
+    ("vllm.config", "CompilationConfig.compilation_time"),
+    ("vllm.device_allocator", "get_mem_allocator_instance"),
+    ("vllm.device_allocator.cumem", "AllocationData.handle"),
+    ("vllm.device_allocator.cumem", "AllocationData.tag"),
+    *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
+)
+# Those of kv_cache_sleep.py, on GPUs. Where one is missing, rollout.sleep=kv_cache is refused.
+SLEEP_NAMES: tuple[tuple[str, str], ...] = (
+    ("vllm.device_allocator.cumem", "unmap_and_release"),
+    ("vllm.device_allocator.cumem", "AllocationData.is_asleep"),
+    ("vllm.device_allocator.cumem", "CuMemAllocator.wake_up"),
+    ("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.suspend"),
+    ("vllm.device_allocator.sleep_mode_backend", "CuMemBackend.resume"),
+    ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory._registry"),
+    ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory.register_backend"),
+    ("vllm.config", "ModelConfig.sleep_mode_backend"),
+    ("vllm.v1.worker.gpu_worker", "Worker._get_sleep_mode_backend"),
+)
+
+
+def set_environment(device_type: str, *, enforce_eager: bool) -> None:
+    """Set the switches that vLLM and its imports read once. Call before `import vllm`.
+
+    The log level stays as the user set it.
+    """
+    switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    late = [name for name, value in switches.items() if os.environ.get(name) != value]
+    assert "vllm" not in sys.modules or not late, f"vllm was imported before {late} were set"
+    os.environ.update(switches)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device_type == "cpu" and enforce_eager:
+        _disable_compilation()
+
+
+def _disable_compilation() -> None:
+    """Keep vLLM's samplers from compiling kernels on a CPU, which costs more time than it saves."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:  # it has read the variable already
+        disable_dynamo()
+
+
+@contextmanager
+def cpu_start() -> Iterator[None]:
+    """Prepare the construction of vLLM on CPUs; a collective over all ranks.
+
+    - Linear layers keep their weights: packing them for oneDNN would leave empty parameters.
+    - Shared memory of tensor parallelism gets a unique name: vLLM derives it from the rendezvous
+      address, which is the same text for all externally launched jobs. The name is removed as soon
+      as all ranks have mapped it, so a killed process leaves nothing behind.
+    - `torch.set_num_threads` keeps working: vLLM's worker replaces it by a no-op.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    ident = [f"hybridrl-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(ident, src=0)
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        # Never dialled, as the process group exists; its last part names the shared memory.
+        return f"tcp://127.0.0.1:{ident[0]}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    patch(utils, "dispatch_cpu_unquantized_gemm", _keep_weight)
+    patch(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+    dist.barrier()
+    for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
+        file.unlink(missing_ok=True)
+
+
+def _keep_weight(layer: Any, remove_weight: bool) -> None:
+    """Replace vLLM's packing of a linear layer's weight."""
+    layer.cpu_linear = F.linear
+
+
+@contextmanager
+def start_hooks(
+    device_type: str,
+    counted: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    adapt: Callable[[Any], None],
+) -> Iterator[None]:
+    """Within this context, vLLM's start counts its parts and adapts the model that it loads.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        counted: wraps a method so that its time counts as the named part.
+        adapt: changes the loaded model.
+    """
+    worker = worker_class(device_type)
+    load, warm_up = worker.load_model, worker.compile_or_warm_up_model
+
+    def with_adapters(self: Any, **kwargs: Any) -> Any:
+        runner = self.model_runner
+        load_into_runner = runner.load_model
+
+        def load_and_adapt(**kwargs: Any) -> None:
+            load_into_runner(**kwargs)
+            adapt(runner.get_model())
+
+        with replaced(runner, {"load_model": load_and_adapt}):
+            return load(self, **kwargs)
+
+    def with_graphs_apart(self: Any) -> Any:
+        capture = counted(self.model_runner.capture_model, GRAPHS)
+        with replaced(self.model_runner, {"capture_model": capture}):
+            return warm_up(self)
+
+    methods = {name: getattr(worker, name) for name in WORKER_PARTS}
+    methods |= {"load_model": with_adapters, "compile_or_warm_up_model": with_graphs_apart}
+    hooks = {name: counted(methods[name], part) for name, part in WORKER_PARTS.items()}
+    module = sys.modules[worker.__module__]
+    functions = {
+        name: counted(getattr(module, name), part)
+        for name, part in WARM_UP_PARTS.items()
+        if name in vars(module)
+    }
+    with replaced(worker, hooks), replaced(module, functions):
+        yield
+
+
+def worker_class(device_type: str) -> Any:
+    """Import the class of vLLM's worker in this process."""
+    if device_type == "cuda":
+        from vllm.v1.worker.gpu_worker import Worker
+
+        return Worker
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+def compile_seconds(llm: Any) -> float:
+    """Return the seconds that torch.compile took in the start of an `LLM`."""
+    return llm.llm_engine.vllm_config.compilation_config.compilation_time
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Return the gloo group of this rank's tensor-parallel ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
+def engine_core(llm: Any) -> Any:
+    """Return the client of an `LLM`'s engine core, which runs in this process."""
+    return llm.llm_engine.engine_core
+
+
+def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
+    """Build a request of the engine core.
+
+    Args:
+        request_id: unique among all requests of the engine.
+        prompt: token ids.
+        params: vLLM's `SamplingParams`.
+    """
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def is_truncated(reason: Any) -> bool:
+    """Return whether a response ended at its length limit, not at a stop token.
+
+    Raises:
+        RuntimeError: it ended for another reason, which the message names.
+    """
+    from vllm.v1.engine import FinishReason
+
+    if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise RuntimeError(reason.name)
+    return reason is FinishReason.LENGTH
+
+
+class StepLogProbs:
+    """Log-probs of each decoding step, kept before the scheduler splits them by request.
+
+    With hundreds of sequences the split takes a tenth of a decoding step, for which a GPU waits.
+    Both versions of vLLM read a step's log-probs once, in `Scheduler.update_from_output`.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._log_probs: NDArray[np.float32] | None = None
+
+    @contextmanager
+    def recorded(self, core: Any) -> Iterator[None]:
+        """Within this context, record the steps of an engine core."""
+        scheduler = core.engine_core.scheduler
+        update = scheduler.update_from_output
+
+        def record(scheduled: Any, output: Any) -> Any:
+            self._rows = output.req_id_to_index
+            self._log_probs = None if output.logprobs is None else output.logprobs.logprobs
+            output.logprobs = None
+            return update(scheduled, output)
+
+        with replaced(scheduler, {"update_from_output": record}):
+            yield
+
+    def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
+        """Return the last step's log-probs of sampled tokens, one per request."""
+        assert self._log_probs is not None, "vLLM sampled without log-probs"
+        # One column: with logprobs=0 the sampled token's alone.
+        return self._log_probs[[self._rows[request_id] for request_id in request_ids], 0]
+
+
+def asleep_bytes(tag: str) -> int:
+    """Return the device memory that allocations with this tag need when they wake."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    known = get_mem_allocator_instance().pointer_to_data.values()
+    sizes = [data.handle[1] for data in known if data.tag == tag]
+    assert sizes, f"vLLM has tagged no allocation as {tag}"
+    return sum(sizes)
+
+
+def sleep_without_weights(llm: Any) -> None:
+    """Make vLLM's level-1 sleep discard the KV cache and keep the weights in place.
+
+    Raises:
+        RuntimeError: this version of vLLM sleeps in another way.
+    """
+    try:
+        from hybridrl.rollout import kv_cache_sleep
+
+        kv_cache_sleep.install(llm)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"rollout.sleep = kv_cache does not fit this version of vllm: {error}. Set "
+            "rollout.sleep=all or none, or install the version pinned in requirements/"
+        ) from error
+
+
+def patch(owner: Any, name: str, new: Any) -> None:
+    """Replace an attribute of vLLM for good.
+
+    Raises:
+        RuntimeError: this version of vLLM does not have it.
+    """
+    if name not in vars(owner):
+        raise RuntimeError(
+            f"hybridrl cannot prepare this version of vllm: {owner.__name__}.{name} is gone. "
+            "Install the version pinned in requirements/"
+        )
+    setattr(owner, name, new)
+
+
+@contextmanager
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of a class or an object within this context, inherited ones included."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
