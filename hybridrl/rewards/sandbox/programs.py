@@ -208,7 +208,7 @@ def _started(isolation: Isolation) -> Iterator[_Jail]:
                 process_group=0,
             )
 
-        command = [sys.executable, "-I", "-c", _COMMAND, str(_HERE.parents[1]), *map(str, files)]
+        command = [sys.executable, "-I", "-c", _COMMAND, str(_HERE.parents[2]), *map(str, files)]
         if isolation is Isolation.none:
             process = start([*command, str(os.getpid())], [])
         else:
