@@ -26,7 +26,7 @@ KILL_AFTER_S = 1.0
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.rewards.sandbox.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hybridrl.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
