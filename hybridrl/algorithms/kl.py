@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_same_shape
-from hybridrl.config.checks.kl import MAX_RELATIVE_ERROR
+from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import KLEstimator
 
 # exp(20) = 5e8: beyond any policy worth training, and far from float32's overflow at exp(88).
@@ -223,12 +223,12 @@ def adapt_coef(
         raise ValueError(
             f"adapt_coef needs finite current and target > 0; got {current=}, {target=}"
         )
-    if num_responses < 1 or num_responses * MAX_RELATIVE_ERROR >= horizon:
+    if num_responses < 1 or num_responses * MAX_RELATIVE_KL_ERROR >= horizon:
         raise ValueError(
-            f"adapt_coef needs 1 <= num_responses < horizon / {MAX_RELATIVE_ERROR}; "
+            f"adapt_coef needs 1 <= num_responses < horizon / {MAX_RELATIVE_KL_ERROR}; "
             f"got {num_responses=}, {horizon=}"
         )
-    error = min(max(current / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    error = min(max(current / target - 1, -MAX_RELATIVE_KL_ERROR), MAX_RELATIVE_KL_ERROR)
     return coef * (1 + error * num_responses / horizon)
 
 
