@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
 from hybridrl.config.choices import Aggregation
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import Totals
 
 # (token losses, mask, sequence_id, totals, max_tokens) -> the scalar to minimise
 Aggregate = Callable[[Tensor, Tensor, Tensor, Totals, int], Tensor]
