@@ -24,7 +24,7 @@ def scheduled(lengths: list[int], **changes) -> ScheduledBatch:
     sizes = UpdateSizes(
         **(sizes | {"cost": quadratic, "partition": partition_by_micro_batch} | changes)
     )
-    return schedule(batch_of(lengths), UpdateSizes(**sizes), seed=1, step=3)
+    return schedule(batch_of(lengths), sizes, seed=1, step=3)
 
 
 @settings(max_examples=60, deadline=None)
