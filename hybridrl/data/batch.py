@@ -130,7 +130,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What generation returns: responses, and how each engine fared.
+    """Result of generation: responses, and throughput of each engine.
 
     Attributes:
         batch: the responses, those of each prompt together.

@@ -113,7 +113,7 @@ class ScheduledBatch(Shardable):
             return {name: value.select(rows) for name, value in new.items()}
 
         batch = self.batch.adding(**new)
-        pieces = [
+        pieces: list[list[Piece]] = [
             [*sent, partial(added, rows)]
             for sent, rows in zip(self.rank_pieces, self.rows, strict=True)
         ]
