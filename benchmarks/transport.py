@@ -40,7 +40,7 @@ from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import Call, WorkerGroup, build_roles, call_together
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
-from hybridrl.data.dealing import deal_turns
+from hybridrl.data.partition import partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
 from hybridrl.data.shardable import Shardable
@@ -184,7 +184,7 @@ def one_step(
         epochs=1,
         max_tokens=32 * (tokens + PROMPT_TOKENS),
         cost=float,
-        deal=deal_turns,
+        partition=partition_by_micro_batch,
     )
     with parts.part("schedule"):
         scheduled = schedule(batch, sizes, seed=1, step=step)

@@ -156,7 +156,7 @@ class Ranks:
         if not self._stored:
             self._sent.clear()
         if piece not in self._stored:
-            self._stored[piece] = self._sent.copy(piece.content)
+            self._stored[piece] = self._sent.copy(piece())
         return self._stored[piece]
 
     def run(self, method: str, arguments: Any, phase: str) -> Any:

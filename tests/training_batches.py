@@ -3,7 +3,7 @@
 import torch
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.dealing import Dealer, deal_turns
+from hybridrl.data.partition import Partitioner, partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 
@@ -50,8 +50,10 @@ def scheduled(
     max_tokens: int,
     epochs: int = 1,
     step: int = 1,
-    deal: Dealer = deal_turns,
+    partition: Partitioner = partition_by_micro_batch,
 ) -> ScheduledBatch:
-    """The batch dealt to ranks by its tokens."""
-    sizes = UpdateSizes(num_ranks, mini_batch_size, epochs, max_tokens, cost=float, deal=deal)
+    """The batch partitioned over ranks by its tokens."""
+    sizes = UpdateSizes(
+        num_ranks, mini_batch_size, epochs, max_tokens, cost=float, partition=partition
+    )
     return schedule(batch, sizes, seed=1, step=step)

@@ -1,12 +1,12 @@
-"""Advantage estimators that look at each response by itself: pure tensor functions.
+"""Advantage estimators for single responses: GAE, REINFORCE++, ReMax.
 
-Which tensors and settings an estimator takes is said by its parameters' names, the same in all of
-them; config/estimators.py lists the estimators by the names that `algorithm.advantage` takes. Those
-that compare the responses to a prompt are in group_advantages.py and pass_at_k.py.
+Estimators are pure functions. The trainer passes tensors and settings by parameter name, so all
+estimators use the same names. config/estimators.py maps values of `algorithm.advantage` to them.
+Estimators that compare the responses to one prompt are in group_advantages.py and pass_at_k.py.
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   rewards, values and returns share the reward's unit
-Errors:  what is NaN or infinite on the mask is refused; what stands off it is never read
+Errors:  NaN and infinity on the mask raise; values off the mask are never read
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from hybridrl.algorithms.outcomes import check_rewards, on_every_token, outcomes
 
 
 class Estimate(NamedTuple):
-    """What an estimator returns.
+    """Advantages, and returns for a critic.
 
     Attributes:
-        advantages: [B, T] float32 (float64 for float64 input), 0 off the mask; whitened only where
-            the method's own definition says so.
-        returns: [B, T] likewise, the critic's targets; None of estimators without a critic.
+        advantages: [B, T] float32 (float64 for float64 input), 0 off the mask; whitened only if
+            the method's definition whitens.
+        returns: [B, T] likewise, the critic's targets; None if the estimator has no critic.
     """
 
     advantages: Tensor
@@ -42,32 +42,34 @@ class Estimate(NamedTuple):
 
 
 Arguments = ParamSpec("Arguments")
-# Attribute of an estimator: the function that the trainer calls on blocks of whole groups.
+# Attribute of an estimator: its form for blocks of whole groups, which the trainer calls.
 GROUP_WISE = "group_wise"
 
 
 def group_wise(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
-    """Mark an estimator in which a response's advantages depend on its group alone.
+    """Mark an estimator whose advantages of a response depend on the response's group alone.
 
-    The trainer then calls it on blocks of whole groups, or of any responses if it takes no
-    group_id, and never pads the batch as a whole.
+    The trainer calls it on blocks of whole groups, or of any responses if it has no parameter
+    group_id. The batch is then never padded as a whole.
     """
     function.group_wise = function  # type: ignore[attr-defined]
     return function
 
 
 def whitened(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Estimate]:
-    """Make an estimator that whitens over the batch what a group-wise one estimates.
+    """Make an estimator that whitens the advantages of a group-wise one over the batch.
 
-    By itself it whitens over all response tokens; the trainer does so over those that count in the
-    policy loss.
+    Called directly it whitens over all response tokens; the trainer whitens over those that count
+    in the policy loss, before the batch is partitioned over ranks.
     """
 
     @wraps(function)
     def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Estimate:
         advantages, returns = function(*args, **kwargs)
         mask = signature(function).bind(*args, **kwargs).arguments["response_mask"]
-        return Estimate(whiten(advantages, mask) if bool(mask.any()) else advantages, returns)
+        return Estimate(
+            masked_whiten(advantages, mask) if bool(mask.any()) else advantages, returns
+        )
 
     whole.group_wise = function  # type: ignore[attr-defined]
     return whole
@@ -77,12 +79,13 @@ def whitened(function: Callable[Arguments, Estimate]) -> Callable[Arguments, Est
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> Estimate:
-    """Generalized advantage estimation over the response tokens of each sample.
+    """Compute generalized advantage estimation (GAE) over the tokens of each response.
 
-    A_t = delta_t + gamma * lam * A_{t+1},  delta_t = r_t + gamma * V_{t+1} - V_t,
-    where t+1 is the next response token: masked tokens (padding, tool output) are stepped over.
-    A response is a complete episode, so V and A after its last token are 0. A row without any
-    response token is 0 throughout.
+    A_t = delta_t + gamma * lam * A_{t+1},   delta_t = r_t + gamma * V_{t+1} - V_t
+
+    Here t+1 is the next response token: tokens off the mask (padding, tool output) are skipped.
+    A response is a complete episode, so V and A after its last token are 0. A row without response
+    tokens is 0.
 
     Args:
         rewards: [B, T] per-token reward, KL penalty already applied.
@@ -92,7 +95,7 @@ def gae(
         lam: bias-variance trade-off, in [0, 1]; 1 is Monte Carlo, 0 is one-step TD.
 
     Returns:
-        Advantages in the reward's unit; returns, which are advantages + values on the mask.
+        Advantages in the reward's unit, and returns = advantages + values on the mask.
 
     Raises:
         ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward or
@@ -113,7 +116,7 @@ def gae(
     values = at_least_float32(values).masked_fill(off_mask, 0.0)
     order = None
     if bool((off_mask[:, :-1] & response_mask[:, 1:]).any()):
-        # Without what is stepped over, the next response token stands next.
+        # Response tokens first: then the next column is the next response token.
         order = off_mask.to(torch.uint8).argsort(dim=1, stable=True)
         rewards, values = rewards.gather(1, order), values.gather(1, order)
     next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
@@ -122,14 +125,14 @@ def gae(
     if order is not None:
         advantages = torch.zeros_like(advantages).scatter_(1, order, advantages)
         values = torch.zeros_like(values).scatter_(1, order, values)
-    # Off the mask both are 0: nothing was added up there.
+    # Off the mask both terms are 0.
     return Estimate(advantages, advantages + values)
 
 
 def _discounted_sums(deltas: Tensor, discount: float) -> Tensor:
-    """[B, T]: d_t + discount * d_{t+1} + discount^2 * d_{t+2} + ..., each from the sum after it."""
-    # Tokens come first, so that each turn of the loop reads and writes neighbours in memory; numpy
-    # takes a third of torch's time for as many short vectors.
+    """Return [B, T] S_t = d_t + discount * S_{t+1}, backwards from the last token."""
+    # Time-major, so that each iteration reads contiguous memory. numpy is three times as fast as
+    # torch on these short vectors.
     by_token = deltas.detach().cpu().numpy().T.copy()
     later, discounted = by_token[-1:].reshape(-1), np.empty(len(deltas), by_token.dtype)
     for here in by_token[-2::-1]:
@@ -141,15 +144,16 @@ def _discounted_sums(deltas: Tensor, discount: float) -> Tensor:
 
 @whitened
 def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Estimate:
-    """REINFORCE++: each token's discounted return, whitened over the batch.
+    """Compute REINFORCE++ advantages: each token's discounted return, whitened over the batch.
 
-    G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std,
-    where t+1 is the next response token: masked tokens are stepped over. mean and std (over N, with
-    1e-8 added to the variance) are those of G over the batch (`whitened`). With the k1
-    penalty in the reward and gamma = 1, G_t is the outcome less the penalties from t on.
+    G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std
 
-    verl takes the variance over N - 1, and drops the return at a masked token, so that tokens
-    before tool output get nothing of what comes after it. OpenRLHF's is the same for gamma = 1.
+    Here t+1 is the next response token: tokens off the mask are skipped. mean and std (over N, with
+    1e-8 added to the variance) are those of G over the batch (`whitened`). With the k1 penalty in
+    the reward and gamma = 1, G_t is the outcome minus the penalties from t on.
+
+    verl divides the variance by N - 1 and resets the return at tokens off the mask: tokens before
+    tool output then ignore later rewards. OpenRLHF's estimator is the same for gamma = 1.
 
     Args:
         rewards: [B, T] per-token reward, KL penalty already applied.
@@ -157,7 +161,7 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
         gamma: discount per response token, in (0, 1].
 
     Returns:
-        Advantages without unit, 0 off the mask and 0 throughout if all G are equal; no returns.
+        Advantages without unit, 0 off the mask, 0 everywhere if all G are equal; no returns.
 
     Raises:
         ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward on the
@@ -175,13 +179,14 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
 
 @group_wise
 def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Estimate:
-    """ReMax: each response against the greedy one to the same prompt.
+    """Compute ReMax advantages: the outcome minus that of the greedy response to the same prompt.
 
-    A_{i,t} = r_i - b_i, the same for every response token t of i, where r_i is the sum of i's token
-    rewards and b_i the outcome of the response that greedy decoding gives to i's prompt.
+    A_{i,t} = r_i - b_i
 
-    verl sums the rewards from t on instead, which differs where tokens before the last have one:
-    with the KL penalty in the reward.
+    Here r_i is the sum of response i's token rewards, and b_i the outcome of the greedy response.
+    All tokens t of a response share one advantage.
+
+    verl sums the rewards from t on. The two differ with the KL penalty in the reward.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
@@ -202,24 +207,3 @@ def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> E
     everywhere = torch.ones_like(baseline_rewards, dtype=torch.bool)
     check_finite("remax", everywhere, baseline_rewards=baseline_rewards)
     return Estimate(on_every_token(outcome - baseline_rewards, rewards, response_mask), None)
-
-
-def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Advantages with mean 0 and variance 1 over all response tokens of the step.
-
-    One mean and one variance over the whole batch, all ranks: whiten before the batch is dealt.
-    Advantages that are all equal (nothing to prefer) become 0.
-
-    Args:
-        advantages: [B, T], in the reward's unit.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-
-    Returns:
-        [B, T] float32 (float64 for float64 input), without unit, 0 off the mask.
-
-    Raises:
-        ValueError: the shapes differ, or the mask is not bool or true nowhere.
-
-    Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
-    """
-    return masked_whiten(advantages, response_mask)

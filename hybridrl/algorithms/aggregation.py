@@ -1,10 +1,10 @@
-"""From the losses of tokens to the loss of a mini-batch.
+"""Aggregation of token losses to the loss of a mini-batch.
 
-A rank calls these on the tokens of one micro-batch with the totals of the whole mini-batch, over
-all ranks. Then the losses of the parts, and their gradients, add up to those of the whole, however
-its responses were spread (FSDP's averaging over ranks must be off).
+A rank calls these on the tokens of one micro-batch, with totals of the whole mini-batch on all
+ranks. The losses of micro-batches and ranks, and their gradients, then add up to those of the
+mini-batch, however it was partitioned. FSDP must sum gradients over ranks, not average them.
 
-Shapes:  N = tokens of a micro-batch, responses one behind the other; N may be 0
+Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
 from hybridrl.config.choices import Aggregation
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import Totals
 
 # (token losses, mask, sequence_id, totals, max_tokens) -> the scalar to minimise
 Aggregate = Callable[[Tensor, Tensor, Tensor, Totals, int], Tensor]
@@ -24,13 +24,15 @@ Aggregate = Callable[[Tensor, Tensor, Tensor, Totals, int], Tensor]
 def token_mean(
     values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
 ) -> Tensor:
-    """L = 1/T * sum_t l_t, T the mini-batch's tokens: every token weighs the same.
+    """Average over tokens: every token has the same weight.
+
+    L = 1/T * sum_t l_t,   T = tokens of the mini-batch
 
     Args:
         values: [N] losses of tokens.
         response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, which response a token belongs to; not read.
-        totals: of the mini-batch, over all ranks.
+        sequence_id: [N] int64, index of a token's response; not read.
+        totals: of the mini-batch on all ranks.
         max_tokens: not read.
 
     Returns:
@@ -48,15 +50,18 @@ def token_mean(
 def sequence_mean(
     values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
 ) -> Tensor:
-    """L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}: every response weighs the same.
+    """Average over the tokens of each response, then over responses: responses weigh the same.
 
-    G is the mini-batch's responses with a token that counts, |o_i| the number of these in i.
+    L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}
+
+    Here |o_i| is the number of tokens of response i that count, and G the number of responses of
+    the mini-batch with such tokens.
 
     Args:
         values: [N] losses of tokens.
         response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, which response of the micro-batch a token belongs to, from 0 on.
-        totals: of the mini-batch, over all ranks.
+        sequence_id: [N] int64, index of a token's response in the micro-batch, from 0.
+        totals: of the mini-batch on all ranks.
         max_tokens: not read.
 
     Returns:
@@ -76,13 +81,15 @@ def sequence_mean(
 def sequence_sum(
     values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
 ) -> Tensor:
-    """L = 1/(G * M) * sum_i sum_t l_{i,t}, M a constant: no response's length divides anything.
+    """Sum over tokens, divided by a constant: no division by response lengths (Dr. GRPO).
+
+    L = 1/(G * M) * sum_i sum_t l_{i,t}
 
     Args:
         values: [N] losses of tokens.
         response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, which response a token belongs to; not read.
-        totals: of the mini-batch, over all ranks.
+        sequence_id: [N] int64, index of a token's response; not read.
+        totals: of the mini-batch on all ranks; G is the number of responses with tokens that count.
         max_tokens: M, the longest response that may be sampled.
 
     Returns:
@@ -107,9 +114,9 @@ AGGREGATIONS: Mapping[Aggregation, Aggregate] = MappingProxyType(
 
 
 def sequence_sums(values: Tensor, sequence_id: Tensor) -> Tensor:
-    """[N]: at place i the sum of `values` over the tokens of sequence i, 0 where there is none.
+    """Return [N] whose element i is the sum of `values` over the tokens of sequence i.
 
-    As long as the tokens are many, so that nothing waits for the device to count the sequences.
+    The output has length N, not the number of sequences, which would synchronise with the device.
     """
     return torch.zeros_like(values).index_add(0, sequence_id, values)
 

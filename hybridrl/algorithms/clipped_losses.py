@@ -1,7 +1,9 @@
-"""Policy losses that clip the policy ratio: PPO's and its kin, token by token.
+"""Policy losses that clip the policy ratio: PPO, dual-clip PPO, CISPO, GSPO.
 
-Each takes flat tensors [N] and returns a `TokenLoss`; algorithms/aggregation.py makes the scalar.
-r_t = exp(log_probs_t - old_log_probs_t) throughout, the exponent within +-MAX_LOG_RATIO.
+Each is computed token by token and returns a `TokenLoss`; aggregation.py computes the scalar.
+
+Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
+Ratio:   r_t = exp(log_probs_t - old_log_probs_t), the exponent clamped to +-MAX_LOG_RATIO
 """
 
 import torch
@@ -21,7 +23,7 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate; with clip_high above clip_low it is DAPO's clip-higher.
+    """Compute PPO's clipped surrogate; with clip_high > clip_low it is DAPO's clip-higher.
 
     l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -57,10 +59,11 @@ def dual_clip(
     clip_high: float,
     max_ratio: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate whose ratio is bounded for negative advantages, too.
+    """Compute dual-clip PPO: the ratio is bounded for negative advantages, too.
 
-    l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)      where A_t >= 0
-    l_t = -max(min(r_t A_t, clip(..) A_t), max_ratio A_t)               where A_t < 0
+    s_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+    l_t = -s_t                       if A_t >= 0
+    l_t = -max(s_t, max_ratio A_t)   if A_t < 0
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
@@ -69,7 +72,7 @@ def dual_clip(
         response_mask: [N] bool, true on tokens that count.
         clip_low: in (0, 1].
         clip_high: > 0.
-        max_ratio: c, above 1 + clip_high; the paper takes 3.
+        max_ratio: c in the paper, > 1 + clip_high; 3 in the paper.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or a setting is out of range.
@@ -100,18 +103,18 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """REINFORCE whose importance weight is clipped and carries no gradient: no token is dropped.
+    """Compute CISPO: REINFORCE with a clipped importance weight; every token has a gradient.
 
-    l_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_probs_t,  sg: without gradient
+    l_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_probs_t,   sg = stop gradient
 
-    The value is no objective that falls as training goes well; only its gradient means something.
+    Only the gradient is meaningful: the value need not fall while training improves.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
         old_log_probs: [N] those before this step's updates, nats.
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
-        clip_low: in (0, 1]; the paper sets no lower bound, which is 1.
+        clip_low: in (0, 1]; 1 is no lower bound, as in the paper.
         clip_high: > 0.
 
     Raises:
@@ -124,7 +127,7 @@ def cispo(
     advantages = advantages_of("cispo", advantages, response_mask)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # Filled before the product: the gradient of 0 * NaN would be NaN.
+    # Masked before the product: the gradient of 0 * NaN would be NaN.
     log_probs = log_probs.masked_fill(~response_mask, 0.0)
     sums = policy_sums(log_ratio, weight != ratio, response_mask)
     return TokenLoss(-weight * advantages * log_probs, sums)
@@ -140,25 +143,26 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped surrogate with one ratio for a whole response: the geometric mean of its tokens'.
+    """Compute GSPO: the clipped surrogate with one ratio per response.
 
     s_i = exp(1/|o_i| * sum_t log r_{i,t}),   s_{i,t} = sg(s_i) * pi_t / sg(pi_t)
     l_t = -min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_t)
 
-    This is the paper's token form. Where all tokens of a response have one advantage and losses
-    are aggregated by sequence_mean, value and gradient are those of its sequence form.
+    The ratio is the geometric mean of the token ratios; sg stops the gradient. This is the paper's
+    token form. It equals the sequence form in value and gradient if the tokens of a response share
+    one advantage and losses are aggregated by sequence_mean.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
         old_log_probs: [N] those before this step's updates, nats.
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, which response of the micro-batch a token belongs to, from 0 on.
-        clip_low: in (0, 1]; the paper takes 3e-4.
-        clip_high: > 0; the paper takes 4e-4.
+        sequence_id: [N] int64, index of a token's response in the micro-batch, from 0.
+        clip_low: in (0, 1]; 3e-4 in the paper.
+        clip_high: > 0; 4e-4 in the paper.
 
     Returns:
-        As every policy loss; but `ratio` and `approx_kl` are of tokens' own ratios.
+        Token losses; the metrics `ratio` and `approx_kl` are computed from the token ratios.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or a setting is out of range.
@@ -180,7 +184,7 @@ def gspo(
 def _surrogates(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """[N] r_t A_t and clip(r_t, 1 - clip_low, 1 + clip_high) A_t."""
+    """Return [N] r_t A_t and [N] clip(r_t, 1 - clip_low, 1 + clip_high) A_t."""
     return ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
 
 

@@ -1,11 +1,12 @@
-"""Policy losses that hold back the tokens which cost most entropy, and how these are found.
+"""Policy losses that restrict the tokens with the largest effect on entropy: Clip-Cov, KL-Cov.
 
-To first order a policy gradient lowers the entropy by the covariance of log-probability and
-advantage, and few tokens have most of it. Which tokens are held back is decided once for a step,
-over all its tokens, from the log-probs before the step's updates: then it does not depend on how
-tokens are spread over ranks and micro-batches. (The paper's code decides within each micro-batch
-by the current log-probs, which are the same before the first update of a step.)
+To first order, a policy gradient step lowers the entropy by the covariance of log-probability and
+advantage. A few tokens account for most of it. They are selected once per step, over all its
+tokens, from the log-probs before the step's updates. The selection then does not depend on the
+partition over ranks and micro-batches. (The paper's code selects within each micro-batch from the
+current log-probs, which are the same before the first update of a step.)
 
+Shapes:  N = tokens, concatenated responses; N may be 0
 Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
 """
 
@@ -26,9 +27,9 @@ from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_o
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Each token's part of the covariance of log-probability and advantage.
+    """Compute each token's term of the covariance of log-probability and advantage.
 
-    Cov_t = (log_probs_t - mean log_probs) (A_t - mean A), means over all tokens of the mask.
+    Cov_t = (log_probs_t - mean log_probs) (A_t - mean A),   means over all tokens of the mask
 
     Args:
         log_probs: any shape, nats.
@@ -61,17 +62,17 @@ def some_in_band(
     cov_low: float,
     cov_high: float,
 ) -> Tensor:
-    """Tokens drawn at random from those with a covariance in a band: for `clip_cov`.
+    """Draw tokens whose covariance is in a band, for `clip_cov`.
 
-    max(1, floor(fraction * tokens)) of them, as in the authors' code, so that a small batch is not
-    left without any; or all there are if these are fewer.
+    max(1, floor(fraction * tokens)) tokens are drawn, as in the authors' code, or all in the band
+    if there are fewer. The minimum of 1 keeps small batches from selecting none.
 
     Args:
         covariance: [N] as from `covariances`.
         response_mask: [N] bool.
-        generator: decides the draw.
-        fraction: of all tokens, in (0, 1]; the paper takes 2e-4.
-        cov_low, cov_high: the band; the paper takes 1 and 5.
+        generator: random numbers of the draw.
+        fraction: of all tokens, in (0, 1]; 2e-4 in the paper.
+        cov_low, cov_high: the band; 1 and 5 in the paper.
 
     Returns:
         [N] bool.
@@ -93,16 +94,16 @@ def some_in_band(
 def largest(
     covariance: Tensor, response_mask: Tensor, generator: torch.Generator, *, fraction: float
 ) -> Tensor:
-    """The tokens with the largest covariances: for `kl_cov`.
+    """Select the tokens with the largest covariances, for `kl_cov`.
 
-    max(1, floor(fraction * tokens)) of them, as in the authors' code, so that a small batch is not
-    left without any; none where no token counts.
+    max(1, floor(fraction * tokens)) tokens are selected, as in the authors' code; none if the mask
+    is empty.
 
     Args:
         covariance: [N] as from `covariances`.
         response_mask: [N] bool.
-        generator: not read: nothing is drawn.
-        fraction: of all tokens, in (0, 1]; the paper takes 2e-3 for 7B, 2e-4 for 32B.
+        generator: not read.
+        fraction: of all tokens, in (0, 1]; 2e-3 for 7B and 2e-4 for 32B in the paper.
 
     Returns:
         [N] bool.
@@ -127,7 +128,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate, without gradient on the selected tokens.
+    """Compute Clip-Cov: PPO's clipped surrogate without gradient on the selected tokens.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
@@ -136,7 +137,7 @@ def clip_cov(
         response_mask: [N] bool, true on tokens that count.
         selected: [N] bool, as from `some_in_band`.
         clip_low: in (0, 1].
-        clip_high: > 0; the paper takes 1 for both.
+        clip_high: > 0; the paper sets both to 1.
 
     Raises:
         ValueError: shapes differ, a mask is not bool, or a setting is out of range.
@@ -160,10 +161,11 @@ def kl_cov(
     *,
     coef: float,
 ) -> TokenLoss:
-    """The policy gradient, with a KL penalty against the old policy on the selected tokens.
+    """Compute KL-Cov: the policy gradient with a KL penalty on the selected tokens.
 
-    l_t = -r_t A_t + [t selected] coef * KL_t,   KL_t = r_t - 1 - log r_t,
-    the estimate of KL(old || current) that is never negative (the paper's code takes |log r_t|).
+    l_t = -r_t A_t + [t selected] coef * KL_t,   KL_t = r_t - 1 - log r_t
+
+    KL_t is the k3 estimate of KL(old || current); the paper's code uses |log r_t|.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
@@ -171,10 +173,10 @@ def kl_cov(
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
         selected: [N] bool, as from `largest`.
-        coef: beta, >= 0; the paper takes 1.
+        coef: beta in the paper, >= 0; 1 in the paper.
 
     Returns:
-        As every policy loss; clip_fraction counts the selected tokens.
+        Token losses; the metric clip_fraction counts the selected tokens.
 
     Raises:
         ValueError: shapes differ, a mask is not bool, or coef < 0.
@@ -198,7 +200,7 @@ def _centred(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _count(function: str, covariance: Tensor, response_mask: Tensor, fraction: float) -> int:
-    """floor(fraction * tokens), but at least one where any token counts."""
+    """Return floor(fraction * tokens), but at least 1 if the mask is not empty."""
     check_same_shape(function, covariance=covariance, response_mask=response_mask)
     check_mask(function, response_mask)
     if not 0 < fraction <= 1:

@@ -1,12 +1,12 @@
-"""Advantage estimators that compare the responses to a prompt with each other.
+"""Advantage estimators that compare the responses to one prompt: GRPO, Dr. GRPO, RLOO, OPO.
 
-In all of them r_i is the outcome of response i, the sum of its token rewards; where the KL penalty
-acts in the reward, that of the whole response is part of it. The advantage A_i stands on every
-response token of i. A group is the n responses to one prompt.
+A group is the n responses to one prompt. r_i is the outcome of response i: the sum of its token
+rewards, including the KL penalty if that acts in the reward. All tokens of response i share the
+advantage A_i. mean_g and std_g are over the outcomes of i's group.
 
 Shapes:  B = responses   T = response tokens, right-padded
-Units:   rewards share one unit; advantages have it too, where nothing divides by a deviation
-Errors:  a group of a single response, and rewards on the mask that are NaN or infinite, are refused
+Units:   advantages have the reward's unit, unless divided by a standard deviation
+Errors:  groups of a single response raise; so do NaN and infinite rewards on the mask
 """
 
 from torch import Tensor
@@ -15,18 +15,19 @@ from hybridrl.algorithms.advantages import Estimate, group_wise, whitened
 from hybridrl.algorithms.groups import grouped
 from hybridrl.algorithms.outcomes import on_every_token, outcomes
 
-# Added to a group's standard deviation before it divides, in the reward's unit.
+# Added to a group's standard deviation before the division, in the reward's unit.
 GROUP_EPS = 1.0e-6
 
 
 @group_wise
 def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
-    """Group-relative advantages: each response against the others to the same prompt.
+    """Compute GRPO advantages: outcomes standardised within their group.
 
-    A_i = (r_i - mean_g) / (std_g + GROUP_EPS), where mean_g and std_g (the sample's, over n - 1)
-    are those of i's group. A group of equal rewards has advantages 0.
+    A_i = (r_i - mean_g) / (std_g + GROUP_EPS)
 
-    verl and TRL take the same deviation; TRL adds 1e-4 to it.
+    std_g divides by n - 1. A group of equal outcomes has advantages 0.
+
+    verl and TRL use the same standard deviation; TRL adds 1e-4 to it.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
@@ -38,7 +39,7 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     Raises:
         ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response, which nothing can be compared with.
+            not finite, or a group has a single response.
 
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     """
@@ -51,13 +52,15 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
 @group_wise
 def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
-    """GRPO's advantages without the division by the deviation (Dr. GRPO).
+    """Compute Dr. GRPO advantages: GRPO without the division by the standard deviation.
 
-    A_i = r_i - mean_g. Dividing by std_g would weigh up prompts that are nearly solved or nearly
-    hopeless. It is (n - 1) / n times `rloo`. The method's other half, a loss that sums over tokens
-    and divides by a constant, is the aggregation sequence_sum.
+    A_i = r_i - mean_g
 
-    The same as TRL's scale_rewards=False and verl's norm_adv_by_std_in_grpo=False.
+    Dividing by std_g gives more weight to prompts that are almost always or almost never solved.
+    These advantages are (n - 1) / n times those of `rloo`. Dr. GRPO also changes the loss: see the
+    aggregation sequence_sum.
+
+    Same as TRL's scale_rewards=False and verl's norm_adv_by_std_in_grpo=False.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
@@ -80,13 +83,13 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimat
 
 @group_wise
 def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
-    """REINFORCE leave-one-out: each response against the mean of the others.
+    """Compute RLOO advantages: the outcome minus the mean of the group's other outcomes.
 
     A_i = r_i - 1 / (n - 1) * sum_{j != i} r_j = n / (n - 1) * (r_i - mean_g)
-    The baseline does not depend on response i, so that the gradient stays unbiased.
 
-    The same as verl's and TRL's, except that verl takes r_i itself as the advantage of a single
-    response; here that is refused.
+    The baseline does not depend on response i, so the gradient is unbiased.
+
+    Same as verl and TRL, except for a single response: verl uses A_i = r_i, here it raises.
 
     Args:
         rewards: [B, T] per-token reward; the paper's has the KL penalty in it.
@@ -110,15 +113,15 @@ def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
 @group_wise
 def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
-    """Advantages against the baseline of least gradient variance, weighted by length (OPO).
+    """Compute OPO advantages: the outcome minus the length-weighted mean outcome of the group.
 
-    A_i = r_i - b_g,   b_g = sum_{j in g} l_j r_j / sum_{j in g} l_j,
-    where l_j is the number of response tokens of j. The weights stand for the squared norm of each
-    response's gradient, taken as proportional to its length. A response without tokens has no
-    weight.
+    A_i = r_i - b_g,   b_g = sum_{j in g} l_j r_j / sum_{j in g} l_j
 
-    The same as verl's, except that verl takes 0 as the baseline of a single response; here that is
-    refused. The paper trains exactly on-policy, with one update per rollout.
+    l_j is the number of response tokens of j. The baseline minimises the gradient's variance if the
+    squared norm of a response's gradient is proportional to its length.
+
+    Same as verl, except for a single response: verl uses b_g = 0, here it raises. The paper trains
+    exactly on-policy, with one update per rollout.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
@@ -126,8 +129,8 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
         group_id: [B] int, responses of one prompt share it.
 
     Returns:
-        Advantages in the reward's unit, 0 off the mask; no returns. Over the tokens of a group,
-        not over its responses, they sum to 0.
+        Advantages in the reward's unit, 0 off the mask; no returns. Their sum over the tokens of a
+        group is 0.
 
     Raises:
         ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
@@ -139,7 +142,7 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     groups = grouped("opo", rewards, group_id)
     lengths = response_mask.sum(1).to(outcome.dtype)
     relative = outcome - groups.maximum(outcome)
-    # A group without any token has no advantage to stand anywhere: any divisor will do.
+    # A group without tokens has no advantages: any divisor is correct.
     baseline = groups.sum(lengths * relative) / groups.sum(lengths).clamp(min=1)
     return Estimate(on_every_token(relative - baseline, rewards, response_mask), None)
 
@@ -148,16 +151,17 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 def reinforce_plus_plus_baseline(
     rewards: Tensor, response_mask: Tensor, group_id: Tensor
 ) -> Estimate:
-    """REINFORCE++ with baseline: less the group's mean, then whitened over the batch.
+    """Compute REINFORCE++ advantages with baseline: group-centred, then whitened over the batch.
 
-    A'_i = r_i - mean_g,   A_i = (A'_i - mean) / std,
-    where mean and std (over N, with 1e-8 added to the variance) are those of A' over the tokens of
-    the batch (`whitened`): a long response counts more often than a short one. Responses of a group
-    of equal rewards have A' = 0, but A = -mean / std.
+    A'_i = r_i - mean_g,   A_i = (A'_i - mean) / std
 
-    The same as verl's, which takes the variance over N - 1. OpenRLHF subtracts the group's mean
-    from the reward alone and then sums per-token KL penalties from each token on; the paper puts
-    the KL (k2) in the loss, where there is no difference.
+    mean and std (over N, with 1e-8 added to the variance) are over all tokens of the batch
+    (`whitened`), so long responses have more weight. A group of equal outcomes has A' = 0 and
+    A = -mean / std.
+
+    Same as verl, except that verl divides the variance by N - 1. OpenRLHF centres the reward alone
+    and then sums the per-token KL penalties from each token on. Without a KL penalty in the reward,
+    as in the paper (k2 in the loss), the two agree.
 
     Args:
         rewards: [B, T] per-token reward; usually an outcome on the last token.
@@ -165,7 +169,7 @@ def reinforce_plus_plus_baseline(
         group_id: [B] int, responses of one prompt share it.
 
     Returns:
-        Advantages without unit, 0 off the mask and 0 throughout if all A' are equal; no returns.
+        Advantages without unit, 0 off the mask, 0 everywhere if all A' are equal; no returns.
 
     Raises:
         ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is

@@ -1,4 +1,4 @@
-"""Which responses answer the same prompt, and sums over them.
+"""Groups of responses to the same prompt, and reductions over them.
 
 Shapes:  B = responses   G = groups (prompts)
 """
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """Which responses belong together.
+    """Partition of responses into groups.
 
     Attributes:
-        index: [B] int64, the group of each response, 0 to G - 1.
+        index: [B] int64, group of each response, 0 to G - 1.
         sizes: [G] int64, responses of each group.
     """
 
@@ -21,36 +21,36 @@ class Groups(NamedTuple):
 
     @property
     def size(self) -> Tensor:
-        """[B] int64: how many responses each response's group has."""
+        """[B] int64: number of responses of each response's group."""
         return self.sizes[self.index]
 
     def sum(self, values: Tensor) -> Tensor:
-        """[B]: the sum of `values` [B] over each response's group."""
+        """Return [B] the sum of `values` [B] over each response's group."""
         total = values.new_zeros(len(self.sizes)).index_add_(0, self.index, values)
         return total[self.index]
 
     def maximum(self, values: Tensor) -> Tensor:
-        """[B]: the largest of `values` [B] in each response's group."""
+        """Return [B] the maximum of `values` [B] over each response's group."""
         largest = values.new_zeros(len(self.sizes)).scatter_reduce(
             0, self.index, values, "amax", include_self=False
         )
         return largest[self.index]
 
     def centred(self, values: Tensor) -> Tensor:
-        """[B]: `values` [B] less their group's mean; exactly 0 where all of a group are equal."""
-        # Relative to a member of the group, equal values are 0, whatever their mean rounds to.
+        """Return [B] `values` [B] minus their group's mean; exactly 0 if a group's are equal."""
+        # Subtract a member of the group first: equal values are then 0 despite rounding.
         relative = values - self.maximum(values)
         return relative - self.sum(relative) / self.size
 
 
 def grouped(function: str, rewards: Tensor, group_id: Tensor, *, at_least: int = 2) -> Groups:
-    """The groups of a batch.
+    """Build the groups of a batch.
 
     Args:
-        function: whom errors name.
+        function: name of the caller, for errors.
         rewards: [B, T].
         group_id: [B] int, responses of one prompt share it.
-        at_least: responses that every group must have.
+        at_least: minimum size of a group.
 
     Raises:
         ValueError: group_id is not [B], or a group has fewer responses.

@@ -1,13 +1,13 @@
-"""The value loss, and what is added to any policy loss: entropy bonus and KL penalty.
+"""Value loss, and the terms added to any policy loss: entropy bonus and KL penalty.
 
-The value loss is a sum over tokens divided by the global token count of the mini-batch. A rank
-calls it on the tokens of one micro-batch with the count of all ranks' mini-batch. Then the losses
-of the parts, and their gradients, add up to those of the whole, however its tokens were spread
-(FSDP's averaging over ranks must be off). The others are token by token (aggregation.py).
+The value loss is a sum over the tokens of a micro-batch, divided by the token count of the whole
+mini-batch on all ranks. Losses of micro-batches and ranks, and their gradients, add up to those of
+the mini-batch. FSDP must sum gradients over ranks, not average them. The other terms are token by
+token (aggregation.py).
 
 Shapes:  token fields have one shape, usually flat [N]; N may be 0
-Masks:   true on tokens the policy sampled; what stands off the mask, even NaN, counts for nothing
-Metrics: detached sums over tokens; reduced over ranks and divided by the count they are means
+Masks:   true on tokens the policy sampled; values off the mask, even NaN, have no effect
+Metrics: detached sums over tokens, to be summed over ranks and divided by the token count
 """
 
 import torch
@@ -28,7 +28,7 @@ def value_loss(
     value_clip: float,
     num_tokens: float | Tensor,
 ) -> tuple[Tensor, Sums]:
-    """PPO's clipped value loss.
+    """Compute PPO's clipped value loss.
 
     L = 1/num_tokens * sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2)
 
@@ -37,13 +37,13 @@ def value_loss(
         old_values: V_t before this step's updates.
         returns: R_t, the targets.
         response_mask: bool.
-        value_clip: c, in the reward's unit, > 0; infinity switches clipping off.
-        num_tokens: response tokens of the mini-batch over all ranks (see `mean_over`).
+        value_clip: c, in the reward's unit, > 0; infinity disables clipping.
+        num_tokens: response tokens of the mini-batch on all ranks (see `mean_over`).
 
     Returns:
         Scalar loss with its graph, float32 (float64 for float64 input), in the squared reward's
-        unit; and sums over tokens: value_clip_fraction: tokens whose gradient clipping took away;
-        value_error: (V_t - R_t)^2.
+        unit; and sums over tokens: value_clip_fraction (tokens with gradient 0 due to clipping),
+        value_error ((V_t - R_t)^2).
 
     Raises:
         ValueError: shapes differ, the mask is not bool, value_clip <= 0 or num_tokens <= 0.
@@ -76,7 +76,7 @@ def value_loss(
 
 
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> TokenLoss:
-    """The entropy bonus, as a loss to add: l_t = -coef * H_t.
+    """Compute the entropy bonus as a loss term: l_t = -coef * H_t.
 
     Args:
         entropy: [N] H_t of the policy's distribution at each token, with graph, nats.
@@ -84,7 +84,7 @@ def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> Tok
         coef: weight of the bonus, >= 0.
 
     Returns:
-        Losses of tokens; and the sum entropy, nats, not weighted.
+        Token losses; and the sum `entropy`, nats, without the weight.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or coef < 0.
@@ -105,27 +105,27 @@ def kl_penalty(
     coef: float,
     estimator: KLEstimator,
 ) -> TokenLoss:
-    """The KL penalty against the reference, as a loss to add: l_t = coef * KL_t.
+    """Compute the KL penalty against the reference as a loss term: l_t = coef * KL_t.
 
-    An unbiased estimate need not have an unbiased gradient. With p the policy, q the reference,
-    d = log p - log q and tokens sampled from p, the gradients are on average
-        k1: E_p[grad log p] = 0. No pull at all, only noise.
-        k2: E_p[d grad log p] = grad KL(p || q). The right one.
-        k3: E_p[(1 - q/p) grad log p] = grad KL(q || p). The other direction; close to the right
-            one as long as p is close to q.
-    Each is the gradient at a token given those before it; what a token does to the KL of later
-    ones is seen only by a penalty in the reward. From the second update of a step on, tokens
-    are no longer sampled from p exactly, and no correction is made for that.
+    An unbiased estimate need not have an unbiased gradient. For the policy p, the reference q,
+    d = log p - log q and tokens sampled from p, the expected gradients are
+        k1: E_p[grad log p] = 0, only noise.
+        k2: E_p[d grad log p] = grad KL(p || q), unbiased.
+        k3: E_p[(1 - q/p) grad log p] = grad KL(q || p), the reverse direction; a good approximation
+            while p is close to q.
+    Each is the gradient at one token given its prefix. A token's effect on the KL of later tokens
+    counts only with the penalty in the reward. From the second update of a step on, tokens are not
+    sampled from p exactly; this is not corrected.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
         ref_log_probs: [N] the frozen reference's, nats.
         response_mask: [N] bool.
         coef: weight of the penalty, >= 0.
-        estimator: k2 for the right gradient.
+        estimator: k2 or a straight-through form for an unbiased gradient.
 
     Returns:
-        Losses of tokens; and the sum kl_loss, nats, not weighted.
+        Token losses; and the sum `kl_loss`, nats, without the weight.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or coef < 0.
@@ -141,7 +141,7 @@ def kl_penalty(
     )
     check_mask("kl_penalty", response_mask)
     check_coef("kl_penalty", coef)
-    # Filled before, not after: the gradient of exp(NaN) would be NaN times 0.
+    # Masked before exp: the gradient of 0 * exp(NaN) would be NaN.
     log_probs, ref_log_probs = (
         tensor.masked_fill(~response_mask, 0.0) for tensor in (log_probs, ref_log_probs)
     )
@@ -150,9 +150,9 @@ def kl_penalty(
 
 
 def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Largest |log_probs - old_log_probs|: 0 exactly before the first update of a step.
+    """Return the largest |log_probs - old_log_probs|; exactly 0 before a step's first update.
 
-    A maximum, not a sum: reduce it over micro-batches and ranks by max.
+    Reduce it over micro-batches and ranks by max.
 
     Args:
         log_probs: the current weights', nats.
@@ -160,7 +160,7 @@ def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tenso
         response_mask: bool, the same shape.
 
     Returns:
-        Detached scalar, nats; 0 without any response token.
+        Detached scalar, nats; 0 without response tokens.
 
     Raises:
         ValueError: shapes differ, or the mask is not bool.
@@ -174,9 +174,9 @@ def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tenso
 
 
 def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Largest policy ratio exp(log_probs - old_log_probs), and at least 1.
+    """Return the largest policy ratio exp(log_probs - old_log_probs), and at least 1.
 
-    A maximum, not a sum: reduce it over micro-batches and ranks by max.
+    Reduce it over micro-batches and ranks by max.
 
     Args:
         log_probs: the current weights', nats.
@@ -194,11 +194,11 @@ def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -
 
 
 def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Sum of `values` over the mask, divided by a count that is not the mask's own.
+    """Sum `values` over the mask and divide by the token count of the mini-batch.
 
     Args:
-        num_tokens: response tokens of the mini-batch over all ranks. A tensor is not read, which
-            would wait for the device: below 1 it counts as 1, and the sum over no tokens is 0.
+        num_tokens: response tokens of the mini-batch on all ranks. A tensor is clamped to at least
+            1 instead of checked, which would synchronise with the device.
         values: of this micro-batch's tokens, any shape.
         response_mask: bool, the same shape.
 

@@ -1,6 +1,6 @@
-"""Sums, means and variances over the true positions of a mask.
+"""Sums, means and whitening over the true positions of a mask; input checks of algorithms/.
 
-What stands off the mask is never read, not even NaN, and gets gradient 0.
+Values off the mask, even NaN, have no effect and gradient 0.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """`values` in float32, or as they are if they are float64."""
+    """Convert to float32, except float64, which is returned unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_same_shape(function: str, **tensors: Tensor) -> None:
-    """Raise a ValueError that names the tensors unless all have one shape."""
+    """Raise a ValueError that names the tensors unless all have the same shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -23,7 +23,7 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
 
 
 def check_mask(function: str, mask: Tensor) -> None:
-    """Raise a ValueError unless `mask` is bool: an integer mask would index, not mask."""
+    """Raise a ValueError unless `mask` is bool: an integer tensor would index instead of mask."""
     if mask.dtype != torch.bool:
         raise ValueError(f"{function} needs a bool mask; got {mask.dtype}")
 
@@ -32,7 +32,7 @@ def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
     """Raise a ValueError that names the tensor if one is NaN or infinite where `mask` is true."""
     for name, tensor in tensors.items():
         if bool(tensor.sum().isfinite()):
-            continue  # then all of it is, seen in one pass
+            continue  # a finite sum has finite terms: one pass in the usual case
         bad = ~torch.isfinite(tensor) & mask
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
@@ -43,7 +43,7 @@ def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
 
 
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """`values[mask]` as a vector, not copied where the mask is true throughout."""
+    """Return `values[mask]` as a vector; a view if the mask is true everywhere."""
     if bool(mask.all()):
         return values.flatten()
     if values.requires_grad or values.is_cuda:
@@ -53,7 +53,7 @@ def on_mask(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `values` where `mask` is true; 0 where it is true nowhere.
+    """Sum `values` over the mask; 0 if the mask is empty.
 
     Args:
         values: any shape.
@@ -72,7 +72,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is true, one number over all dims.
+    """Average `values` over the mask, over all dims.
 
     Args:
         values: any shape.
@@ -92,21 +92,24 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tensor:
-    """`values` shifted and scaled to mean 0 and variance 1 over the mask; 0 off it.
+    """Shift and scale `values` to mean 0 and variance 1 over the mask; 0 off the mask.
 
-    (x - mean) / sqrt(variance + eps), with one mean and variance over all dims. Values that are
-    all equal, a single one among them, become 0.
+    (x - mean) / sqrt(variance + eps),   mean and variance (over N) over all dims
+
+    Equal values become 0, and so does a single value.
 
     Args:
         values: any shape.
         mask: the same shape, bool.
-        eps: keeps the division defined; in the squared unit of `values`.
+        eps: prevents division by 0; in the squared unit of `values`.
 
     Returns:
         The shape of `values`, float32 (float64 for float64 values), without unit.
 
     Raises:
-        ValueError: the shapes differ, the mask is not bool or true nowhere, or eps <= 0.
+        ValueError: the shapes differ, the mask is not bool or empty, or eps <= 0.
+
+    Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
     return whiten_parts([values], [mask], eps=eps)[0]
 
@@ -114,7 +117,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tenso
 def whiten_parts(
     parts: Sequence[Tensor], masks: Sequence[Tensor], *, eps: float = 1.0e-8
 ) -> list[Tensor]:
-    """`masked_whiten` of a batch in parts, of any shapes, with one mean and variance over all."""
+    """Compute `masked_whiten` of a batch in parts, with one mean and variance over all parts."""
     if not eps > 0:
         raise ValueError(f"masked_whiten needs eps > 0; got {eps=}")
     for values, mask in zip(parts, masks, strict=True):
@@ -126,7 +129,7 @@ def whiten_parts(
         shapes = ", ".join(str(tuple(mask.shape)) for mask in masks)
         raise ValueError(f"masked_whiten over masks of shapes {shapes}, true nowhere")
 
-    # Relative to one of them, equal values are exactly 0, whatever their mean rounds to.
+    # Subtract one of the values first: equal values are then exactly 0 despite rounding.
     pairs = list(zip(parts, masks, strict=True))
     one = next(on_mask(values.detach(), mask)[0] for values, mask in pairs if mask.any())
     parts = [(values - one).masked_fill_(~mask, 0.0) for values, mask in pairs]

@@ -1,4 +1,4 @@
-"""What a response earned as a whole, and its advantage put on each of its tokens.
+"""Outcomes: the sum of a response's rewards, and a response's advantage spread over its tokens.
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   outcomes share the rewards' unit
@@ -20,10 +20,10 @@ def check_rewards(function: str, rewards: Tensor, response_mask: Tensor) -> None
 
 
 def outcomes(function: str, rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """[B] float64: the sum of each response's token rewards; 0 of one without tokens.
+    """Return [B] float64, the sum of each response's token rewards; 0 without response tokens.
 
     Args:
-        function: whom errors name.
+        function: name of the caller, for errors.
         rewards: [B, T] per-token reward.
         response_mask: [B, T] bool, true on tokens the policy sampled.
 
@@ -36,9 +36,9 @@ def outcomes(function: str, rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def on_every_token(values: Tensor, rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, T]: each response's value [B] on all its tokens, 0 off the mask.
+    """Return [B, T], each response's value [B] on all its tokens, 0 off the mask.
 
-    float32, or float64 if the rewards are.
+    The dtype is float32, or float64 for float64 rewards.
     """
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return values.to(dtype)[:, None].expand_as(rewards).masked_fill(~response_mask, 0.0)

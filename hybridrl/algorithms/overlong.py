@@ -1,7 +1,4 @@
-"""What a response pays for being too long, in reward; a pure function of lengths.
-
-Shapes:  B = responses
-"""
+"""Length penalty of long responses, added to the outcome reward."""
 
 from torch import Tensor
 
@@ -9,19 +6,18 @@ from hybridrl.algorithms.masked import at_least_float32
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Soft overlong punishment: 0, then falling evenly to -1 over the last `buffer` tokens.
+    """Compute DAPO's soft overlong punishment, linear over the last `buffer` tokens.
 
-    0                                   where        L <= M - C
-    ((M - C) - L) / C                   where M - C < L <= M
-    -1                                  where    M < L
+    0                      if         L <= M - C
+    ((M - C) - L) / C      if M - C < L <= M
+    -1                     if     M < L
 
-    with L = lengths, M = max_tokens and C = buffer. To be added to the outcome reward. A response
-    that was cut off at max_tokens pays 1, as one that ended exactly there does.
+    Here L = lengths, M = max_tokens, C = buffer. A response truncated at M gets -1.
 
     Args:
         lengths: [B] tokens of each response, integer or floating.
-        max_tokens: tokens from which on a response pays 1; rollout.max_response_tokens or less.
-        buffer: tokens before max_tokens over which the punishment grows, 1 to max_tokens.
+        max_tokens: length from which the penalty is -1; rollout.max_response_tokens or less.
+        buffer: tokens before max_tokens over which the penalty grows, 1 to max_tokens.
 
     Returns:
         [B] in [-1, 0], float32 (float64 for float64 lengths), in the unit of the reward.

@@ -1,13 +1,13 @@
-"""Corrections for tokens that were sampled from another policy than the one which is trained.
+"""Rollout correction: importance weights for the mismatch of sampler and trainer.
 
-The sampler (mu, rollout_log_probs) and the trainer (pi_old, old_log_probs) hold the same weights
-but compute with different kernels, so their probabilities differ a little, and with top_p < 1 by
-the mass of the nucleus. rho_t = pi_old(y_t) / mu(y_t) weighs that out. The ratio of PPO
-(current over old) is a separate matter.
+Sampler (mu, rollout_log_probs) and trainer (pi_old, old_log_probs) have the same weights but
+different kernels, so their probabilities differ slightly. With top_p < 1 they also differ by the
+nucleus' probability mass. rho_t = pi_old(y_t) / mu(y_t) corrects for both. It is independent of
+PPO's ratio (current over old policy).
 
-Shapes:  B = responses, T = tokens, right-padded
+Shapes:  B = responses   T = response tokens, right-padded
 Units:   log-probs in nats; ratios and weights without unit
-Errors:  a log-prob that is NaN or infinite on the mask is refused; off the mask it is never read
+Errors:  NaN and infinite log-probs on the mask raise; values off the mask are never read
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +38,15 @@ def importance_ratios(
     response_mask: Tensor,
     level: CorrectionLevel,
 ) -> Tensor:
-    """rho of each token, or of its response: exp of the level's log-ratio (LOG_RATIOS).
+    """Compute the importance ratios rho of tokens or responses.
 
-    Exponents are clamped to +-MAX_LOG_RATIO.
+    The log-ratio is that of the level (LOG_RATIOS), clamped to +-MAX_LOG_RATIO.
 
     Args:
         old_log_probs: [B, T] the trainer's, nats.
         rollout_log_probs: [B, T] the sampler's, nats.
         response_mask: [B, T] bool.
-        level: what a ratio is of.
+        level: token, sequence, or sequence_mean.
 
     Returns:
         [B, T] float32 (float64 for float64 input), 1 off the mask.
@@ -64,17 +64,17 @@ def importance_ratios(
 
 
 def of_token(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """log rho_t = d_t, d_t = old_log_probs_t - rollout_log_probs_t. The mask is not read."""
+    """Return log rho_t = d_t, d_t = old_log_probs_t - rollout_log_probs_t."""
     return difference
 
 
 def of_sequence(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """sum_t d_t, of the whole response, on each of its tokens. The mask is not read."""
+    """Return sum_t d_t of the response on each of its tokens."""
     return difference.sum(1, keepdim=True).expand_as(difference)
 
 
 def of_sequence_mean(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """1/|o| sum_t d_t, of the geometric mean of a response's ratios, on each of its tokens."""
+    """Return 1/|o| sum_t d_t, log of the geometric mean of the response's ratios, on its tokens."""
     lengths = response_mask.sum(1, keepdim=True).clamp(min=1)
     return of_sequence(difference, response_mask) / lengths
 
@@ -89,7 +89,7 @@ LOG_RATIOS: Mapping[CorrectionLevel, LogRatio] = MappingProxyType(
 
 
 def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
-    """Truncated importance sampling: min(rho, high). `low` is not read.
+    """Compute weights of truncated importance sampling (TIS): min(rho, high).
 
     Args:
         ratios: [B, T] as from `importance_ratios`.
@@ -110,10 +110,10 @@ def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) ->
 
 
 def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
-    """Masked importance sampling: rho where low <= rho <= high, 0 elsewhere.
+    """Compute weights of masked importance sampling: rho if low <= rho <= high, else 0.
 
-    Of token ratios this is IcePop, of sequence ratios MIS. What is left out still counts in the
-    number of tokens and responses by which the loss is divided.
+    With token ratios this is IcePop, with sequence ratios MIS. Masked tokens still count in the
+    denominator of the loss.
 
     Args:
         ratios: [B, T] as from `importance_ratios`.
@@ -124,7 +124,7 @@ def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Te
         [B, T] weights of the policy loss, 0 off the mask.
 
     Raises:
-        ValueError: there is no band.
+        ValueError: low or high is out of range.
 
     Source: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
         https://richardli.xyz/rl-collapse
@@ -142,7 +142,7 @@ WEIGHTS: Mapping[CorrectionMethod, Weigh] = MappingProxyType(
 def mismatch_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the trainer's policy is from the sampler's; see `mismatch_from`.
+    """Compute metrics of the mismatch of trainer and sampler; see `mismatch_from`.
 
     Args:
         old_log_probs: [B, T] the trainer's, nats.
@@ -159,11 +159,11 @@ def mismatch_metrics(
 
 
 def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) -> Tensor:
-    """[8] float64: sums over some responses, of which `mismatch_from` adds up those of a batch.
+    """Return [8] float64, sums over some responses for `mismatch_from`.
 
     Args:
         lengths: [B] int64, of the responses, with sum N.
-        difference: [N] the trainer's log-probs less the sampler's, nats, finite on the mask.
+        difference: [N] old_log_probs - rollout_log_probs, nats, finite on the mask.
         response_mask: [N] bool.
     """
     difference = difference.double().masked_fill_(~response_mask, 0.0)
@@ -171,7 +171,7 @@ def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) ->
     of_responses = torch.segment_reduce(difference, "sum", lengths=lengths)
     of_responses = of_responses.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # 0 without sampled tokens
     ends, sampled = lengths.cumsum(0), torch.nn.functional.pad(response_mask.cumsum(0), (1, 0))
-    excess = torch.expm1(per_token)  # rho_t - 1, whose sum is exact where rho_t is nearly 1
+    excess = torch.expm1(per_token)  # rho_t - 1, without cancellation near rho_t = 1
     tokens, log_ratio = torch.tensor(len(per_token)), per_token.sum()
     total, squares = excess.sum(), excess.dot(excess)
     return torch.stack(
@@ -189,12 +189,12 @@ def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) ->
 
 
 def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
-    """How far the trainer's policy is from the sampler's, estimated on the sampled tokens.
+    """Compute metrics of the mismatch of trainer and sampler on the sampled tokens.
 
-    kl: mean of rollout - old, an estimate of KL(mu || pi_old) per token, of either sign
-    kl_k3: the same by rho - 1 - log rho, never negative
-    chi2_token: mean of rho_t^2, less 1; chi2_sequence: the same of whole responses
-    ess: (sum rho_t)^2 / (N sum rho_t^2), the share of the tokens that weighted ones are worth
+    kl: mean of rollout - old log-probs, the k1 estimate of KL(mu || pi_old) per token, nats
+    kl_k3: the k3 estimate, mean of rho_t - 1 - log rho_t
+    chi2_token: mean of rho_t^2 minus 1; chi2_sequence: the same for ratios of responses
+    ess: effective sample size as a fraction, (sum rho_t)^2 / (N sum rho_t^2)
 
     Args:
         parts: `mismatch_sums` of the parts of a batch.
@@ -219,10 +219,7 @@ def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
 
 
 def _differences(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] old - rollout, 0 off the mask.
-
-    NaN passes both bounds of a band, and every clamp, so it is refused here by name.
-    """
+    """Return [B, T] old - rollout, 0 off the mask; raise on NaN, which would pass every clamp."""
     log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
     check_same_shape("rollout correction", **log_probs, response_mask=mask)
     check_mask("rollout correction", mask)

@@ -1,7 +1,7 @@
-"""What the policy losses share: losses token by token, the policy ratio, and what is reported.
+"""Parts shared by the policy losses: the type of a token loss, the policy ratio, metrics.
 
-Shapes:  N = tokens of a micro-batch, responses one behind the other; N may be 0
-Masks:   true on tokens that count; what stands off the mask, even NaN, counts for nothing
+Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
+Masks:   true on tokens that count; values off the mask, even NaN, have no effect
 """
 
 from typing import NamedTuple
@@ -16,13 +16,12 @@ Sums = dict[str, Tensor]
 
 
 class TokenLoss(NamedTuple):
-    """A term of the objective, token by token.
+    """Term of the loss, token by token.
 
     Attributes:
-        values: [N] with graph, float32 (float64 for float64 input), to be minimised; 0 off the
-            mask.
-        sums: detached sums over the tokens that count; reduced over ranks and divided by their
-            number they are means.
+        values: [N] with graph, float32 (float64 for float64 input), to minimise; 0 off the mask.
+        sums: metrics as detached sums over the tokens that count, to be summed over ranks and
+            divided by the number of these tokens.
     """
 
     values: Tensor
@@ -30,9 +29,9 @@ class TokenLoss(NamedTuple):
 
 
 def log_ratio_of(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """[N] log_probs - old_log_probs within +-MAX_LOG_RATIO, 0 off the mask; nats.
+    """Return [N] log_probs - old_log_probs clamped to +-MAX_LOG_RATIO, 0 off the mask; nats.
 
-    Beyond the bound it has no gradient, so that a ratio times an advantage stays finite in float32.
+    Clamped values have gradient 0. Ratio times advantage then stays finite in float32.
 
     Raises:
         ValueError: shapes differ, or the mask is not bool.
@@ -44,7 +43,7 @@ def log_ratio_of(function: str, log_probs: Tensor, old_log_probs: Tensor, mask: 
 
 
 def advantages_of(function: str, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[N] advantages, 0 off the mask.
+    """Return [N] advantages, 0 off the mask.
 
     Raises:
         ValueError: the shapes differ.
@@ -53,20 +52,20 @@ def advantages_of(function: str, advantages: Tensor, mask: Tensor) -> Tensor:
     return at_least_float32(advantages).masked_fill(~mask, 0.0)
 
 
-def policy_sums(log_ratio: Tensor, held_back: Tensor, mask: Tensor) -> Sums:
-    """What every policy loss reports.
+def policy_sums(log_ratio: Tensor, clipped: Tensor, mask: Tensor) -> Sums:
+    """Compute the metrics of every policy loss, as sums.
 
     Args:
         log_ratio: [N] nats, as from `log_ratio_of`.
-        held_back: [N] bool, true on tokens whose gradient the method cut or weakened.
+        clipped: [N] bool, true on tokens whose gradient the method removes or reduces.
         mask: [N] bool.
 
     Returns:
-        ratio; clip_fraction: tokens held back; approx_kl: k3 of KL(old || current), nats.
+        ratio; clip_fraction: clipped tokens; approx_kl: k3 of KL(old || current), nats.
     """
     log_ratio = log_ratio.detach()
     return {
         "ratio": masked_sum(log_ratio.exp(), mask),
-        "clip_fraction": masked_sum(held_back, mask),
+        "clip_fraction": masked_sum(clipped, mask),
         "approx_kl": masked_sum(torch.expm1(log_ratio) - log_ratio, mask),
     }

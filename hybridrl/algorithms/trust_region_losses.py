@@ -1,6 +1,8 @@
-"""Policy losses with a trust region other than a clipped ratio, token by token.
+"""Policy losses with a trust region other than a clipped ratio: SAPO, divergence PPO.
 
-Each takes flat tensors [N] and returns a `TokenLoss`; algorithms/aggregation.py makes the scalar.
+Each is computed token by token and returns a `TokenLoss`; aggregation.py computes the scalar.
+
+Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
 """
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
 
-# Keeps 1 - p from being 0 where the policy is certain of a token.
+# Lower bound of 1 - p.
 MIN_REST = 1.0e-8
 
 
@@ -21,22 +23,24 @@ def sapo(
     tau_positive: float,
     tau_negative: float,
 ) -> TokenLoss:
-    """Soft adaptive policy optimisation: a gate that closes smoothly as the ratio leaves 1.
+    """Compute SAPO: a soft gate reduces the gradient as the ratio moves away from 1.
 
-    l_t = -4/tau * sigmoid(tau (r_t - 1)) A_t,   r_t = exp(log_probs_t - old_log_probs_t),
-    tau = tau_positive where A_t > 0, tau_negative elsewhere. At r_t = 1 the gradient is that of
-    r_t A_t; it falls to 0 on both sides, faster for a larger tau.
+    l_t = -4/tau * sigmoid(tau (r_t - 1)) A_t,   r_t = exp(log_probs_t - old_log_probs_t)
+    tau = tau_positive if A_t > 0, else tau_negative
+
+    At r_t = 1 the gradient is that of r_t A_t; it falls to 0 on both sides, faster for a larger
+    tau.
 
     Args:
         log_probs: [N] the current weights', with graph, nats.
         old_log_probs: [N] those before this step's updates, nats.
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
-        tau_positive: > 0; the paper takes 1.
-        tau_negative: > 0; the paper takes 1.05.
+        tau_positive: > 0; 1 in the paper.
+        tau_negative: > 0; 1.05 in the paper.
 
     Returns:
-        As every policy loss; clip_fraction counts tokens whose gradient the gate has halved.
+        Token losses; the metric clip_fraction counts tokens whose gradient is less than half.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or a tau is not positive.
@@ -63,10 +67,13 @@ def dppo_tv(
     max_divergence: float,
     max_ratio: float,
 ) -> TokenLoss:
-    """Divergence PPO with the binary total variation |p - q| of each token.
+    """Compute divergence PPO with the binary total variation of each token.
 
-    p and q are the probabilities of the token under the current weights and as it was sampled.
-    See `_masked_policy_gradient` for the loss.
+    l_t = -M_t min(r_t, max_ratio) A_t,   r_t = p / q,   D_t = |p - q|
+    M_t = 0 if D_t > max_divergence and the update would increase it, else 1
+
+    p and q are the probabilities of the token under the current weights and the sampler. The update
+    increases D_t if r_t > 1 and A_t > 0, or r_t < 1 and A_t < 0.
 
     Args:
         log_probs: [N] log p, with graph, nats.
@@ -74,7 +81,7 @@ def dppo_tv(
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
         max_divergence: delta, in (0, 1).
-        max_ratio: bound of the importance weight, >= 1; the authors' code takes 20.
+        max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or a setting is out of range.
@@ -105,10 +112,9 @@ def dppo_kl(
     max_divergence: float,
     max_ratio: float,
 ) -> TokenLoss:
-    """Divergence PPO with the binary KL divergence of each token.
+    """Compute divergence PPO with the binary KL divergence of each token.
 
-    D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), in nats: of "this token or any other", p
-    and q being the token's probabilities under the current weights and as it was sampled.
+    The loss is that of `dppo_tv` with D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
 
     Args:
         log_probs: [N] log p, with graph, nats.
@@ -116,7 +122,7 @@ def dppo_kl(
         advantages: [N] A_t.
         response_mask: [N] bool, true on tokens that count.
         max_divergence: delta, > 0, nats.
-        max_ratio: bound of the importance weight, >= 1; the authors' code takes 20.
+        max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
 
     Raises:
         ValueError: shapes differ, the mask is not bool, or a setting is out of range.
@@ -140,7 +146,7 @@ def dppo_kl(
 
 
 def _probabilities(log_p: Tensor, log_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] p and q without graph; 1 off the mask."""
+    """Return [N] p and [N] q without graph; 1 off the mask."""
     p, q = (log.detach().masked_fill(~mask, 0.0).exp() for log in (log_p, log_q))
     return p, q
 
@@ -154,11 +160,10 @@ def _masked_policy_gradient(
     too_far: Tensor,
     max_ratio: float,
 ) -> TokenLoss:
-    """l_t = -M_t min(r_t, max_ratio) A_t, with the gradient of an importance-weighted REINFORCE.
+    """Compute l_t = -M_t min(r_t, max_ratio) A_t with gradient -M_t min(...) A_t grad log p_t.
 
-    M_t is 0 where the divergence is too large and the update would enlarge it: r_t > 1 with
-    A_t > 0, or r_t < 1 with A_t < 0. The weight min(r_t, max_ratio) is bounded in the gradient
-    too: it is sg(min(r_t, max_ratio)) A_t grad log p_t.
+    The bound max_ratio also applies to the weight in the gradient. `too_far` is [N] bool, true
+    where the divergence is above its limit.
     """
     if not max_ratio >= 1:
         raise ValueError(f"{function} needs max_ratio >= 1; got {max_ratio=}")
@@ -167,7 +172,7 @@ def _masked_policy_gradient(
     away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
     blocked = too_far & away
     weight = ratio.clamp(max=max_ratio).masked_fill(blocked, 0.0)
-    # 1 in value, with the gradient of log p.
+    # Value 1, gradient of log p.
     anchored = (log_ratio - log_ratio.detach()).exp()
     sums = policy_sums(log_ratio, blocked, response_mask)
     return TokenLoss(-weight * anchored * advantages, sums)

@@ -11,6 +11,10 @@ from hybridrl.config.choices import (
     KLPlacement,
 )
 
+# The adaptive KL coefficient's controller clips its relative error to this (Ziegler et al. 2019,
+# section 2.2): a step changes the coefficient by at most this share of responses over horizon.
+MAX_RELATIVE_KL_ERROR = 0.2
+
 
 @dataclass(kw_only=True)
 class KLConfig:

@@ -1,14 +1,15 @@
-"""Dealing items to parts of nearly equal cost, with bounds on counts or sizes."""
+"""Partition of items into parts of nearly equal cost, with bounds on counts or sizes."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Deal items to parts of equal count with nearly equal sums of `cost[item]`.
+    """Partition items into parts of equal count (to 1) with nearly equal sums of `cost[item]`.
 
-    Longest first, each to the cheapest part that still has room (the greedy rule of Graham 1969
-    with a bound on counts; counts differ by at most one when they do not divide).
+    Greedy, most expensive item first, each to the cheapest part with room.
+
+    Source: Graham 1969 (LPT), with a bound on counts
     """
     counts = [len(items) // num_parts + (p < len(items) % num_parts) for p in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -24,23 +25,25 @@ def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list
 def balance_totals(
     items: Sequence[int], cost: Sequence[float], num_parts: int, at_least: int
 ) -> list[list[int]]:
-    """Deal items to parts of nearly equal sums of `cost[item]` and at least `at_least` items each.
+    """Partition items into parts of nearly equal sums of `cost[item]`, with a minimum count.
 
-    Longest first, each to the cheapest part: the largest sum is at most 4/3 - 1 / (3 num_parts) of
-    the best possible one (Graham 1969). Once as many items are left as parts still lack, only
-    these take any.
+    Greedy, most expensive item first, each to the cheapest part. The largest sum is at most
+    4/3 - 1 / (3 num_parts) times the optimum. The last items are reserved for parts below the
+    minimum count.
 
     Args:
-        items: what to deal, at least num_parts * at_least.
+        items: at least num_parts * at_least.
         cost: by item, > 0.
-        num_parts: how many parts.
-        at_least: items of each part.
+        num_parts: number of parts.
+        at_least: minimum number of items of a part.
+
+    Source: Graham 1969 (LPT)
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0.0] * num_parts
     lacking = num_parts * at_least
-    for dealt, item in enumerate(sorted(items, key=lambda i: (-cost[i], i))):
-        reserved = len(items) - dealt == lacking
+    for assigned, item in enumerate(sorted(items, key=lambda i: (-cost[i], i))):
+        reserved = len(items) - assigned == lacking
         part = min(
             (p for p in range(num_parts) if not reserved or len(parts[p]) < at_least),
             key=lambda p: totals[p],
@@ -58,21 +61,21 @@ def pack_evenly(
     num_bins: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Deal items to bins with nearly equal sums of cost, each within its capacity and none empty.
+    """Pack items into bins with nearly equal sums of cost, within capacity, no bin empty.
 
-    Most expensive first, each to the cheapest bin with room (Graham 1969); if that runs out of
-    room, largest first, each to the fullest bin that still takes it (best fit decreasing). An item
-    larger than the capacity takes a bin of its own.
+    Most expensive first, each to the cheapest bin with room (Graham 1969). If that fails, best fit
+    decreasing: largest first, each to the fullest bin with room. An item larger than the capacity
+    gets its own bin.
 
     Args:
-        items: what to deal, at least one per bin.
+        items: at least one per bin.
         cost: by item, > 0.
         size: by item.
-        num_bins: how many bins.
+        num_bins: number of bins.
         capacity: of each bin, in the unit of size.
 
     Returns:
-        The bins, or None if neither rule found a way.
+        The bins, or None if both rules fail.
     """
     return _cheapest_bin(items, cost, size, num_bins, capacity) or _best_fit(
         items, size, num_bins, capacity

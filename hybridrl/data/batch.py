@@ -1,11 +1,19 @@
-"""What flows through a training step: prompts to sample, then responses and what is known of them.
+"""Batches of a training step.
 
-Shapes:  B = responses; token fields are ragged [B, T_b], T_b = tokens of response b
+    PromptBatch     [P] prompts to sample from, one call of the rollout engines
+    RolloutBatch    [B] responses; each phase fills in fields; a micro-batch is a selection of rows
+    ScheduledBatch  the same and its partition over ranks and micro-batches (data/schedule.py)
+    RankBatch       one rank's rows of it, and the order of its micro-batches (data/schedule.py)
+    Packed          a micro-batch as one model input [1, N] (distributed/forward/packing.py)
+
+Shapes:  P = prompts   B = P * responses_per_prompt   T_b = tokens of response b
+         token fields are ragged [B, T_b] (data/ragged.py)
 Units:   log-probs in nats; scores, rewards, values, advantages and returns in the reward's unit
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +25,26 @@ from hybridrl.data.shardable import Shardable
 
 @dataclass(frozen=True)
 class PromptBatch(Shardable):
-    """Prompts to be answered in one call.
+    """Prompts to sample from in one call.
+
+    Sampling seeds derive from prompt_id, step, first_sample and turn.
 
     Attributes:
         prompts: ragged int32 [P, ...], token ids.
-        prompt_id: [P] int64, stable over the run; sampling seeds derive from it.
-        step: training step, or evaluation at that step; sampling seeds derive from it.
+        prompt_id: [P] int64, stable over the run.
+        step: training step, or evaluation at that step.
         responses_per_prompt: samples of each prompt.
         temperature: divides the logits; 0 decodes greedily.
-        top_p: nucleus of the distribution that is sampled; 1: all of it.
-        expected_tokens: [P] float64, by which prompts are dealt (data/lengths.py); None: by the
-            prompts' own lengths.
-        first_sample: [P] int64, index of each prompt's first sample, from which its seed derives;
-            None: 0.
-        turn: of conversations; its seed derives from it, too.
+        top_p: probability mass of nucleus sampling; 1 samples from the whole distribution.
+        expected_tokens: [P] float64, cost by which prompts are partitioned over engines
+            (data/lengths.py); None: the prompts' own lengths.
+        first_sample: [P] int64, index of each prompt's first sample; None: 0.
+        turn: index of the turn of conversations.
         max_tokens: [P] int64, longest response to each prompt; None: rollout.max_response_tokens.
-        stop_token_ids: tokens that end a response beside the model's end tokens; it keeps them.
-        engine: [P] int64, who answers each prompt, by index; None: they are dealt. A conversation
-            stays where its beginning is cached.
+        stop_token_ids: tokens that end a response, besides the model's end tokens; they are part
+            of the response.
+        engine: [P] int64, index of the engine of each prompt, so that a conversation stays where
+            its prefix is cached; None: prompts are partitioned by cost.
     """
 
     prompts: Ragged
@@ -54,14 +64,14 @@ class PromptBatch(Shardable):
         return len(self.prompts)
 
     def shard(self, num_shards: int) -> list["PromptBatch"]:
-        """Each engine's prompts: as `engine` says, or equal counts (to one), tokens balanced."""
-        return [self._select(part) for part in self._deal(num_shards)]
+        """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
+        return [self._select(part) for part in self._partition(num_shards)]
 
     def join(self, results: Sequence["Rollout"]) -> "Rollout":
-        """The engines' responses, those of each prompt together, in the order of `prompts`."""
-        parts = self._deal(len(results))
-        dealt = [prompt for part in parts for prompt in part]
-        start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(dealt)}
+        """Return the engines' responses, those of each prompt together, in order of `prompts`."""
+        parts = self._partition(len(results))
+        by_engine = [prompt for part in parts for prompt in part]
+        start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(by_engine)}
         order = [
             start[prompt] + sample
             for prompt in range(len(self))
@@ -90,7 +100,7 @@ class PromptBatch(Shardable):
             engine=of_part(self.engine),
         )
 
-    def _deal(self, num_shards: int) -> list[list[int]]:
+    def _partition(self, num_shards: int) -> list[list[int]]:
         if self.engine is not None:
             of_prompt = self.engine.tolist()
             return [[p for p, e in enumerate(of_prompt) if e == k] for k in range(num_shards)]
@@ -100,7 +110,7 @@ class PromptBatch(Shardable):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How one engine answered its part of the prompts.
+    """Throughput and latency of one engine in one call.
 
     Attributes:
         tokens: sampled, over all its responses.
@@ -114,13 +124,13 @@ class EngineStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens per second; 0 where there were none."""
+        """Sampled tokens per second; 0 if there were none."""
         return self.tokens / self.seconds if self.tokens else 0.0
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What generation returns: responses, and how each engine fared.
+    """Result of generation: responses, and throughput of each engine.
 
     Attributes:
         batch: the responses, those of each prompt together.
@@ -139,34 +149,34 @@ Generate = Callable[[PromptBatch], Rollout]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Responses and what each phase has added to them; a field is None until its phase ran.
+    """Responses of a step; a field is None until its phase has filled it in.
 
     Attributes:
         prompts: ragged int32, the prompt of each response.
-        responses: ragged int32, sampled token ids, the end tokens included; in a conversation the
-            environment's stand between them.
+        responses: ragged int32, sampled token ids with end tokens; in a conversation with the
+            environment's tokens between them.
         response_mask: ragged bool, true on tokens the policy sampled.
-        rollout_log_probs: ragged float32, log pi of each token as vLLM reported it.
+        rollout_log_probs: ragged float32, log-prob of each token as vLLM reported it.
         group_id: [B] int64, responses of one prompt share it.
-        weight_version: [B] int64, the reshard whose weights sampled the response.
-        truncated: [B] bool, true where max_response_tokens cut the response off, or
+        weight_version: [B] int64, number of the reshard whose weights sampled the response.
+        truncated: [B] bool, true if max_response_tokens cut off the response, or
             environment.max_turns the conversation.
-        engine: [B] int64, index of the engine that sampled the response; None from an engine.
-        turns: [B] int64, how often the policy's turn came in each conversation.
-        environment_rewards: [B] float64, the sum of what each conversation's steps earned.
-        environment_failures: [B] int64, above 0 where the environment failed, which ended the
-            conversation: the number of the reason, for who gave it; else 0.
-        scores: ragged float32, reward before the KL penalty; an outcome stands on the last token.
+        engine: [B] int64, index of the engine that sampled the response; None within an engine.
+        turns: [B] int64, turns of the policy in each conversation.
+        environment_rewards: [B] float64, sum of the rewards of each conversation's turns.
+        environment_failures: [B] int64, index of the reason, from 1, for which the environment
+            failed and the conversation ended; 0 otherwise.
+        scores: ragged float32, reward before the KL penalty; an outcome is on the last token.
         old_log_probs: ragged float32, the actor's, before this step's updates.
         ref_log_probs: ragged float32, the frozen reference's.
         values: ragged float32, the critic's, before this step's updates.
         rewards: ragged float32, per token, after the KL penalty.
         advantages: ragged float32.
         returns: ragged float32, the critic's targets.
-        baseline_rewards: [B] float32, outcome of the greedy response to the same prompt.
+        baseline_rewards: [B] float32, outcome of the greedy response to the same prompt (ReMax).
         loss_mask: ragged bool, true on tokens that count in the policy loss; None: response_mask.
-        loss_weights: ragged float32, multiply the policy loss of each token; None: 1.
-        selected: ragged bool, true on tokens that the policy loss treats in a way of its own.
+        loss_weights: ragged float32, factor of each token's policy loss; None: 1.
+        selected: ragged bool, true on the tokens that clip_cov and kl_cov select.
     """
 
     prompts: Ragged
@@ -206,7 +216,7 @@ class RolloutBatch:
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
-        """The responses `indices`, in that order, with every field they have."""
+        """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         present = {name: value for name, value in vars(self).items() if value is not None}
         return RolloutBatch(
@@ -217,10 +227,10 @@ class RolloutBatch:
         )
 
     def adding(self, **new: Ragged) -> "RolloutBatch":
-        """This batch with fields filled in; each must have the responses' lengths.
+        """Return this batch with fields filled in.
 
         Raises:
-            ValueError: a field's rows are not as long as the responses.
+            ValueError: the lengths of a field's rows are not those of the responses.
         """
         for name, value in new.items():
             if not torch.equal(value.lengths, self.responses.lengths):
@@ -229,11 +239,11 @@ class RolloutBatch:
 
     @classmethod
     def concat(cls, parts: Sequence["RolloutBatch"], order: Tensor | None = None) -> "RolloutBatch":
-        """All parts' responses, copied once; every part must have the same fields.
+        """Concatenate parts with the same fields; each value is copied once.
 
         Args:
             parts: at least one.
-            order: [B] int64, which responses, counted through all parts; None: as they stand.
+            order: [B] int64, indices into the concatenation, to reorder it; None: unchanged.
         """
         joined = {}
         for field in fields(cls):
@@ -244,3 +254,15 @@ class RolloutBatch:
                 whole = torch.cat(values)
                 joined[field.name] = whole if order is None else whole[order]
         return cls(**joined)
+
+
+class Totals(NamedTuple):
+    """Counts over a mini-batch on all ranks; losses are divided by them.
+
+    Attributes:
+        tokens: response tokens that count.
+        responses: responses with at least one such token.
+    """
+
+    tokens: int
+    responses: int

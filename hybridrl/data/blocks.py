@@ -1,6 +1,6 @@
-"""A ragged batch in parts of bounded size: padded blocks for functions of [B, T], or flat chunks.
+"""Ragged batches in parts of bounded size: padded blocks [b, t], or flat chunks [n].
 
-Whole rows stand in a block, rows of similar length together, so that little of it is padding.
+A block holds whole rows of similar length, to keep padding small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hybridrl.data.ragged import Ragged, joined, padded
 
-# Elements of a block: 8 MiB in float32. A batch that fits into one is one block.
+# Elements of a block: 8 MiB in float32.
 BLOCK_ELEMENTS = 2**21
-# Elements of a flat chunk: a few of them stay in a core's cache.
+# Elements of a flat chunk: several fit into a core's cache.
 CHUNK_ELEMENTS = 2**16
 
 
 def in_chunks(function: Callable[..., Tensor], *flat: Tensor) -> Tensor:
-    """`function(*flat)` [N] of an element-wise function, without temporaries as long as the batch.
+    """Compute an element-wise `function(*flat)` [N] chunk by chunk, to keep temporaries small.
 
     Args:
         function: tensors [n] -> tensor [n].
@@ -35,7 +35,7 @@ def in_chunks(function: Callable[..., Tensor], *flat: Tensor) -> Tensor:
 
 
 def row_chunks(lengths: Tensor, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Consecutive rows, about CHUNK_ELEMENTS in all: their lengths [b] and their fields [n].
+    """Yield consecutive rows of about CHUNK_ELEMENTS in total: lengths [b] and fields [n].
 
     Args:
         lengths: [B] int64, of the rows, with sum N.
@@ -48,15 +48,15 @@ def row_chunks(lengths: Tensor, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class PaddedBlocks:
-    """How the rows of a batch are put into blocks; a group's rows stay together.
+    """Partition of a batch's rows into padded blocks; the rows of a group share a block.
 
     Args:
         lengths: [B] int64, of the rows.
-        group_id: [B] int64, rows of a group share it; None: each row is a group.
-        max_elements: of a padded block. A group that is larger by itself is a block of its own.
+        group_id: [B] int64, shared by the rows of a group; None: each row is a group.
+        max_elements: of a padded block; a larger group is a block of its own.
 
     Attributes:
-        rows: of each block, rising.
+        rows: ascending row indices of each block.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class PaddedBlocks:
         self.rows = [sorted(block) for block in blocks]
 
     def of(self, field: Ragged, fill: float) -> Iterator[Tensor]:
-        """A field's blocks [b, t], right-padded with `fill`."""
+        """Yield a field's blocks [b, t], right-padded with `fill`."""
         rows = field.views()
         return (padded([rows[row] for row in block], fill) for block in self.rows)
 
     def ragged(self, blocks: Sequence[Tensor]) -> Ragged:
-        """The field that has these blocks, whatever stands in their padding."""
+        """Rebuild a field from its blocks; padding is ignored."""
         lengths = self._lengths.tolist()
         rows: dict[int, np.ndarray] = {}
         for numbers, block in zip(self.rows, blocks, strict=True):

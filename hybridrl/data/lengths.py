@@ -1,4 +1,4 @@
-"""How many tokens a prompt will cost, from what its responses took before."""
+"""Prediction of the tokens that a prompt costs, from the lengths of its earlier responses."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A running mean of whole numbers, exact in any order.
+    """Running mean of integers, exact in any order.
 
     Attributes:
         count: numbers so far.
@@ -24,12 +24,12 @@ class Mean:
     total: int = 0
 
     def plus(self, value: int) -> "Mean":
-        """This mean after one more number."""
+        """Return the mean after one more number."""
         return Mean(self.count + 1, self.total + value)
 
     @property
     def value(self) -> float:
-        """The mean; 0 of no numbers."""
+        """Mean; 0 without numbers."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -40,10 +40,10 @@ def expected_tokens(
     overall: Mean,
     responses_per_prompt: int,
 ) -> Tensor:
-    """Tokens each prompt will cost its engine: [P] float64.
+    """Predict the tokens that each prompt costs its engine: [P] float64.
 
-    The prompt is computed once, however many responses it gets (prefix caching); each response
-    is expected to be as long as the prompt's earlier ones, or as all were if it is new.
+    The prompt counts once (prefix caching). Each response is expected to have the mean length of
+    the prompt's earlier responses, or of all responses if the prompt is new.
 
     Args:
         prompt_lengths: tokens of each prompt.
@@ -64,15 +64,15 @@ def expected_tokens(
 
 @dataclass
 class ResponseLengths:
-    """Lengths of the responses so far, kept by the controller from step to step.
+    """Mean response lengths by prompt, kept by the controller over the steps of a run.
 
-    The same history gives the same estimates, so prompts are dealt alike in every run of it. What
-    a step learns counts at once in what is expected, and in `state` once it is committed: a run
-    may have hundreds of thousands of prompts, of which a step changes a few.
+    Predictions are deterministic, so a resumed run partitions prompts alike. `expect` uses new
+    lengths at once; `state` contains them after `commit`. Only changes are kept apart, since a run
+    may have hundreds of thousands of prompts.
 
     Attributes:
-        seen: prompt id -> its responses, up to the last commit.
-        overall: all responses up to the last commit.
+        seen: prompt id -> lengths of its responses, up to the last commit.
+        overall: lengths of all responses, up to the last commit.
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
@@ -84,24 +84,24 @@ class ResponseLengths:
         self._overall = self.overall
 
     def commit(self) -> None:
-        """Count what was learned since the last commit as of a finished step."""
+        """Merge the lengths of a finished step into `seen` and `overall`."""
         self.seen.update(self._learned)
         self._learned.clear()
         self.overall = self._overall
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON: `overall` and, by prompt id, `seen` as [count, total]."""
+        """Return plain JSON: `overall` and, by prompt id, `seen` as [count, total]."""
         seen = {str(prompt_id): [m.count, m.total] for prompt_id, m in self.seen.items()}
         return {"overall": [self.overall.count, self.overall.total], "seen": seen}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "ResponseLengths":
-        """The lengths of which `state` was told."""
+        """Restore from the value of `state`."""
         seen = {int(prompt_id): Mean(*mean) for prompt_id, mean in state["seen"].items()}
         return cls(seen, Mean(*state["overall"]))
 
     def expect(self, prompts: PromptBatch) -> PromptBatch:
-        """The prompts with the tokens that each is expected to cost."""
+        """Return the prompts with their expected_tokens."""
         expected = expected_tokens(
             prompts.prompts.lengths.tolist(),
             prompts.prompt_id.tolist(),
@@ -112,7 +112,7 @@ class ResponseLengths:
         return replace(prompts, expected_tokens=expected)
 
     def learn(self, batch: RolloutBatch) -> None:
-        """Take in how long responses have become."""
+        """Add the lengths of responses."""
         for prompt_id, length in zip(
             batch.group_id.tolist(), batch.responses.lengths.tolist(), strict=True
         ):

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one flat tensor: how a batch is stored and sent, without padding."""
+"""Rows of different lengths in one flat tensor: the storage of a batch, without padding."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,11 +14,10 @@ from torch import Tensor
 class Ragged:
     """B rows of different lengths.
 
-    It is sent to other processes as arrays, which they map instead of copying them: never write
-    into the tensors of a batch.
+    Other processes map the tensors as shared memory: never write into the tensors of a batch.
 
     Attributes:
-        values: [N], the rows one behind the other.
+        values: [N], the concatenated rows.
         lengths: [B] int64, with sum N.
     """
 
@@ -38,7 +37,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
-        """Rows as given, joined."""
+        """Concatenate rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
         return cls(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths)
@@ -47,38 +46,38 @@ class Ragged:
         return len(self.lengths)
 
     def rows(self) -> list[Tensor]:
-        """Views of the rows."""
+        """Return views of the rows."""
         return list(self.values.split(self.lengths.tolist()))
 
     def counts(self) -> Tensor:
-        """[B] int64: how many elements of each row are true, or not 0."""
+        """Return [B] int64, the nonzero elements of each row."""
         return torch.tensor([int(np.count_nonzero(row)) for row in self.views()])
 
     def row_ids(self) -> Tensor:
-        """[N] int64: which row each element belongs to."""
+        """Return [N] int64, the row index of each element."""
         return self.spread(torch.arange(len(self)))
 
     def spread(self, of_rows: Tensor) -> Tensor:
-        """[N]: a value of each row [B] on all its elements."""
-        # numpy repeats three times faster than torch's repeat_interleave.
+        """Return [N], a value of each row [B] repeated over its elements."""
+        # np.repeat is three times as fast as torch's repeat_interleave.
         return torch.from_numpy(np.repeat(of_rows.numpy(), self.lengths.numpy()))
 
     def select(self, indices: Sequence[int] | Tensor) -> "Ragged":
-        """The rows `indices`, in that order, copied once."""
+        """Return the rows `indices`, in that order, copied once."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[rows]
         return Ragged(joined(self.views(rows), self.values), lengths)
 
     def pad(self, fill: float) -> Tensor:
-        """The rows as [B, T], right-padded with `fill`; T is the longest row's length."""
+        """Return the rows as [B, T], right-padded with `fill`; T is the longest row's length."""
         return padded(self.views(), fill)
 
     def like(self, values: Tensor) -> "Ragged":
-        """Other values on the same rows."""
+        """Return other values [N] with the same row lengths."""
         return Ragged(values, self.lengths)
 
     def views(self, rows: Tensor | None = None) -> list[np.ndarray]:
-        """The rows `rows`, or all; as arrays, which are cut ten times faster than tensors."""
+        """Return views of `rows`, or of all rows, as arrays, which are faster to slice."""
         ends, lengths = self.lengths.cumsum(0), self.lengths
         if rows is not None:
             ends, lengths = ends[rows], lengths[rows]
@@ -87,7 +86,7 @@ class Ragged:
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> Tensor:
-    """Rows as [B, T], right-padded with `fill`."""
+    """Return rows as [B, T], right-padded with `fill`."""
     width = max(map(len, rows), default=0)
     whole = np.full((len(rows), width), fill, rows[0].dtype if rows else np.float32)
     for to, row in zip(whole, rows, strict=True):
@@ -96,11 +95,11 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> Tensor:
 
 
 def concat(parts: Sequence[Ragged], order: Tensor | None = None) -> Ragged:
-    """The rows of all parts, copied once.
+    """Concatenate parts; each row is copied once.
 
     Args:
         parts: at least one.
-        order: [B] int64, which rows, counted through all parts; None: as they stand.
+        order: [B] int64, indices into the concatenation, to reorder it; None: unchanged.
     """
     lengths = torch.cat([part.lengths for part in parts])
     if order is None:
@@ -111,13 +110,13 @@ def concat(parts: Sequence[Ragged], order: Tensor | None = None) -> Ragged:
 
 
 def joined(rows: Sequence[np.ndarray], like: Tensor) -> Tensor:
-    """Rows one behind the other; with none of them, an empty vector of the dtype of `like`."""
+    """Concatenate rows; without rows, return an empty vector of the dtype of `like`."""
     return torch.from_numpy(np.concatenate(rows)) if rows else like[:0]
 
 
 def _from_arrays(values: np.ndarray, lengths: np.ndarray) -> Ragged:
-    """What was sent, without a copy."""
+    """Rebuild a Ragged without a copy."""
     with warnings.catch_warnings():
-        # Mapped memory cannot be written to, which is as it should be.
+        # Shared memory is read-only on purpose.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return Ragged(torch.from_numpy(values), torch.from_numpy(lengths))

@@ -1,10 +1,10 @@
-"""Seeds that are pure functions of what they are for."""
+"""Seeds derived from the run's seed and the purpose of a draw."""
 
 import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the run's seed and what the draw is for (BLAKE2b of the parts).
+    """Return a 63-bit seed, the BLAKE2b hash of the parts.
 
     Example: derive_seed(run_seed, "sample", step, prompt_id, sample_index)
     """

@@ -1,13 +1,12 @@
-"""How an environment's answers become token ids, and at which tokens a turn ends.
+"""Tokenisation of environment answers in conversations, and stop tokens of turns.
 
-What the model sampled stays as it was sampled; an answer is tokenised once, by itself, and its ids
-are put behind:
+Sampled tokens are never tokenised again. An answer is tokenised by itself and appended:
 
-    the turn ended with a stop string      the answer's text, nothing else
-    with the model's own end token         what the chat template puts between an assistant's end
-                                           token and its next turn, the answer in it as a message
+    turn ended with a stop string           the answer's text alone
+    turn ended with the model's end token   the answer as a message, with the text that the chat
+                                            template has between two assistant turns
 
-Without a chat template such a message stands between a blank line and a line's end.
+Without a chat template such a message follows a blank line and ends with a newline.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,17 @@ from hybridrl.config.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stand in for the texts of a turn and of its answer while the chat template is looked at.
+# Placeholders of a turn and its answer in the rendered chat template.
 _TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
 
 
 class TurnTokens:
-    """Answers as token ids, and the tokens at which a turn ends.
+    """Tokeniser of environment answers, and the stop tokens of turns.
 
     Args:
         tokenizer: of the model.
         end_token_ids: tokens that end a response of the model.
-        stop: texts at which a turn ends, too.
+        stop: stop strings, which also end a turn.
         role: of an answer in the chat template.
 
     Raises:
@@ -49,11 +48,11 @@ class TurnTokens:
         self.stop_token_ids = stop_tokens(tokenizer, stop, end_token_ids)
 
     def answers(self, texts: Sequence[str], last_tokens: Sequence[int]) -> list[list[int]]:
-        """The ids of answers to turns that ended with these tokens.
+        """Return the token ids of answers to turns that ended with `last_tokens`.
 
         Raises:
-            ConfigError: one ended with the model's end token, and the chat template has no place
-                for an answer.
+            ConfigError: a turn ended with the model's end token, and the chat template cannot
+                render an answer.
         """
         stops = set(self.stop_token_ids)
         framed = [
@@ -63,7 +62,7 @@ class TurnTokens:
         return self.encode(framed)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts as they are, without special tokens around them."""
+        """Tokenise texts without adding special tokens."""
         if not texts:
             return []
         encoded: Any = self._tokenizer(list(texts), add_special_tokens=False)
@@ -71,10 +70,10 @@ class TurnTokens:
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
-        """What stands between the end token and an answer, and behind that until the next turn."""
+        """Text of the chat template before an answer (after the end token), and after it."""
         if not self._tokenizer.chat_template:
             return "\n\n", "\n"
-        # transformers needs jinja2 for templates; runs that never render do without.
+        # jinja2 is optional: only chat templates need it.
         from jinja2 import TemplateError
 
         messages = [
@@ -87,33 +86,34 @@ class TurnTokens:
                 messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise self._no_place(str(error)) from error
+            raise self._template_error(str(error)) from error
         assert isinstance(rendered, str)
         behind = rendered.partition(_TURN)[2]
         ends = [self._tokenizer.decode([token]) for token in self._end_token_ids]
         end = next((text for text in ends if behind.startswith(text)), None)
         before, found, after = behind.removeprefix(end or "").partition(_ANSWER)
         if end is None or not found:
-            raise self._no_place(f"behind a turn it writes {behind!r}, whose end token is not one")
+            raise self._template_error(f"after a turn it renders {behind!r} without an end token")
         return before, after
 
-    def _no_place(self, reason: str) -> ConfigError:
+    def _template_error(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"environment.role = {self._role}: the model's chat template has no place for an "
-            f"answer to a turn that ended with the model's end token ({reason}).\n"
-            "Choose a role that it knows, or an environment that is done then."
+            f"environment.role = {self._role}: the model's chat template cannot render an "
+            f"answer after a turn that ended with the model's end token ({reason}).\n"
+            "Set environment.role to a role of the template, or use an environment that ends the "
+            "conversation there."
         )
 
 
 def stop_tokens(
     tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], end_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Every token whose text ends with one of the stop strings, white space behind it aside.
+    """Return all tokens whose text, with or without trailing white space, ends with a stop string.
 
-    vLLM's engine core knows tokens, not texts: a stop string must be a token.
+    vLLM's engine core stops at tokens, not texts: a stop string must be a single token.
 
     Raises:
-        ConfigError: a stop string is empty or more than one token.
+        ConfigError: a stop string is empty or several tokens.
     """
     if not stop:
         return ()
@@ -123,8 +123,8 @@ def stop_tokens(
         if count != 1:
             wrong.append(
                 f"environment.stop has {text!r}, which is {count} tokens of this model; a turn can "
-                f"end at single tokens only.\nTake a shorter marker (=, ?, ]), or let the "
-                f"model's own end token end turns: environment.stop=[]"
+                f"end at single tokens only.\nUse a shorter string (=, ?, ]), or only the model's "
+                f"end token: environment.stop=[]"
             )
     if wrong:
         raise ConfigError(*wrong)

@@ -12,7 +12,7 @@ from hybridrl.environments.base import (
     read_moved,
     resolve_environment,
 )
-from hybridrl.rewards.messages import Answer, FailureKind, Setup
+from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
 from hybridrl.rewards.pool import TaskPool
 
 TASK = "hybridrl.environments.base.environment_task"
@@ -77,7 +77,7 @@ class EnvironmentPool:
         self.close()
 
 
-def _reply(answer: Answer) -> Reply:
+def _reply(answer: ItemResult) -> Reply:
     if answer.kind is not None:
         return Reply("", StepResult("", 0.0, True), answer.kind, answer.reason)
     return Reply(*answer.value)

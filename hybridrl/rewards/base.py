@@ -1,4 +1,4 @@
-"""What a reward is, and how one is found by its dotted path."""
+"""Interface of rewards, and their lookup by dotted path."""
 
 import functools
 import importlib.util
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 
-# No reward is larger. In float32, squares of such numbers still add up over a step.
+# Limit of |reward|: sums of squares over a step stay finite in float32.
 MAX_REWARD = 1e12
 
-# prompt, response, example: what a reward judges.
+# prompt, response, example
 RewardItem = tuple[str, str, dict[str, Any]]
 
 
 class Score(NamedTuple):
-    """A score and what it was made of.
+    """Score of a response and its parts.
 
     Attributes:
-        total: what the response is trained on; finite.
+        total: the reward; finite.
         parts: numbers whose means become the metrics reward/part_<name>; a name is one word.
     """
 
@@ -33,35 +33,34 @@ class Score(NamedTuple):
 
 
 class Reward(Protocol):
-    """Judges one response.
+    """Reward function of one response.
 
-    It runs in processes of its own, so it may be slow, block or crash; it must not rely on state
-    shared with other calls.
+    It runs in separate processes, so it may be slow, block or crash. It must not rely on state
+    shared between calls.
 
     Args:
-        prompt: the text that the model was given.
-        response: the text that it wrote, without special tokens.
+        prompt: text of the prompt.
+        response: text of the response, without special tokens.
         example: the row of the data set; its "answer" is the column named by data.answer_key.
-        args: conf/reward's args.
+        args: reward.args of the config.
 
     Returns:
-        A number of at most MAX_REWARD in size, or a Score that also tells its parts; larger is
-        better.
+        A number of at most MAX_REWARD in size, or a Score with parts; larger is better.
     """
 
     def __call__(
         self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
     ) -> float | Score:
-        """The response's score."""
+        """Return the response's score."""
         ...
 
 
 class CheckedReward:
-    """A reward with checks that run before the run does (config.importing.ChecksItself).
+    """Reward whose arguments are checked before the run starts (`ChecksItself`).
 
     Args:
         function: the reward.
-        problems: (key, args) -> what is wrong with the args, or missing on this machine.
+        problems: (key, args) -> messages on wrong arguments or missing requirements.
     """
 
     def __init__(
@@ -76,23 +75,23 @@ class CheckedReward:
     def __call__(
         self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
     ) -> float | Score:
-        """The response's score."""
+        """Return the response's score."""
         return self._function(prompt, response, example, **args)
 
     def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
-        """What is wrong with `args`, or missing on this machine."""
+        """Yield messages on wrong `args` or missing requirements of this machine."""
         return self._problems(key, args)
 
 
 def checked_by(
     problems: Callable[[str, dict[str, Any]], Iterable[str]],
 ) -> Callable[[Callable[..., float | Score]], CheckedReward]:
-    """A decorator that gives a reward function checks: `problems(key, args)` -> texts."""
+    """Return a decorator that adds checks to a reward function."""
     return lambda function: CheckedReward(function, problems)
 
 
 def package_problems(key: str, module: str, distribution: str) -> Iterator[str]:
-    """Whether a package that the reward of section `key` needs is not installed."""
+    """Yield a message if a package that the reward of section `key` needs is not installed."""
     if importlib.util.find_spec(module) is None:
         yield (
             f"{key}.function needs the package {distribution}, which is not installed.\n"
@@ -101,16 +100,15 @@ def package_problems(key: str, module: str, distribution: str) -> Iterator[str]:
 
 
 def as_score(value: Any, function: str) -> Score:
-    """What a reward returned, as a Score.
+    """Convert the value of a reward to a Score.
 
     Args:
-        value: a real number (a bool is one, a str is not), numpy's and torch's among them, or a
-            Score.
-        function: its dotted path, for messages.
+        value: a Score, or a real number: Python's (including bool), numpy's or torch's.
+        function: dotted path of the reward, for messages.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: a number is NaN, infinite or too large, or a part's name is no word.
+        TypeError: the value is neither.
+        ValueError: a number is NaN, infinite or too large, or a part's name is not one word.
     """
     if not isinstance(value, Score):
         return Score(finite_number(value, function), {})
@@ -124,10 +122,10 @@ def as_score(value: Any, function: str) -> Score:
 
 
 def read_score(value: Any, function: str) -> Score:
-    """The Score that JSON has made a list of.
+    """Convert a list [total, parts], as decoded from JSON, to a Score.
 
     Raises:
-        TypeError, ValueError: it has made that of something else.
+        TypeError, ValueError: the value is not such a list.
     """
     match value:
         case [total, dict() as parts]:
@@ -137,15 +135,15 @@ def read_score(value: Any, function: str) -> Score:
 
 @runtime_checkable
 class _Scalar(Protocol):
-    """A number of numpy or torch."""
+    """Scalar of numpy or torch."""
 
     def item(self) -> Any:
-        """It as a number of Python; raises if there are several."""
+        """Return a Python number; raise if there are several elements."""
         ...
 
 
 def finite_number(value: Any, function: str) -> float:
-    """A reward that `function`, for messages, has returned; raises as `as_score` does."""
+    """Convert one number that `function` returned; raise as `as_score` does."""
     number = value.item() if isinstance(value, _Scalar) else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"{function} returned a {type(value).__name__}, expected a number")
@@ -157,7 +155,7 @@ def finite_number(value: Any, function: str) -> float:
 
 
 def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:
-    """What a reward process computes: the score of each (prompt, response, example).
+    """Return the task of a reward process: (prompt, response, example) -> Score.
 
     Raises:
         ConfigError: there is no such function.
@@ -167,10 +165,10 @@ def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], S
 
 
 def resolve_function(dotted: str) -> Reward:
-    """The reward that `dotted` ("package.module.name") names.
+    """Import the reward `dotted` ("package.module.name").
 
     Raises:
-        ConfigError: as `locate_anywhere`, or what it names is not callable.
+        ConfigError: as in `locate_anywhere`, or the object is not callable.
     """
     function = locate_anywhere("reward.function", dotted)
     if not callable(function):
@@ -182,13 +180,12 @@ def resolve_function(dotted: str) -> Reward:
 
 
 def locate_anywhere(key: str, dotted: str) -> Any:
-    """What the value `dotted` ("package.module.name") of a config key names.
+    """Import the object that the value `dotted` ("package.module.name") of a config key names.
 
-    Modules are looked for where Python looks, then in the current directory, which a console
-    script would not search; it is appended to sys.path, so it hides nothing.
+    The current directory is appended to sys.path: console scripts do not search it otherwise.
 
     Raises:
-        ConfigError: there is no such module, it cannot be imported, or it has no such name.
+        ConfigError: there is no such module, its import fails, or it has no such name.
     """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:

@@ -1,6 +1,6 @@
-"""A reward for programs: runs the response's last Python block with the example's tests.
+"""Reward for programs: runs the response's last Python block with the example's tests.
 
-The program runs in the sandbox of hybridrl.rewards.sandbox.programs, or not at all.
+Programs run in the sandbox of hybridrl.rewards.sandbox.programs.
 """
 
 import json
@@ -26,14 +26,14 @@ _LEAST = {"seconds_per_test": 0.0, "seconds": 0.0, "memory_mb": 64, "file_mb": 1
 
 
 class Grading(StrEnum):
-    """What the outcomes of the tests come to."""
+    """Reward as a function of test outcomes."""
 
     share = "share"
     all = "all"
 
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
-    """Wrong arguments; then whether the sandbox can be set up here, by running a program in it."""
+    """Check the arguments, then the sandbox, by running two programs in it."""
     found = [*_choice_problems(f"{key}.args", args), *_limit_problems(f"{key}.args", args)]
     yield from found
     if found:
@@ -49,7 +49,7 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
 
 _REMEDIES = (
     "It needs Linux, user namespaces and the packages bubblewrap and libseccomp2: apt-get install "
-    "bubblewrap libseccomp2. Or have another machine compute this reward: reward=http. Or run "
+    "bubblewrap libseccomp2. Or compute this reward on another machine: reward=http. Or run "
     "programs without a sandbox, with all your rights: reward.args.isolation=none."
 )
 
@@ -84,16 +84,19 @@ def _is_limit(value: Any, least: float) -> bool:
 
 
 def _probe(limits: Limits, isolation: Isolation) -> None:
-    """Run a right and a wrong program.
+    """Run a correct and a wrong program.
 
     Raises:
-        SandboxError: the sandbox does not work, or judges them wrongly.
+        SandboxError: the sandbox does not work, or their outcomes are wrong.
     """
     cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
     outcomes = run_tests("x = 1", cases, limits, isolation)
     if outcomes != [Outcome.passed, Outcome.failed]:
-        told = ", ".join(outcomes)
-        raise SandboxError(f"a right and a wrong program got {told}; are limits too small?")
+        found = ", ".join(outcomes)
+        raise SandboxError(
+            f"a correct and a wrong program got {found}, expected passed, failed; "
+            "raise the limits if they are too small"
+        )
 
 
 @checked_by(_problems)
@@ -106,21 +109,21 @@ def score(
     isolation: str,
     limits: dict[str, Any],
 ) -> float:
-    """The share of the example's tests that the response's last Python block passes.
+    """Return the share of the example's tests that the response's last Python block passes.
 
     Args:
-        prompt: not looked at.
-        response: its last closed block between ``` fences, marked python or not at all, is the
-            program; without one the score is 0.
-        example: its column `tests_key` holds the tests; `cases_of` says how.
-        tests_key: the column.
+        prompt: not read.
+        response: the program is its last closed block between ``` fences, marked python or
+            unmarked; without one the score is 0.
+        example: its column `tests_key` has the tests, in a format of `cases_of`.
+        tests_key: name of the column.
         grading: share: the share of tests passed; all: 1 if all pass, else 0.
         isolation: see hybridrl.rewards.sandbox.programs.Isolation.
         limits: see hybridrl.rewards.sandbox.programs.Limits.
 
     Raises:
         KeyError: the example has no such column.
-        ValueError: the column holds no tests.
+        ValueError: the column has no tests.
         SandboxError: the sandbox cannot be set up; the program was not run.
     """
     cases = cases_of(example[tests_key])
@@ -136,10 +139,10 @@ def score(
 
 
 def last_python_block(text: str) -> str | None:
-    """The lines between the last pair of fences that is marked as Python or not at all.
+    """Return the last fenced block that is marked as Python or unmarked.
 
-    A fence that is marked opens a block even where one is open; an open one at the end, as of a
-    response that was cut off, does not count.
+    A marked fence always opens a block. An unclosed block at the end, as in a truncated response,
+    is ignored.
     """
     found: str | None = None
     language: str | None = None  # of the open block
@@ -157,16 +160,16 @@ def last_python_block(text: str) -> str | None:
 
 
 def cases_of(tests: Any) -> list[Case]:
-    """The tests of an example.
+    """Parse the tests of an example.
 
     Args:
-        tests: a list whose items are statements that raise if the program is wrong
-            ("assert f(1) == 2"; the program's names are there) or {"input": ..., "output": ...},
-            what a script reads from stdin and is to print; {"inputs": [...], "outputs": [...]} for
-            many of these; one text of statements; or any of these as JSON.
+        tests: a list of statements that raise if the program is wrong ("assert f(1) == 2", with
+            access to the program's names) and of {"input": ..., "output": ...}, stdin and
+            expected stdout of a script; {"inputs": [...], "outputs": [...]} for many of these; one
+            text of statements; or any of these as JSON.
 
     Raises:
-        ValueError: it is none of these, or empty; guessing would reward wrong programs.
+        ValueError: the format is none of these, or there are no tests.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         tests = json.loads(tests)

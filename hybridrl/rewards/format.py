@@ -1,4 +1,4 @@
-"""Rewards for the form of a response, whatever it says; mostly one part of several."""
+"""Rewards for the format of a response, usually a part of reward=weighted."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from hybridrl.rewards.gsm8k import strict_answer
 
 
 def _pattern_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
-    """Whether the pattern is a regular expression."""
+    """Check that the pattern is a regular expression."""
     pattern = args["pattern"]
     where = f"{key}.args.pattern = {pattern!r}"
     if not isinstance(pattern, str):
@@ -23,28 +23,28 @@ def _pattern_problems(key: str, args: dict[str, Any]) -> Iterator[str]:
 
 @checked_by(_pattern_problems)
 def matches(prompt: str, response: str, example: dict[str, Any], pattern: str) -> float:
-    r"""1.0 if the whole response matches a regular expression, else 0.0.
+    r"""Return 1.0 if the whole response matches a regular expression, else 0.0.
 
-    Nested repetitions such as (a+)+ can take time exponential in the response; reward.timeout_s
-    then ends them, and the response counts as failed. Possessive forms, (a++)+, do not backtrack.
+    Nested repetitions such as (a+)+ can need exponential time; after reward.timeout_s the response
+    counts as failed. Possessive forms, (a++)+, do not backtrack.
 
     Args:
-        prompt: not looked at.
-        response: what the model wrote.
-        example: not looked at.
-        pattern: of Python's `re`; let it begin with (?s) for a dot that also matches line ends.
+        prompt: not read.
+        response: text of the response.
+        example: not read.
+        pattern: of Python's `re`; with (?s) at the beginning a dot also matches newlines.
     """
     return float(re.fullmatch(pattern, response) is not None)
 
 
 def gsm8k_answer(prompt: str, response: str, example: dict[str, Any]) -> float:
-    """1.0 if the response ends in `#### <number>`, right or wrong, else 0.0.
+    """Return 1.0 if the response ends in `#### <number>`, right or wrong, else 0.0.
 
-    What counts as a number is told in hybridrl.rewards.gsm8k.
+    hybridrl.rewards.gsm8k defines numbers.
 
     Args:
-        prompt: not looked at.
-        response: what the model wrote.
-        example: not looked at.
+        prompt: not read.
+        response: text of the response.
+        example: not read.
     """
     return float(strict_answer(response) is not None)

@@ -1,10 +1,9 @@
 """GSM8K's reward: 1 if the response's final number equals the answer's, else 0.
 
-A number is written with digits, optional thousands commas in groups of three, an optional
-decimal fraction, sign and currency symbol: 42, -3, +7, 1,234.50, .5, $18, -$5. Numbers are
-compared exactly as decimals: 1.50 equals 1.5, and 0.1 is not a binary fraction. A percent sign
-or other unit behind the number is left out: 50% equals 50. Fractions (3/4), powers of ten (1e3)
-and number words are not understood.
+A number has digits and, optionally, thousands commas, a decimal fraction, a sign and a currency
+symbol: 42, -3, +7, 1,234.50, .5, $18, -$5. Numbers are compared exactly as decimals: 1.50 equals
+1.5. A percent sign or other unit after the number is ignored: 50% equals 50. Fractions (3/4),
+powers of ten (1e3) and number words are not recognised.
 
 Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, for the `#### 42` format
 """
@@ -17,7 +16,7 @@ from typing import Any
 
 MARKER = "####"
 _CURRENCY = "$\u20ac\u00a3\u00a5"  # dollar, euro, pound, yen
-# A minus behind a digit, letter or bracket subtracts or joins ("10-3", "x-3"): it is no sign.
+# A minus after a digit, letter or bracket is not a sign ("10-3", "x-3").
 _NUMBER = (
     rf"(?P<sign>(?<![\w.)])[-+\u2212])?[{_CURRENCY}]?(?P<sign2>(?<=[{_CURRENCY}])[-+\u2212])?"
     r"(?P<digits>(?:[0-9]{1,3}+(?![0-9])(?:,[0-9]{3}(?![0-9]))*+|[0-9]++)(?:\.[0-9]++)?"
@@ -27,23 +26,23 @@ _NUMBER = (
 _WORD = r"[^\W\d_]++(?:[/^]\w++)*+"
 _UNIT = rf"(?:[%{_CURRENCY}]|{_WORD}(?:[ ]{_WORD}){{0,2}}+)"
 _LAST_NUMBER = re.compile(_NUMBER)
-# Possessive throughout (*+, ++): time stays linear in whatever a model writes.
+# Possessive throughout (*+, ++): time is linear in the response.
 _FINAL_ANSWER = re.compile(rf"[ \t]*+{_NUMBER}(?:[ \t]*+{_UNIT})?+[ \t]*+\.?+\s*+")
 
 
 class Mode(StrEnum):
-    """Where the response's final number is looked for."""
+    """Rule for the response's final number."""
 
     strict = "strict"
     flexible = "flexible"
 
 
 def score(prompt: str, response: str, example: dict[str, Any], mode: str = "strict") -> float:
-    """1.0 if the response's final number equals the example's answer, else 0.0.
+    """Return 1.0 if the response's final number equals the example's answer, else 0.0.
 
     Args:
-        prompt: not looked at.
-        response: what the model wrote.
+        prompt: not read.
+        response: text of the response.
         example: its "answer" is a full solution that ends in `#### 42`, or the number alone.
         mode: strict: see `strict_answer`; flexible: see `last_number`.
 
@@ -57,11 +56,11 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str = "stri
 
 
 def strict_answer(text: str) -> Decimal | None:
-    """The number behind the last `####`, if the text ends with it; else None.
+    """Return the number after the last `####` if the text ends with it, else None.
 
-    Behind the number may stand a percent sign or a unit of at most three words, one period and
-    white space, nothing more: "#### 42", "#### $1,234.50.", "####-3 km/h" count; "#### 42 or 43",
-    "#### 42 = x", "#### **42**" and a sentence behind the number do not.
+    The number may be followed by a percent sign or a unit of at most three words, one period and
+    white space: "#### 42", "#### $1,234.50.", "####-3 km/h". "#### 42 or 43", "#### 42 = x",
+    "#### **42**" and a sentence after the number give None.
     """
     _, marker, tail = text.rpartition(MARKER)
     match = _FINAL_ANSWER.fullmatch(tail) if marker else None
@@ -69,16 +68,16 @@ def strict_answer(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number anywhere in the text; None if it holds none."""
+    """Return the last number in the text; None if there is none."""
     matches = deque(_LAST_NUMBER.finditer(text), maxlen=1)
     return _decimal(matches[0]) if matches else None
 
 
 def reference_answer(answer: Any) -> Decimal:
-    """The number of a data set's answer: a solution with `#### 42`, or the number alone.
+    """Parse a data set's answer: a solution with `#### 42`, or the number alone.
 
     Raises:
-        ValueError: it is neither; guessing would reward wrong responses.
+        ValueError: it is neither.
     """
     text = str(answer)
     found = strict_answer(text if MARKER in text else MARKER + text)

@@ -1,18 +1,19 @@
-"""A remote scorer: asks an HTTP server for each response's score.
+"""Remote scorer: requests each response's score from an HTTP server.
 
     POST <url>                      Content-Type: application/json
     {"prompt": "...", "response": "...", "example": {...}}
 
-    200                             the example is the row of the data set, what is no JSON as text
+    200
     {"score": 0.75, "parts": {"style": 0.5}}
 
-"parts" may be left out; each becomes the metric reward/part_<name>. Silence for timeout_s, a
-connection that fails, and the statuses 408, 429 and 5xx are tried again; any other status, and an
-answer that is not as above, fail the response at once. Redirects are not followed.
+The example is the row of the data set; values that JSON lacks are sent as text. "parts" is
+optional; each part becomes the metric reward/part_<name>. Requests are retried after a timeout of
+timeout_s, a failed connection, and the statuses 408, 429 and 5xx. Any other status or content fails
+the response at once. Redirects are not followed.
 
-A reward process waits for one answer at a time, so that reward.num_processes is the largest number
-of requests under way; each process keeps its connection open. reward.timeout_s must leave room for
-all attempts and the waits between them, or it cuts the retries off.
+A reward process has one request at a time and keeps its connection open, so at most
+reward.num_processes requests are concurrent. reward.timeout_s must exceed the time of all attempts
+and the waits between them.
 """
 
 import functools
@@ -39,11 +40,11 @@ _SHOWN_CHARS = 200
 
 
 class RemoteScorerError(RuntimeError):
-    """The server gave no score: it could not be reached, or its answer is none."""
+    """Failed request: the server cannot be reached, or its answer is not a score."""
 
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
-    """Whether the arguments are usable; the server itself is not asked."""
+    """Check the arguments, without a request to the server."""
     yield from _url_problems(f"{key}.args.url", args["url"])
     if not (_is_number(args["timeout_s"]) and args["timeout_s"] > 0):
         yield f"{key}.args.timeout_s = {args['timeout_s']}, expected seconds above 0."
@@ -63,8 +64,8 @@ def _url_problems(where: str, url: Any) -> Iterator[str]:
         yield f"{where} = {url}, expected a URL such as http://127.0.0.1:8000/score."
     elif "@" in urlsplit(url).netloc:
         yield (
-            f"{where} = {_shown(url)} holds a user name or password, which would be kept with the "
-            f"config.\nPut a token into an environment variable and name that as token_env."
+            f"{where} = {_shown(url)} has a user name or password, which would be saved with the "
+            f"config.\nPut a token into an environment variable and set token_env to its name."
         )
 
 
@@ -78,16 +79,16 @@ def _is_url(url: str) -> bool:
 
 
 def _token_problems(where: str, name: Any) -> Iterator[str]:
-    """Whether the token's variable is set; never shows what it holds."""
+    """Check the token's variable; messages never contain its value."""
     if name is None:
         return
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        # Somebody may have put the token itself there.
+        # The value may be the token itself, so it is not shown.
         yield f"{where} is no name of an environment variable, expected one such as SCORER_TOKEN."
     elif name not in os.environ:
         yield f"{where} = {name}, but there is no such environment variable. export {name}=<token>"
     elif not re.fullmatch(r"[!-~]+", os.environ[name]):
-        yield f"{where} = {name}: the variable holds nothing, or more than visible ASCII."
+        yield f"{where} = {name}: the variable is empty or has characters other than visible ASCII."
 
 
 @checked_by(_problems)
@@ -100,19 +101,19 @@ def score(
     retries: int,
     token_env: str | None,
 ) -> Score:
-    """What the server at `url` answers; the module's docstring tells the protocol.
+    """Return the score from the server at `url`, by the protocol in the module's docstring.
 
     Args:
         prompt: sent.
         response: sent.
         example: sent.
-        url: where to POST to.
-        timeout_s: seconds without a sign of life after which an attempt has failed.
-        retries: attempts after the first; `wait_s` lies between them.
-        token_env: environment variable whose value is sent as bearer token; None: none is sent.
+        url: of the POST request.
+        timeout_s: seconds without data after which an attempt fails.
+        retries: attempts after the first, separated by `wait_s`.
+        token_env: environment variable with a bearer token; None: no token.
 
     Raises:
-        RemoteScorerError: no attempt succeeded, or the answer is no score.
+        RemoteScorerError: no attempt succeeded, or the answer is not a score.
     """
     content = {"prompt": prompt, "response": response, "example": example}
     body = json.dumps(content, default=str).encode()
@@ -127,9 +128,9 @@ def score(
 
 
 def wait_s(body: bytes, attempt: int) -> float:
-    """Seconds between failed attempt number `attempt` (from 0) and the next.
+    """Return the seconds between failed attempt number `attempt` (from 0) and the next.
 
-    0.25 * 2**attempt, spread by a factor from [0.5, 1.5) that `body` and `attempt` alone seed.
+    Exponential backoff, 0.25 * 2**attempt, with jitter in [0.5, 1.5) seeded by the arguments.
     """
     spread = random.Random(zlib.crc32(body) + attempt).uniform(0.5, 1.5)
     return FIRST_WAIT_S * 2**attempt * spread
@@ -138,7 +139,7 @@ def wait_s(body: bytes, attempt: int) -> float:
 def _post(
     url: str, body: bytes, timeout_s: float, token: str | None
 ) -> tuple["httpx.Response | None", str]:
-    """The server's answer, or None and why it is worth another attempt."""
+    """Return the server's answer, or None and the reason to retry."""
     import httpx
 
     headers = {"Content-Type": "application/json"}
@@ -151,17 +152,17 @@ def _post(
     except httpx.TransportError as error:
         return None, f"{type(error).__name__}: {error}"
     if answer.status_code in _TRIED_AGAIN or answer.status_code >= 500:
-        return None, _told(answer, token)
+        return None, _excerpt(answer, token)
     return answer, ""
 
 
 def _score_of(answer: "httpx.Response", url: str, token: str | None) -> Score:
-    """The score in an answer.
+    """Parse the score of an answer.
 
     Raises:
         RemoteScorerError: there is none.
     """
-    told = f"{_shown(url)}: {_told(answer, token)}"
+    told = f"{_shown(url)}: {_excerpt(answer, token)}"
     if answer.status_code != 200:
         raise RemoteScorerError(told)
     try:
@@ -174,14 +175,14 @@ def _score_of(answer: "httpx.Response", url: str, token: str | None) -> Score:
     return Score(found["score"], parts)
 
 
-def _told(answer: "httpx.Response", token: str | None) -> str:
-    """Status and beginning of an answer, for messages; without the token, should it echo that."""
+def _excerpt(answer: "httpx.Response", token: str | None) -> str:
+    """Return status and beginning of an answer for messages, with the token masked."""
     text = answer.text if token is None else answer.text.replace(token, "<token>")
     return f"answered {answer.status_code} {text[:_SHOWN_CHARS]!r}"
 
 
 def _shown(url: str) -> str:
-    """A URL for messages: without user, password and query, which may hold secrets."""
+    """Return a URL for messages, without user, password and query, which may be secret."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -190,7 +191,7 @@ def _times(attempts: int) -> str:
     return "tried once" if attempts == 1 else f"tried {attempts} times"
 
 
-@functools.cache  # a reward process calls with one setting, and keeps its connection
+@functools.cache  # keeps the connection open
 def _client(timeout_s: float) -> "httpx.Client":
     import httpx
 

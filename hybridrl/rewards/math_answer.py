@@ -1,7 +1,7 @@
 r"""MATH's reward: 1 if the response's final answer equals the example's as mathematics, else 0.
 
 Answers are parsed and compared by the package math-verify: 1/2 equals 0.5 and \frac{1}{2}, and
-(x-1)(x+1) equals x^2 - 1. It is imported in the reward processes alone.
+(x-1)(x+1) equals x^2 - 1. It is imported in reward processes only.
 
 Source: Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874, for the \boxed{} format;
 https://github.com/huggingface/Math-Verify for what equals what
@@ -20,26 +20,26 @@ from hybridrl.rewards.gsm8k import MARKER
 
 PACKAGE = "math-verify"
 BOXED = r"\boxed"
-# Longer than any answer, and than what ends with one: time to parse grows faster than the text.
+# Bounds on the text to parse: time grows faster than its length.
 MAX_ANSWER_CHARS = 1000
 MAX_END_CHARS = 4000
-# Words are compared as words: as mathematics, "east" were e * a * s * t, and equal to "seat".
+# Words are compared as text: as mathematics, "east" would be e * a * s * t, equal to "seat".
 _WORDS = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,}\s*")
-# Comes before a sign that no backslash escapes; "\\\\" is a line break, and escapes nothing.
+# Precedes a character without a backslash escape; "\\\\" is a line break, not an escape.
 _UNESCAPED = r"(?<!\\)(?:\\\\)*"
 _MATHS = re.compile(_UNESCAPED + r"(?:\$(?:\\.|[^\\$])+\$|\\\(.*\\\)|\\\[.*\\\])", flags=re.DOTALL)
 _LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
 
 
 class Mode(StrEnum):
-    r"""Where the response's answer is looked for if it has no \boxed{}."""
+    r"""Rule for responses without \boxed{}."""
 
     strict = "strict"
     flexible = "flexible"
 
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
-    """Whether the mode is known and the package installed."""
+    """Check the mode and that the package is installed."""
     if args["mode"] not in list(Mode):
         yield f"{key}.args.mode = {args['mode']}, expected one of {', '.join(Mode)}."
     yield from package_problems(key, "math_verify", PACKAGE)
@@ -47,19 +47,19 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
 
 @checked_by(_problems)
 def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> float:
-    r"""1.0 if the response's final answer equals the example's, else 0.0.
+    r"""Return 1.0 if the response's final answer equals the example's, else 0.0.
 
     Args:
-        prompt: not looked at.
-        response: what the model wrote.
+        prompt: not read.
+        response: text of the response.
         example: its "answer" is a solution with \boxed{}, one with `#### 42`, or the answer alone,
             in LaTeX with or without dollar signs.
-        mode: strict: the answer is what the last \boxed{} holds, and nothing else; flexible:
-            where there is none, what math-verify takes for the final answer.
+        mode: strict: the answer is the content of the last \boxed{}; flexible: without a box, it
+            is the final answer that math-verify finds.
 
     Raises:
         KeyError: the example has no "answer".
-        ValueError: its answer cannot be read, or there is no such mode.
+        ValueError: its answer cannot be parsed, or there is no such mode.
     """
     flexible = Mode(mode) is Mode.flexible
     expected = reference_answer(example["answer"])
@@ -68,13 +68,13 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> flo
         found = f"{BOXED}{{{boxed}}}" if len(boxed) <= MAX_ANSWER_CHARS else ""
     else:
         found = _end(response) if flexible and BOXED not in response else ""
-    # The scorer limits the time; math-verify's own limit would take the scorer's alarm away.
+    # math-verify's own time limits would replace the reward process's SIGALRM timer.
     answers = _math_verify().parse(found, parsing_timeout=None)
     return float(_math_verify().verify(expected, answers, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} of `text` holds; None if there is none or it is not closed."""
+    r"""Return the content of the last \boxed{}; None if there is none or it is not closed."""
     _, found, tail = text.rpartition(BOXED)
     tail = tail.lstrip()
     if not found or not tail.startswith("{"):
@@ -93,19 +93,19 @@ def last_boxed(text: str) -> str | None:
 
 
 def _end(text: str) -> str:
-    """The last lines of `text`; whole ones, or a cut would tear dollar signs apart."""
+    """Return the last whole lines of `text`: a cut within a line could separate dollar signs."""
     if len(text) <= MAX_END_CHARS:
         return text
     end = text[-MAX_END_CHARS:]
     return end.partition("\n")[2] or end
 
 
-@functools.lru_cache(maxsize=64)  # the responses of a group share it
+@functools.lru_cache(maxsize=64)  # shared by the responses of a group
 def reference_answer(answer: Any) -> list[Any]:
-    r"""The example's answer as math-verify reads it.
+    r"""Parse the example's answer with math-verify.
 
     Raises:
-        ValueError: it reads nothing there; guessing would reward wrong responses.
+        ValueError: the result is empty.
     """
     text = str(answer)
     boxed = last_boxed(text)
@@ -120,29 +120,29 @@ def reference_answer(answer: Any) -> list[Any]:
     if not parsed:
         raise ValueError(
             f"the example's answer is {str(answer)[-80:]!r}, expected an answer that {PACKAGE} "
-            f"can read; set data.answer_key to the column that holds it"
+            f"can parse; set data.answer_key to the column with the answer"
         )
     return parsed
 
 
 def _parsed_alone(text: str) -> list[Any]:
-    """What math-verify reads in an answer that nothing marks as mathematics; a $ in it is money.
+    """Parse an answer without mathematical delimiters; a $ in it is a currency symbol.
 
-    What it cannot read as mathematics it compares as text if it stands in a box.
+    If it is not mathematics, it is boxed, which math-verify compares as text.
     """
     text = _LONE_DOLLAR.sub(r"\1\$", " ".join(text.split()))
     return _parsed(f"${text}$") or _parsed(f"{BOXED}{{{text}}}")
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify reads; nothing where it fails."""
+    """Parse with math-verify; the result is empty if that fails."""
     parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
     return parsed
 
 
 @functools.cache
 def _math_verify() -> ModuleType:
-    """The package, without its warning that no limit of its own is set."""
+    """Import the package, without its warnings about missing time limits."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

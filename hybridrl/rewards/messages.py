@@ -1,4 +1,4 @@
-"""What a pool and its processes say to each other."""
+"""Messages between a pool and its processes."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class FailureKind(StrEnum):
-    """Why an item has no value of its own: it raised or killed its process, or took too long."""
+    """Failure of an item: it raised or killed its process, or exceeded the time limit."""
 
     error = "error"
     timeout = "timeout"
@@ -14,10 +14,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """To the process, once: what it computes.
+    """To the process, once: the function to compute.
 
     Attributes:
-        task: dotted path of (function, args) -> (item -> value), which makes what answers items.
+        task: dotted path of a factory, (function, args) -> (item -> value).
         function: dotted path of the user's function or class.
         args: its keyword arguments.
         timeout_s: seconds per item.
@@ -31,24 +31,28 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the process, once: the function is there, or why it is not."""
+    """From the process, once: the function is imported, or the problem."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """To the process: items, each with its index in the batch."""
+    """To the process: items with their indices in the batch."""
 
     items: list[tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """From the process, one for each item of a chunk, in order.
+class ItemResult:
+    """From the process, one for each item of a chunk, in order: a value or a failure.
 
-    `kind` is None for a value, made of what JSON knows; else `value` is None, and `reason` (one
-    line) and `traceback` tell.
+    Attributes:
+        index: of the item in the batch.
+        value: in types of JSON; None for a failure.
+        kind: of the failure; None for a value.
+        reason: of the failure, one line.
+        traceback: of the failure.
     """
 
     index: int

@@ -1,14 +1,8 @@
-"""No reward: what is learned then comes from a reward model alone (conf/reward_model)."""
+"""Zero reward, for training with a reward model alone (conf/reward_model)."""
 
 from typing import Any
 
 
 def score(prompt: str, response: str, example: dict[str, Any]) -> float:
-    """0.0 for every response.
-
-    Args:
-        prompt: not looked at.
-        response: not looked at.
-        example: not looked at.
-    """
+    """Return 0.0 for every response."""
     return 0.0

@@ -1,10 +1,10 @@
-"""A pool of processes that run one function over items, which may fail in any way.
+"""Process pool that runs one function over items, each of which may fail in any way.
 
-    items -> chunks -> processes -> one answer per item, as each is done
+    items -> chunks -> processes -> one result per item, sent when it is computed
 
-Because every item is answered by itself, the item that hung or killed its process is the first
-one that its process has not answered: it fails, a new process takes the place of the old one, and
-the rest of its chunk is handed out again. No item is computed twice.
+Results arrive in order, so the item that hung or killed its process is the first one without a
+result. It fails, the process is replaced, and the rest of its chunk is assigned again. No item is
+computed twice.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import Answer, FailureKind, Setup
+from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,
     RewardProcess,
@@ -29,26 +29,25 @@ from hybridrl.rewards.process import (
 _logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
-# Few enough that processes end together, enough that the way to and fro does not count.
+# Small chunks balance the load; larger ones save round trips.
 MAX_CHUNK_ITEMS = 8
-# Tracebacks that a pool logs before it only counts.
+# Tracebacks that a pool logs; later failures are only counted.
 MAX_LOGGED_FAILURES = 3
-# Starts that may fail in a row, with no item to blame.
+# Failed starts in a row, without an item as cause, that raise an error.
 MAX_FAILED_STARTS = 3
 
 
 class TaskPool:
-    """Processes that answer items. They start in the background.
+    """Pool of processes that compute items. They start in the background.
 
-    Use it as a context manager or call `close`. The processes also end with the thread that made
-    the pool, and at once when this process dies.
+    Use it as a context manager or call `close`. The processes also end with the thread that created
+    the pool, and when this process dies.
 
     Args:
-        setup: what each process computes.
+        setup: function to compute.
         num_processes: None: one per core that this process may use, at most 8.
-        what: names the function's results and the processes in logs and errors ("reward").
-        read: makes an answer's value of what JSON has left of it; may raise TypeError and
-            ValueError.
+        what: name of results and processes in logs and errors ("reward").
+        read: decodes a value from its JSON form; may raise TypeError and ValueError.
 
     Raises:
         ConfigError: the time limit or num_processes is not positive.
@@ -70,14 +69,14 @@ class TaskPool:
         withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
         if withheld:
             _logger.info(
-                "%s processes start without %s; one whose name is an argument they get",
+                "%s processes start without %s; name a variable in the arguments to pass it on",
                 what,
                 ", ".join(withheld),
             )
         self._processes = [RewardProcess(self._setup, what) for _ in range(count)]
 
-    def run(self, items: Sequence[Any]) -> list[Answer]:
-        """The answer to each item, in order; failures are among them, never raised.
+    def run(self, items: Sequence[Any]) -> list[ItemResult]:
+        """Return the result of each item, in order; failures are results, never raised.
 
         Raises:
             RewardProcessError: processes do not start up.
@@ -89,7 +88,7 @@ class TaskPool:
                 self._hand_out(batch)
                 self._collect(batch)
         finally:
-            # Only after an interruption: what they still compute nobody waits for.
+            # Only after an interruption: their results are not needed any more.
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
@@ -98,7 +97,7 @@ class TaskPool:
         return answers
 
     def close(self) -> None:
-        """End all processes, and those that items have started. A second call does nothing."""
+        """End all processes and those they started. A second call does nothing."""
         for process in self._processes:
             process.ask_to_end()
         for process in self._processes:
@@ -112,18 +111,18 @@ class TaskPool:
         self.close()
 
     def _hand_out(self, batch: "_Batch") -> None:
-        """Give every idle process a chunk, as long as there are any."""
+        """Assign a chunk to every idle process while items are left."""
         for process in list(self._processes):
             if process.is_idle and batch.waiting:
                 chunk = batch.take()
                 try:
                     process.hand_out(chunk)
-                except OSError:  # it ended or broke while it was idle: no item is to blame
+                except OSError:  # it failed while idle: not caused by an item
                     batch.put_back(chunk)
                     self._replace(process)
 
     def _collect(self, batch: "_Batch") -> None:
-        """Wait until something happens; take the answers and replace what died or hangs."""
+        """Wait for an event; store results and replace processes that ended or hang."""
         awaited = [process for process in self._processes if not process.is_idle]
         soonest = min(process.deadline for process in awaited)
         timeout = max(0.0, soonest - time.monotonic())
@@ -137,7 +136,7 @@ class TaskPool:
             except (EOFError, OSError):
                 self._fail_current(process, batch, FailureKind.error)
             except (TypeError, ValueError):
-                reason = "its process wrote what is no answer, and was killed"
+                reason = "its process sent an invalid message and was killed"
                 self._fail_current(process, batch, FailureKind.error, reason)
             else:
                 if process.is_ready and not was_ready:
@@ -150,9 +149,9 @@ class TaskPool:
     def _fail_current(
         self, process: RewardProcess, batch: "_Batch", kind: FailureKind, reason: str = ""
     ) -> None:
-        """Fail the item that a process was at, put its other items back and replace it.
+        """Fail the current item of a process, put its other items back and replace it.
 
-        Without a reason the process has ended by itself.
+        Without a reason the process ended by itself.
         """
         items = list(process.pending)
         was_ready = process.is_ready
@@ -162,11 +161,11 @@ class TaskPool:
         if items:
             index, _ = items[0]
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
-            batch.answers[index] = Answer(index, None, kind, reason)
+            batch.answers[index] = ItemResult(index, None, kind, reason)
             batch.put_back(items[1:])
 
     def _replace(self, process: RewardProcess) -> int:
-        """Kill a process and start another in its place; return its exit code."""
+        """Kill a process and start a new one; return the exit code."""
         exit_code = process.kill()
         self._processes[self._processes.index(process)] = RewardProcess(self._setup, self._what)
         return exit_code
@@ -180,7 +179,7 @@ class TaskPool:
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
             )
 
-    def _log(self, answers: Sequence[Answer]) -> None:
+    def _log(self, answers: Sequence[ItemResult]) -> None:
         failures = [answer for answer in answers if answer.kind]
         for failure in failures[: MAX_LOGGED_FAILURES - self._num_logged]:
             self._num_logged += 1
@@ -194,11 +193,11 @@ class TaskPool:
 
 
 class _Batch:
-    """Items that wait for a process, and the answers so far."""
+    """Items without a process, and the results so far."""
 
     def __init__(self, items: Sequence[Any], num_processes: int) -> None:
         self.waiting = deque(enumerate(items))
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, ItemResult] = {}
         self._num_items = len(items)
         share = len(items) // (4 * num_processes)
         self._chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
@@ -208,12 +207,12 @@ class _Batch:
         return len(self.answers) < self._num_items
 
     def take(self) -> list[tuple[int, Any]]:
-        """The next chunk."""
+        """Remove and return the next chunk."""
         size = min(self._chunk_items, len(self.waiting))
         return [self.waiting.popleft() for _ in range(size)]
 
     def put_back(self, items: Sequence[tuple[int, Any]]) -> None:
-        """Have items handed out again, first."""
+        """Put items back at the front."""
         self.waiting.extendleft(reversed(items))
 
 

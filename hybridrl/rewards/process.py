@@ -1,7 +1,7 @@
-"""A pool's handle on one reward process: start, hand out work, notice its end, kill.
+"""Handle of one reward process: start, assign work, receive results, kill.
 
-The process is a fresh Python, neither forked (this one has threads) nor spawned by
-multiprocessing (which would import the program's main module, and with it torch, once more).
+The process is a new Python interpreter: it is not forked, since this process has threads, nor
+spawned by multiprocessing, which would import the main module and torch.
 """
 
 import json
@@ -17,37 +17,37 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import Answer, Chunk, Ready, Setup
-from hybridrl.rewards.wire import GarbledError, ParentEnd
+from hybridrl.rewards.messages import Chunk, ItemResult, Ready, Setup
+from hybridrl.rewards.wire import ParentEnd, ProtocolError
 
 START_TIMEOUT_S = 120.0
-# The process stops a late reward itself; one that keeps it from doing so is killed this much later.
+# Seconds after the time limit at which a process that did not interrupt its item is killed.
 KILL_AFTER_S = 1.0
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.rewards.sandbox.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hybridrl.rewards.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
 class RewardProcessError(RuntimeError):
-    """The processes of a pool do not start up, for a reason that lies with no item."""
+    """Failed start of a pool's processes, not caused by an item."""
 
 
 class RewardProcess:
-    """One process that computes rewards or steps environments, under its supervisor.
+    """Process that computes rewards or steps environments, under a supervisor process.
 
     It starts in the background.
 
     Args:
-        setup: what it computes.
-        what: names it in errors ("reward").
+        setup: function to compute.
+        what: its name in errors ("reward").
 
     Attributes:
-        link: to wait on; readable when an answer has come or the process has ended.
-        deadline: time.monotonic() at which the process has failed to answer.
-        is_ready: whether it has started up.
-        pending: items handed out and not answered, the one being computed first.
+        link: readable when a result has arrived or the process has ended.
+        deadline: time.monotonic() of the next result at the latest.
+        is_ready: true once it has started.
+        pending: items without a result, the current one first.
     """
 
     def __init__(self, setup: Setup, what: str) -> None:
@@ -60,31 +60,31 @@ class RewardProcess:
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.is_ready = False
         self.pending: deque[tuple[int, Any]] = deque()
-        with suppress(OSError):  # ended already: the wait for it to be ready will tell
+        with suppress(OSError):  # already ended: reported when waiting for it to be ready
             self.link.send(setup, START_TIMEOUT_S)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for work."""
+        """True if it waits for items."""
         return self.is_ready and not self.pending
 
     def hand_out(self, items: list[tuple[int, Any]]) -> None:
-        """Give an idle process items to compute.
+        """Assign items to an idle process.
 
         Raises:
-            OSError: it has ended, or misbehaves; `pending` stays empty.
+            OSError: it has ended or sent unexpected data; `pending` stays empty.
         """
         self.link.send(Chunk(items), self._answer_timeout_s)
         self.pending.extend(items)
         self.deadline = time.monotonic() + self._answer_timeout_s
 
-    def receive(self) -> Iterator[Answer]:
-        """The answers that have come; that it is ready is noted.
+    def receive(self) -> Iterator[ItemResult]:
+        """Yield the results that have arrived; update `is_ready`.
 
         Raises:
             EOFError, OSError: the process has ended.
-            GarbledError: it has written something else.
-            RewardProcessError: it cannot find the function, although this process could.
+            ProtocolError: it sent an invalid message.
+            RewardProcessError: it cannot import the function.
         """
         for message in self.link.receive():
             if isinstance(message, Ready):
@@ -94,25 +94,25 @@ class RewardProcess:
                     )
                 self.is_ready = True
             elif not self.pending or self.pending[0][0] != message.index:
-                raise GarbledError("an answer to nothing asked")
+                raise ProtocolError("a result without a pending item")
             else:
                 yield message
                 self.pending.popleft()
                 self.deadline = time.monotonic() + self._answer_timeout_s
 
     def ask_to_end(self) -> None:
-        """Have it end; `kill` waits for that."""
+        """Send SIGTERM; `kill` waits for the end."""
         self._process.terminate()
 
     def kill(self) -> int:
-        """End the process and those that it started; return its supervisor's exit code."""
+        """End the process and those it started; return its supervisor's exit code."""
         exit_code = end(self._process)
-        self.link.close()  # not before: it may be writing
+        self.link.close()  # after the end: the process may still be writing
         return exit_code
 
 
 def environment_for(args: Any) -> dict[str, str]:
-    """This process's variables, but of those that hold secrets only what `args` names."""
+    """Return this process's environment; secret variables only if `args` names them."""
     named = set(_texts(args))
     return {
         name: value

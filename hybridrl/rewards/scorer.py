@@ -1,4 +1,4 @@
-"""Scores responses by a reward function that may fail in any way, without stopping the run."""
+"""Scorer of responses: failures of the reward function are counted and do not stop the run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import RewardItem, read_score, resolve_function
-from hybridrl.rewards.messages import Answer, FailureKind, Setup
+from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
 from hybridrl.rewards.pool import TaskPool
 
 TASK = "hybridrl.rewards.base.reward_task"
@@ -16,13 +16,13 @@ TASK = "hybridrl.rewards.base.reward_task"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An item that got no score of its own.
+    """Item whose reward failed.
 
     Attributes:
         index: of the item in the batch.
-        kind: error (raised, no finite number, killed its process) or timeout.
+        kind: error (exception, not a finite number, process died) or timeout.
         reason: one line.
-        traceback: of the exception; empty if the process had to be killed or died.
+        traceback: of the exception; empty if the process was killed or died.
     """
 
     index: int
@@ -33,12 +33,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The scores of a batch, in the order of its items.
+    """Scores of a batch, in the order of its items.
 
     Attributes:
-        scores: one per item; a failed item has the scorer's `failed_score`.
-        failures: the failed items, by index.
-        parts: by name, what the scores of the items that have such a part were made of.
+        scores: one per item; `failed_score` for failed items.
+        failures: failed items in order of index.
+        parts: by name, values of the items that have such a part.
     """
 
     scores: list[float]
@@ -47,26 +47,26 @@ class ScoreResult:
 
     @property
     def failure_counts(self) -> dict[FailureKind, int]:
-        """Failed items by kind, every kind listed."""
+        """Number of failed items by kind, for all kinds."""
         found = Counter(failure.kind for failure in self.failures)
         return {kind: found[kind] for kind in FailureKind}
 
 
 class RewardScorer:
-    """Runs one reward function in processes of its own, as a `TaskPool`.
+    """Scorer that runs one reward function in a `TaskPool`.
 
     Use it as a context manager or call `close`.
 
     Args:
         function: dotted path of a function (prompt, response, example, **args) -> float.
         args: keyword arguments for every call.
-        timeout_s: seconds of wall time that one item may take.
+        timeout_s: wall time limit of one item.
         num_processes: None: one per core that this process may use, at most 8.
-        failed_score: score of an item that fails.
+        failed_score: score of a failed item.
 
     Raises:
-        ConfigError: there is no such function, or it does not take these arguments, or timeout_s
-            or num_processes is not positive.
+        ConfigError: there is no such function, its signature does not fit these arguments, or
+            timeout_s or num_processes is not positive.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RewardScorer:
         self._pool = TaskPool(Setup(TASK, function, args, timeout_s), num_processes, "reward", read)
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
-        """The reward of each (prompt, response, example); failures are counted, never raised.
+        """Compute the reward of each (prompt, response, example); failures are never raised.
 
         Raises:
             RewardProcessError: processes do not start up.
@@ -95,7 +95,7 @@ class RewardScorer:
         return ScoreResult(scores, failures_of(answers), _parts(answers))
 
     def close(self) -> None:
-        """End all processes, and those that rewards have started. A second call does nothing."""
+        """End all processes and those they started. A second call does nothing."""
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -105,8 +105,8 @@ class RewardScorer:
         self.close()
 
 
-def failures_of(answers: Sequence[Answer]) -> list[Failure]:
-    """The failed items."""
+def failures_of(answers: Sequence[ItemResult]) -> list[Failure]:
+    """Return the failed items."""
     return [
         Failure(answer.index, answer.kind, answer.reason, answer.traceback)
         for answer in answers
@@ -114,7 +114,7 @@ def failures_of(answers: Sequence[Answer]) -> list[Failure]:
     ]
 
 
-def _parts(answers: Sequence[Answer]) -> dict[str, list[float]]:
+def _parts(answers: Sequence[ItemResult]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in ({} if answer.kind else answer.value.parts).items():

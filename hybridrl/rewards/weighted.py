@@ -1,4 +1,4 @@
-"""Several rewards in one: the sum of their scores, each times its weight."""
+"""Weighted sum of rewards."""
 
 import math
 import numbers
@@ -14,7 +14,7 @@ KEYS = ("function", "args", "weight")
 
 
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the parts; each is checked as a reward of its own."""
+    """Check the parts, each as a separate reward."""
     where, parts = f"{key}.args.parts", args["parts"]
     if not isinstance(parts, dict) or not parts:
         yield f"{where} = {parts}, expected names, each with {', '.join(KEYS)}."
@@ -45,7 +45,7 @@ _EXPECTED = {
 
 
 def _value_problems(key: str, part: dict[str, Any], missing: list[str]) -> Iterator[str]:
-    """Values of the wrong type, and what the part's own checks say."""
+    """Check the types of a part's values, then run the part's own checks."""
     fits = {
         "function": lambda value: isinstance(value, str),
         "args": lambda value: isinstance(value, dict),
@@ -68,16 +68,16 @@ def _value_problems(key: str, part: dict[str, Any], missing: list[str]) -> Itera
 def score(
     prompt: str, response: str, example: dict[str, Any], parts: dict[str, dict[str, Any]]
 ) -> Score:
-    """The sum over `parts` of weight * score; the parts' own scores go into the metrics.
+    """Return the sum over `parts` of weight * score; the scores of the parts become metrics.
 
-    The time limit is that of all parts together, and one that fails fails the whole.
+    reward.timeout_s limits all parts together. If a part fails, the whole fails.
 
     Args:
-        prompt: handed on.
-        response: handed on.
-        example: handed on.
+        prompt: argument of the parts.
+        response: argument of the parts.
+        example: argument of the parts.
         parts: by name, each {function: dotted path, args: its arguments, weight: a number}. A
-            weight may be negative, or 0 for a part that is only to be seen in the metrics.
+            weight may be negative, or 0 for a part that is only a metric.
     """
     total, scores = 0.0, {}
     for name, part in parts.items():

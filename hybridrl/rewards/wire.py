@@ -1,7 +1,7 @@
-"""How a pool and its processes talk, over a socket that the user's code could write to, too.
+"""Connection between a pool and a process, over a socket that user code can write to as well.
 
-Down go pickles, up comes JSON: nothing that a process writes is run, or read as more than plain
-values, and whatever else it writes is noticed.
+The pool sends pickles; the process sends JSON, which is never executed. Anything else that the
+process sends is detected as an error.
 """
 
 import fcntl
@@ -15,24 +15,24 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
-from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
+from hybridrl.rewards.messages import Chunk, FailureKind, ItemResult, Ready, Setup
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 _LENGTH_BYTES = 8
 _READ_BYTES = 2**16
-# Descriptors are numbered from below; where programs close or use them by number, they are low.
+# User code that closes or writes descriptors by number uses low numbers.
 _HIGH_DESCRIPTOR = 2**15
 
 
-class GarbledError(ValueError):
-    """What has come is no message."""
+class ProtocolError(ValueError):
+    """Invalid message."""
 
 
 class ParentEnd:
-    """The pool's end of the way to a process. Nothing here waits for the process without limit.
+    """Pool's end of the connection. No method blocks without a time limit.
 
     Args:
-        end: of a pair of sockets.
+        end: one of a pair of sockets.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -41,32 +41,32 @@ class ParentEnd:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """The descriptor to wait on: readable when messages have come or the process has ended."""
+        """Return the descriptor: readable when messages have arrived or the process has ended."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close it. A second call does nothing."""
+        """Close the connection. A second call does nothing."""
         self._socket.close()
 
     def send(self, message: Setup | Chunk, timeout_s: float) -> None:
         """Send a message.
 
         Raises:
-            OSError: the process has ended, says something unasked, or does not listen in time.
+            OSError: the process has ended, sent unexpected data, or does not read in time.
         """
         if wait([self._socket], 0):
-            raise ConnectionError("the process has ended or speaks unasked")
+            raise ConnectionError("the process has ended or sent unexpected data")
         content = pickle.dumps(message)
         self._socket.settimeout(timeout_s)
         self._socket.sendall(content)
         self._socket.setblocking(False)
 
-    def receive(self) -> Iterator[Ready | Answer]:
-        """The messages that have come.
+    def receive(self) -> Iterator[Ready | ItemResult]:
+        """Yield the messages that have arrived.
 
         Raises:
             EOFError, OSError: the process has ended.
-            GarbledError: what has come is no message.
+            ProtocolError: a message is invalid.
         """
         while True:
             try:
@@ -78,12 +78,12 @@ class ParentEnd:
             self._received += data
             yield from self._messages()
 
-    def _messages(self) -> Iterator[Ready | Answer]:
-        """The whole messages among the bytes so far."""
+    def _messages(self) -> Iterator[Ready | ItemResult]:
+        """Yield the complete messages among the bytes received."""
         while len(self._received) >= _LENGTH_BYTES:
             length = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
             if length > MAX_MESSAGE_BYTES:
-                raise GarbledError(f"a message of {length} bytes")
+                raise ProtocolError(f"a message of {length} bytes")
             end = _LENGTH_BYTES + length
             if len(self._received) < end:
                 return
@@ -93,10 +93,10 @@ class ParentEnd:
 
 
 class ChildEnd:
-    """The process's end, kept where programs that close or use descriptors by number miss it.
+    """Process's end of the connection, moved to a high descriptor out of the way of user code.
 
     Args:
-        fd: inherited; closed.
+        fd: inherited; closed here.
     """
 
     def __init__(self, fd: int) -> None:
@@ -108,7 +108,7 @@ class ChildEnd:
         self._buffered = io.BufferedReader(self._file)
 
     def receive(self) -> Setup | Chunk:
-        """The next message.
+        """Return the next message.
 
         Raises:
             EOFError: the parent has closed its end.
@@ -116,15 +116,15 @@ class ChildEnd:
         message: Setup | Chunk = pickle.load(self._buffered)
         return message
 
-    def send(self, message: Ready | Answer) -> None:
-        """Send a message; a copy of the process that user's code has forked ends here instead."""
+    def send(self, message: Ready | ItemResult) -> None:
+        """Send a message; end the process if it is a fork made by user code."""
         if os.getpid() != self._process:
             os._exit(0)
         content = json.dumps(_as_list(message)).encode()
         if len(content) > MAX_MESSAGE_BYTES:
-            assert isinstance(message, Answer)
+            assert isinstance(message, ItemResult)
             reason = f"its value takes {len(content)} bytes, more than {MAX_MESSAGE_BYTES}"
-            return self.send(Answer(message.index, None, FailureKind.error, reason))
+            return self.send(ItemResult(message.index, None, FailureKind.error, reason))
         rest = memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -132,11 +132,11 @@ class ChildEnd:
 
 
 def visible(text: str) -> str:
-    r"""`text` with its lone surrogates written out (\ud800): no file or tokenizer takes them."""
+    r"""Escape lone surrogates (\ud800), which files and tokenizers cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def _as_list(message: Ready | Answer) -> list[Any]:
+def _as_list(message: Ready | ItemResult) -> list[Any]:
     if isinstance(message, Ready):
         return [message.problem]
     if message.kind is None:
@@ -144,16 +144,16 @@ def _as_list(message: Ready | Answer) -> list[Any]:
     return [message.index, message.kind, message.reason, message.traceback]
 
 
-def _message(content: bytes) -> Ready | Answer:
+def _message(content: bytes) -> Ready | ItemResult:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise GarbledError(str(error)) from error
+        raise ProtocolError(str(error)) from error
     match found:
         case [None | str() as problem]:
             return Ready(problem and visible(problem))
         case [int() as index, value]:
-            return Answer(index, value)
+            return ItemResult(index, value)
         case [int() as index, "error" | "timeout" as kind, str() as reason, str() as trace]:
-            return Answer(index, None, FailureKind(kind), visible(reason), visible(trace))
-    raise GarbledError("JSON, but no message")
+            return ItemResult(index, None, FailureKind(kind), visible(reason), visible(trace))
+    raise ProtocolError("JSON, but no message")

@@ -1,6 +1,5 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybridrl.algorithms.aggregation import AGGREGATIONS
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max, ratio_max
 from hybridrl.config.schema import ActorConfig
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatch, RankBatch
-from hybridrl.data.totals import Totals
+from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
 from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy, named_shards
@@ -89,7 +87,7 @@ class ActorWorker(ReplayedWorker):
         )
         with self.optimizer.on_device():
             for index, mini in enumerate(batch.policy_mini_batches()):
-                training.take_step(mini)
+                training.take_step(*mini)
                 # A loss of a subclass may not report it.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
@@ -154,7 +152,7 @@ class ActorWorker(ReplayedWorker):
         """Log-probs of the response tokens, [R] float32, nats."""
         return self.forward(micro, Entropy.omit).log_probs
 
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
+    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[MiniBatches, Loss]:
         """What `update` minimises: `policy_loss` over the tokens of the loss mask."""
         self.kl_coef = kl_coef
         return batch.policy_mini_batches(), self.policy_loss

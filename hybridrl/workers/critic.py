@@ -1,16 +1,13 @@
 """The value function: estimates of each token's return, and clipped updates towards returns."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.algorithms.losses import value_loss
 from hybridrl.config.schema import CriticConfig
-from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatch, RankBatch
-from hybridrl.data.totals import Totals
+from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
@@ -59,8 +56,8 @@ class CriticWorker(ReplayedWorker):
             self.model, self.optimizer, self.value_loss, self.device, self.config.fsdp
         )
         with self.optimizer.on_device():
-            for mini in batch.mini_batches():
-                training.take_step(mini)
+            for micros, totals in batch.mini_batches():
+                training.take_step(micros, totals)
         report = training.report()
         report["explained_variance"] = explained_variance(
             *(report.pop(moment) for moment in ("returns", "returns_2", "errors", "errors_2"))
@@ -94,7 +91,7 @@ class CriticWorker(ReplayedWorker):
         """V(s_t) before each response token, [R] float32."""
         return self.forward(micro)
 
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
+    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[MiniBatches, Loss]:
         """What `update` minimises: `value_loss` over all sampled tokens."""
         return batch.mini_batches(), self.value_loss
 

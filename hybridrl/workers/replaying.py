@@ -1,7 +1,6 @@
 """An update looked at instead of taken: what of it is not finite, response by response."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.names import STATE
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.schedule import MiniBatch, RankBatch
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import RolloutBatch, Totals
+from hybridrl.data.schedule import MiniBatches, RankBatch
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import NO_LIMIT
@@ -50,7 +48,7 @@ class ReplayedWorker(TrainedWorker):
         """What the loss is computed from: one number per response token, on the device."""
 
     @abstractmethod
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
+    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[MiniBatches, Loss]:
         """The mini-batches of an update, and what it minimises on each of their micro-batches."""
 
     @on_all_ranks(Dispatch.SHARD_DP)
@@ -64,10 +62,10 @@ class ReplayedWorker(TrainedWorker):
             for mini, rows in enumerate(of_epoch)
         ]
         results: list[MicroBatchResult] = []
-        for (epoch, mini, rows), part in zip(places, minis, strict=True):
-            for index, micro in enumerate(part.micros):
+        for (epoch, mini, rows), (micros, totals) in zip(places, minis, strict=True):
+            for index, micro in enumerate(micros):
                 position.at("micro-batch", len(results) + 1)
-                found = self._examine(micro, part, loss)
+                found = self._examine(micro, totals, loss)
                 results.append(MicroBatchResult((epoch, mini, index), rows[index], *found))
         return results
 
@@ -104,13 +102,13 @@ class ReplayedWorker(TrainedWorker):
             load_in_place(state, path, dist.new_group(backend="gloo", timeout=NO_LIMIT))
 
     def _examine(
-        self, micro: RolloutBatch, mini: MiniBatch, loss: Loss
+        self, micro: RolloutBatch, totals: Totals, loss: Loss
     ) -> tuple[float, float, bool]:
         """Loss, gradient norm, and whether the outputs are finite."""
         with torch.no_grad():
             outputs_finite = bool(self.outputs(micro).isfinite().all())
         begin_micro_batch(self.model, self.config.fsdp, last=True)
-        totals = Totals(*(max(count, 1) for count in mini.totals))
+        totals = Totals(*(max(count, 1) for count in totals))
         value, _ = loss(micro, totals)
         value.backward()
         norm = self.optimizer.gradient_norm()

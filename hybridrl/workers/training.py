@@ -1,7 +1,7 @@
 """What actor and critic share: optimizer steps over packed micro-batches, and their metrics."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.schedule import MiniBatch
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import begin_micro_batch
 from hybridrl.distributed.collectives import max_over_ranks, sum_over_ranks
@@ -67,15 +65,15 @@ class Training:
         self.maxima: dict[str, Tensor] = {}
         self.steps: list[GradientStep] = []
 
-    def take_step(self, mini: MiniBatch) -> None:
+    def take_step(self, micros: Sequence[RolloutBatch], totals: Totals) -> None:
         """One optimizer step on a mini-batch; a collective over all ranks.
 
         None where no token counts: momentum and weight decay would move the weights all the same.
         """
         before = len(self.losses)
-        self.accumulate_gradients(mini)
+        self.accumulate_gradients(micros, totals)
         position.at("optimizer step", len(self.steps) + 1)
-        if mini.totals.tokens:
+        if totals.tokens:
             loss = torch.stack(self.losses[before:]).sum()
             self.steps.append(self.optimizer.apply_gradients(loss))
         else:
@@ -83,19 +81,19 @@ class Training:
             zero = torch.zeros((), device=self.device)
             self.steps.append(GradientStep(norm=zero, skipped=zero))
 
-    def accumulate_gradients(self, mini: MiniBatch) -> None:
+    def accumulate_gradients(self, micros: Sequence[RolloutBatch], totals: Totals) -> None:
         """The gradient of a mini-batch, the same however it is spread over ranks and micros.
 
         Each micro-batch's loss is a sum over its tokens, divided by totals of the whole mini-batch
         on all ranks; FSDP2 sums over ranks.
         """
-        self.num_tokens += mini.totals.tokens
+        self.num_tokens += totals.tokens
         # A mini-batch without a single token has gradient 0, not NaN.
-        totals = Totals(*(max(count, 1) for count in mini.totals))
+        totals = Totals(*(max(count, 1) for count in totals))
         part = f"mini-batch {len(self.steps) + 1}, micro-batch"
-        for index, micro in enumerate(mini.micros):
-            position.at(part, index + 1, len(mini.micros))
-            begin_micro_batch(self.model, self.fsdp, last=index == len(mini.micros) - 1)
+        for index, micro in enumerate(micros):
+            position.at(part, index + 1, len(micros))
+            begin_micro_batch(self.model, self.fsdp, last=index == len(micros) - 1)
             loss, stats = self.loss(micro, totals)
             loss.backward()
             self._remember(loss.detach(), stats)

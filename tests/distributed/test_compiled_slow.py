@@ -44,7 +44,7 @@ def compiled_and_eager(folder, lora_rank):
         for max_tokens in BUDGETS:
             training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
             (mini,) = my_part(training_batch(), 8, max_tokens)[1].mini_batches()
-            training.accumulate_gradients(mini)
+            training.accumulate_gradients(*mini)
             full = [p.grad.full_tensor().flatten() for p in actor.optimizer.parameters]
             grads.append(torch.cat(full))
             actor.optimizer.adamw.zero_grad()

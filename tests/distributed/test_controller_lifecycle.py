@@ -34,7 +34,6 @@ from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
 from hybridrl.controller.watch.ray_watch import RayWatch
 from hybridrl.controller.worker_group import build_roles
-from hybridrl.data.shardable import Piece
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
 # Makes a Python one in which hybridrl is not installed.
@@ -289,7 +288,7 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
     """What it has no memory for goes to its disk, which is taken for full here."""
     monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.001")
     config = pool_config(tmp_path)
-    large = Piece(partial(bytearray, STORE_BYTES[config.accelerator] + 1))
+    large = partial(bytearray, STORE_BYTES[config.accelerator] + 1)
     with (
         ray_runtime(config.cluster, config.accelerator),
         closing(RayWatch(config.cluster.stall_timeout_s)) as watch,
@@ -297,7 +296,7 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
         store = ObjectStore(partial(watch.guarded, "sending a batch"))
         with pytest.raises(WorkerError, match="Ray failed in sending a batch: OutOfDiskError"):
             store.reference(large)
-        assert ray.get(store.reference(Piece(lambda: "small"))) == "small"
+        assert ray.get(store.reference(lambda: "small")) == "small"
 
 
 def test_signals_are_raised_once_and_handlers_return():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.data.dealing import dealer_for
+from hybridrl.data.partition import partitioner_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -42,7 +42,7 @@ def two_steps(folder, replicas, target):
             epochs=2,
             max_tokens=30,
             step=step,
-            deal=dealer_for(spec),
+            partition=partitioner_for(spec),
         )
         old_log_probs = scored(dealt, actor.compute_log_probs)
         ref_log_probs = scored(dealt, reference.compute_log_probs)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.data.dealing import dealer_for
+from hybridrl.data.partition import partitioner_for
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -33,14 +33,14 @@ def gradients(worker, loss, max_tokens):
         num_ranks=ranks,
         mini_batch_size=8,
         max_tokens=max_tokens,
-        deal=dealer_for(worker.config.fsdp),
+        partition=partitioner_for(worker.config.fsdp),
     )
     (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
     training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
-    training.accumulate_gradients(mini)
+    training.accumulate_gradients(*mini)
     full = {name: p.grad.full_tensor() for name, p in worker.model.named_parameters()}
     worker.optimizer.adamw.zero_grad()
-    return len(mini.micros), full
+    return len(mini[0]), full
 
 
 def actor_and_critic_gradients(folder, replicas, spec_changes):

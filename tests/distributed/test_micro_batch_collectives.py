@@ -24,13 +24,13 @@ def collectives_of_each(worker):
     """By micro-batch: collectives of its forward, of its backward."""
     ranks = dist.get_world_size()
     dealt = scheduled(training_batch(), num_ranks=ranks, mini_batch_size=8, max_tokens=1)
-    (mini,) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
+    ((micros, totals),) = dealt.shard(ranks)[dist.get_rank()].mini_batches()
     found = []
-    for index, micro in enumerate(mini.micros[:MICRO_BATCHES]):
+    for index, micro in enumerate(micros[:MICRO_BATCHES]):
         last = index == MICRO_BATCHES - 1
         begin_micro_batch(worker.model, worker.config.fsdp, last=last)
         with CommDebugMode() as forward:
-            loss, _ = worker.policy_loss(micro, mini.totals)
+            loss, _ = worker.policy_loss(micro, totals)
         with CommDebugMode() as backward:
             loss.backward()
         found.append((forward.get_total_counts(), backward.get_total_counts()))

@@ -67,7 +67,7 @@ class Run:
             .mini_batches()
         )
         training = Training(worker.model, worker.optimizer, loss, worker.device, worker.config.fsdp)
-        training.accumulate_gradients(mini)
+        training.accumulate_gradients(*mini)
         named = worker.model.named_parameters()
         full = {name: p.grad.full_tensor().cpu() for name, p in named}
         worker.optimizer.adamw.zero_grad()

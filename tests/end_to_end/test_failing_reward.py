@@ -147,5 +147,5 @@ def test_an_environments_surrogates_and_numbers_reach_no_file_or_metric(tmp_path
     assert all(row["response"].startswith("00") for row in rows)
     reasons = {row["failure"] for row in rows}
     assert r"error: ValueError: caf\udfff" in reasons
-    for text in ("expected at most 1e+12", "its process wrote what is no answer"):
+    for text in ("expected at most 1e+12", "its process sent an invalid message"):
         assert any(text in str(reason) for reason in reasons)

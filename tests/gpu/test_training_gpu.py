@@ -121,7 +121,7 @@ def train_step(folder, dtype, replicas, activation_checkpointing, compile_layers
     for max_tokens in (18, 30, 1000):
         training = Training(actor.model, actor.optimizer, actor.policy_loss, actor.device, spec)
         (mini,) = mine(training_batch(), 8, max_tokens)[1].mini_batches()
-        training.accumulate_gradients(mini)
+        training.accumulate_gradients(*mini)
         named = actor.model.named_parameters()
         grads.append({name: p.grad.full_tensor().cpu() for name, p in named})
         actor.optimizer.adamw.zero_grad()

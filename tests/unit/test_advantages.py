@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms.advantages import gae, whiten
+from hybridrl.algorithms.advantages import gae
+from hybridrl.algorithms.masked import masked_whiten
 
 REWARDS = torch.tensor([[0.0, 0.0, 1.0]])
 VALUES = torch.tensor([[0.5, 0.4, 0.2]])
@@ -139,9 +140,9 @@ def test_whiten_uses_one_mean_and_variance_for_all_responses():
     advantages = torch.tensor([[0.0, 2.0], [4.0, math.nan]])
     mask = torch.tensor([[True, True], [True, False]])
     z = 2 / math.sqrt(8 / 3)
-    torch.testing.assert_close(whiten(advantages, mask), torch.tensor([[-z, 0.0], [z, 0.0]]))
+    torch.testing.assert_close(masked_whiten(advantages, mask), torch.tensor([[-z, 0.0], [z, 0.0]]))
 
 
 def test_whiten_of_nothing_is_refused():
     with pytest.raises(ValueError, match="true nowhere"):
-        whiten(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool))
+        masked_whiten(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool))

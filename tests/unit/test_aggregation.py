@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridrl.algorithms.aggregation import AGGREGATIONS, sequence_sums
 from hybridrl.config.choices import Aggregation
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import Totals
 
 LENGTHS = (3, 1, 4, 2)
 EVERY = pytest.mark.parametrize("kind", list(Aggregation))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridrl.data.sources.prompt_sets import DataSetFacts
+from hybridrl.data.sources.prompt_sets import DataSetSummary
 from hybridrl.trainer.tracking.columns import duration_text, step_line, step_row, title_row
 from hybridrl.trainer.tracking.console import RunConsole, pick_samples
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
@@ -52,7 +52,7 @@ def facts(**changes) -> RunFacts:
         "machine": "no NVIDIA GPU, 4 cores, 64 GiB RAM",
         "num_ranks": 2,
         "num_parameters": 674_304,
-        "data_sets": [DataSetFacts("", "embedded", 1.0, 8192, 320)],
+        "data_sets": [DataSetSummary("", "embedded", 1.0, 8192, 320)],
     }
     return RunFacts(**(known | changes))
 
@@ -89,8 +89,8 @@ def test_header_counts_updates_over_all_epochs_and_responses_where_they_are(over
 
 def test_header_has_a_line_for_each_data_set_of_a_mixture():
     sets = [
-        DataSetFacts("sums", "sums.jsonl", 0.75, 1000, 50),
-        DataSetFacts("words", "embedded", 0.25, 8192, 320),
+        DataSetSummary("sums", "sums.jsonl", 0.75, 1000, 50),
+        DataSetSummary("words", "embedded", 0.25, 8192, 320),
     ]
     lines = header_lines(run_config(), facts(data_sets=sets))
     at = lines.index(("data", "sums, 0.75 of the prompts, sums.jsonl: 1,000 training, 50 held out"))

@@ -187,7 +187,7 @@ def test_missing_files_folders_and_unknown_kinds_come_in_one_report(tmp_path):
 def test_empty_data_set_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     report = faults_of(replace(CONFIG, train_files=str(tmp_path / "empty.jsonl")))
-    assert "there are no problems in it" in report
+    assert "data.train_files = " in report and "empty.jsonl has no problems" in report
 
 
 def test_faults_of_training_and_held_out_files_come_together(tmp_path):

@@ -251,7 +251,7 @@ def test_a_token_is_sent_from_the_environment_and_never_shown(server, monkeypatc
         ({"retries": -1}, ["r.args.retries = -1"]),
         ({"retries": 1.5}, ["r.args.retries = 1.5"]),
         ({"token_env": "NO_SUCH_TOKEN"}, ["r.args.token_env = NO_SUCH_TOKEN", "export"]),
-        ({"token_env": "EMPTY_TOKEN"}, ["r.args.token_env = EMPTY_TOKEN", "nothing"]),
+        ({"token_env": "EMPTY_TOKEN"}, ["r.args.token_env = EMPTY_TOKEN", "empty"]),
         ({"token_env": "TORN_TOKEN"}, ["r.args.token_env = TORN_TOKEN", "visible"]),
         ({"token_env": "sk-s3cret"}, ["r.args.token_env is no name"]),
     ],

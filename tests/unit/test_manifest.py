@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.config.planner.machine import GPU, Machine, Node
-from hybridrl.data.sources.prompt_sets import DataSetFacts
+from hybridrl.data.sources.prompt_sets import DataSetSummary
 from hybridrl.trainer.tracking.manifest import git_state, plain, versions, write_manifest
 from tests.run_configs import run_config
 
@@ -27,7 +27,7 @@ def git(folder: Path, *arguments: str) -> str:
 def test_manifest_holds_config_versions_hardware_and_command(tmp_path):
     machine = Machine((Node("n0", 8, 2**35, (GPU("H200", 2**37),)),))
     argv = ["main.py", "+recipe=gsm8k_ppo", "seed=7"]
-    data = [DataSetFacts("sums", "a.jsonl", 1.0, 90, 10, {"repeated": 3})]
+    data = [DataSetSummary("sums", "a.jsonl", 1.0, 90, 10, {"repeated": 3})]
     files = {"model.path": {"tokenizer.json": "00"}}
     facts = {"hardware": machine, "data": data, "models": files}
     path = write_manifest(tmp_path, run_config("seed=7"), facts, started=STARTED, argv=argv)

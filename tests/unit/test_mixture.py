@@ -127,9 +127,9 @@ def test_a_data_set_too_small_for_its_weight_is_refused(config):
     config.prompts_per_step = 16
     report = faults_of(config)
     assert "data.mixture.low has 10 training problems" in report
-    assert "takes up to 13 of them" in report
+    assert "draws up to 13 of them" in report
     assert "data.mixture.high has 4 training problems" in report
-    assert "takes up to 5 of them" in report
+    assert "draws up to 5 of them" in report
 
 
 def test_a_question_in_two_data_sets_can_be_dropped_from_the_later(config, tmp_path):

@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridrl.algorithms.aggregation import AGGREGATIONS
 from hybridrl.algorithms.clipped_losses import gspo
 from hybridrl.config.choices import Aggregation
-from hybridrl.data.totals import Totals
+from hybridrl.data.batch import Totals
 from tests.unit.policy_loss_references import LENGTHS, LOSSES, arguments
 
 SIZE = sum(LENGTHS)

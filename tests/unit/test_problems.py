@@ -73,7 +73,7 @@ def test_templates_and_steps_are_all_there():
 
 def test_a_seed_gives_the_same_problems_in_another_process():
     code = (
-        "import json, sys; from hybridrl.data import problems;"
+        "import json, sys; from hybridrl.data.sources import problems;"
         "drawn = problems.train_problems(20, seed=7) + problems.held_out_problems()[:20];"
         "assert 'torch' not in sys.modules;"
         "print(json.dumps([[p.question, p.answer] for p in drawn]))"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.data.balance import balance, pack_evenly
-from hybridrl.data.dealing import deal_totals, deal_turns
+from hybridrl.data.partition import partition_by_micro_batch, partition_by_total
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from tests.batches import batch_of
@@ -21,20 +21,22 @@ def quadratic(tokens: int) -> float:
 
 def scheduled(lengths: list[int], **changes) -> ScheduledBatch:
     sizes = {"num_shards": 2, "mini_batch_size": 4, "epochs": 2, "max_tokens": 40}
-    sizes = UpdateSizes(**(sizes | {"cost": quadratic, "deal": deal_turns} | changes))
+    sizes = UpdateSizes(
+        **(sizes | {"cost": quadratic, "partition": partition_by_micro_batch} | changes)
+    )
     return schedule(batch_of(lengths), sizes, seed=1, step=3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    deal=st.sampled_from([deal_turns, deal_totals]),
+    partition=st.sampled_from([partition_by_micro_batch, partition_by_total]),
     ranks=st.sampled_from([1, 2, 4]),
     minis=st.integers(1, 3),
     epochs=st.integers(1, 3),
     budget=st.integers(5, 200),
     data=st.data(),
 )
-def test_what_every_schedule_must_hold(deal, ranks, minis, epochs, budget, data):
+def test_what_every_schedule_must_hold(partition, ranks, minis, epochs, budget, data):
     size = 8 * minis
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=size, max_size=size))
     plan = scheduled(
@@ -43,7 +45,7 @@ def test_what_every_schedule_must_hold(deal, ranks, minis, epochs, budget, data)
         mini_batch_size=8,
         epochs=epochs,
         max_tokens=budget,
-        deal=deal,
+        partition=partition,
     )
     tokens = plan.batch.num_tokens
     for epoch in range(epochs):
@@ -89,9 +91,9 @@ def test_a_field_that_is_added_is_a_piece_of_its_own():
     more = plan.adding(values=values)
     for before, after, rank in zip(plan.pieces(2), more.pieces(2), more.shard(2), strict=True):
         assert after[:-1] == before and len(before) == 1
-        assert list(after[-1].content) == ["values"]
+        assert list(after[-1]()) == ["values"]
         assert rank.batch.values.values.tolist() == (rank.batch.responses.values * 2).tolist()
-        assert rank.epochs == before[0].content.epochs
+        assert rank.epochs == before[0]().epochs
     assert more.batch.values is values and plan.batch.values is None
 
 
@@ -115,7 +117,7 @@ def test_mini_batches_of_a_rank_are_its_micro_batches():
     rank = scheduled([5, 1, 7, 3, 2, 9, 4, 8]).shard(2)[0]
     minis = list(rank.mini_batches())
     assert len(minis) == 2 * 2
-    first = [micro.group_id.tolist() for mini in minis[:2] for micro in mini.micros]
+    first = [micro.group_id.tolist() for mini, _ in minis[:2] for micro in mini]
     assert first == [micro.group_id.tolist() for micro in rank.micro_batches(epoch=0)]
 
 
@@ -204,8 +206,8 @@ def test_a_loss_mask_changes_what_the_policy_loss_is_divided_by_and_nothing_else
     masked = ScheduledBatch.of(batch, plan.ranks)
     for before, after in zip(plan.shard(2), masked.shard(2), strict=True):
         assert after.sampled == before.sampled == before.counted
-        totals = [mini.totals for mini in after.policy_mini_batches()]
-        assert [mini.totals for mini in after.mini_batches()] == before.sampled[0]
+        totals = [total for _, total in after.policy_mini_batches()]
+        assert [total for _, total in after.mini_batches()] == before.sampled[0]
         assert sum(total.tokens for total in totals) == 34
         assert sum(total.responses for total in totals) == 7
 
@@ -215,4 +217,4 @@ def test_what_is_sent_is_made_when_it_is_sent():
     plan = scheduled([5, 1, 7, 3, 2, 9, 4, 8])
     more = plan.adding(values=plan.batch.responses.like(plan.batch.responses.values * 2.0))
     for pieces in more.pieces(2):
-        assert all(piece.content is not piece.content for piece in pieces)
+        assert all(piece() is not piece() for piece in pieces)

@@ -147,7 +147,7 @@ def test_what_writes_to_the_pools_socket_fails_alone():
     result = score("misbehave", responses, processes=1)
     assert result.scores == [0.5, *(FAILED for _ in data), 1.0]
     reasons = {failure.reason for failure in result.failures}
-    assert reasons == {"its process wrote what is no answer, and was killed"}
+    assert reasons == {"its process sent an invalid message and was killed"}
 
 
 @pytest.mark.parametrize("response", ["swallows", "blocks", "leaves_group", "writes_half"])

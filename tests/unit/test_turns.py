@@ -66,7 +66,7 @@ def test_without_a_template_an_answer_is_a_paragraph(tmp_path):
 
 @pytest.mark.parametrize(
     ("role", "names"),
-    [("tool", "unknown role tool"), ("user", "no place")],
+    [("tool", "unknown role tool"), ("user", "role = user: .*cannot render an answer")],
 )
 def test_a_template_without_a_place_for_answers_is_named_when_one_is_needed(tmp_path, role, names):
     """This one knows no tool, and writes no end token behind a turn."""

@@ -3,12 +3,9 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import KLEstimator, KLPlacement
 from hybridrl.config.schema import RunConfig
-
-# The adaptive coefficient's controller clips its error to this share (Ziegler et al. 2019, section
-# 2.2): one step changes the coefficient by at most this share of responses over horizon.
-MAX_RELATIVE_ERROR = 0.2
 
 # Estimators with the gradient of k2 -> the one that has their value.
 STRAIGHT_THROUGH: Mapping[KLEstimator, KLEstimator] = MappingProxyType(
@@ -39,7 +36,7 @@ def kl_problems(config: RunConfig) -> Iterator[str]:
             f"Set algorithm.kl.estimator={base}, or algorithm.kl.placement=loss."
         )
     responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
-    shortest = int(MAX_RELATIVE_ERROR * responses) + 1
+    shortest = int(MAX_RELATIVE_KL_ERROR * responses) + 1
     if kl.target is not None and kl.horizon < shortest:
         yield (
             f"algorithm.kl.horizon = {kl.horizon}, but a step has {responses} responses: the "

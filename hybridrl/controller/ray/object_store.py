@@ -34,5 +34,5 @@ class ObjectStore:
         """
         if piece not in self._stored:
             with self._guarded():
-                self._stored[piece] = ray.put(piece.content)
+                self._stored[piece] = ray.put(piece())
         return self._stored[piece]

@@ -1,4 +1,4 @@
-"""Solved problems shown before a question."""
+"""Few-shot examples: solved problems shown before a question."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -11,10 +11,10 @@ from hybridrl.data.sources.rows import Message, SourceProblem
 def choose_examples(
     problems: Sequence[SourceProblem], held_out: Collection[Question], number: int
 ) -> list[SourceProblem]:
-    """`number` of the problems, the same ones in every run; fewer where there are no more.
+    """Draw `number` examples, the same in every run; fewer if there are not enough.
 
     Args:
-        problems: that are trained on.
+        problems: training problems.
         held_out: questions that must not be shown.
         number: of examples.
     """
@@ -24,14 +24,14 @@ def choose_examples(
 
 
 def with_examples(messages: list[Message], examples: Sequence[SourceProblem]) -> list[Message]:
-    """The messages, with the examples as earlier turns behind the system's."""
+    """Insert examples as earlier turns after the system messages."""
     first = len(_system(messages))
     turns = [turn for example in examples for turn in _turns(example)]
     return [*messages[:first], *turns, *messages[first:]]
 
 
 def _turns(example: SourceProblem) -> list[Message]:
-    """A solved problem as a user's question and the assistant's answer."""
+    """Return a solved problem as a user turn and an assistant turn."""
     solution = {"role": "assistant", "content": example.solution or example.answer}
     if isinstance(example.prompt, str):
         return [{"role": "user", "content": example.prompt}, solution]
@@ -39,6 +39,6 @@ def _turns(example: SourceProblem) -> list[Message]:
 
 
 def _system(messages: list[Message]) -> list[Message]:
-    """The system's messages at the beginning."""
+    """Return the system messages at the beginning."""
     others = [index for index, message in enumerate(messages) if message["role"] != "system"]
     return messages[: others[0]] if others else messages

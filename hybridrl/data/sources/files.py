@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def read_problems(
     key: str, paths: Sequence[Path], columns: Columns
 ) -> tuple[list[SourceProblem], list[str]]:
-    """The problems of all files, and what is wrong with the files, as texts for a ConfigError.
+    """Read the problems of all files; return them and messages for a ConfigError.
 
     Args:
-        key: the config key that named the files, for the texts.
+        key: the config key that names the files, for messages.
         paths: .jsonl or .parquet files.
-        columns: where question, answer and what else is wanted stand.
+        columns: names of the columns to read.
     """
     problems: list[SourceProblem] = []
     faults: list[str] = []
@@ -30,7 +30,7 @@ def read_problems(
         problems += found
         faults += wrong
     if not problems and not faults:
-        faults.append(f"{key} = {', '.join(map(str, paths)) or '[]'}: there are no problems in it.")
+        faults.append(f"{key} = {', '.join(map(str, paths)) or '[]'} has no problems.")
     return problems, faults
 
 
@@ -64,7 +64,7 @@ def _read_jsonl(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def _lone_surrogate(values: Any) -> str:
-    """The first half of a pair of surrogates without the other, as JSON writes it; "" if none."""
+    """Return the first unpaired surrogate as JSON escapes it; "" if there is none."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -73,7 +73,7 @@ def _lone_surrogate(values: Any) -> str:
 
 
 def _read_parquet(path: Path) -> tuple[list[Row], list[str]]:
-    # Imported here: runs on JSONL or embedded problems start without it.
+    # Imported here: runs without Parquet files start faster.
     import pyarrow
     import pyarrow.parquet
 

@@ -1,15 +1,15 @@
-"""Training problems that are left out: held out as well, or there already."""
+"""Filters of training problems: held-out problems and duplicates."""
 
 from collections.abc import Collection, Iterable
 
 from hybridrl.data.sources.rows import SourceProblem
 
-# The texts of a question: chat messages in a row, the system's left out.
+# Normalised texts of a question: one per chat message, without system messages.
 Question = tuple[str, ...]
 
 
 def question_of(problem: SourceProblem) -> Question:
-    """What makes two problems the same: all that is asked, whatever its white space and case."""
+    """Return the question for comparisons, with white space and case normalised."""
     if isinstance(problem.prompt, str):
         texts = [problem.prompt]
     else:
@@ -20,12 +20,12 @@ def question_of(problem: SourceProblem) -> Question:
 def without(
     problems: Iterable[SourceProblem], questions: Collection[Question]
 ) -> list[SourceProblem]:
-    """The problems that ask none of `questions`."""
+    """Return the problems whose question is not in `questions`."""
     return [problem for problem in problems if question_of(problem) not in questions]
 
 
 def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> list[SourceProblem]:
-    """The problems whose question is not in `seen`, the first of each; `seen` takes them in."""
+    """Return the first problem of each question not in `seen`; add these questions to `seen`."""
     kept = []
     for problem in problems:
         question = question_of(problem)

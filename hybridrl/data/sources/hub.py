@@ -1,21 +1,21 @@
-"""Data sets on the Hugging Face hub or in its cache: their Parquet files, without `datasets`."""
+"""Parquet files of data sets on the Hugging Face hub or in its cache, without `datasets`."""
 
 import re
 from enum import StrEnum
 from pathlib import Path
 
-# A data set whose files lie in several folders; these are taken where the name does not say.
+# Default folders, in order, of data sets with several folders.
 DEFAULT_FOLDERS = ("main", "default", "data")
 
 
 class Split(StrEnum):
-    """The two halves of a data set, by the names files have on the hub."""
+    """Split of a data set, named as files on the hub are."""
 
     train = "train"
     held_out = "test"
 
 
-# Data sets without a test split often have one of these.
+# File name prefixes of each split, in order of preference.
 _FILE_NAMES = {
     Split.train: ("train",),
     Split.held_out: ("test", "validation"),
@@ -23,10 +23,10 @@ _FILE_NAMES = {
 
 
 def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Parquet files of a data set by split, and problem texts where that fails.
+    """Return a data set's Parquet files by split, and messages for a ConfigError.
 
     Args:
-        name: `owner/name`, or `owner/name/folder` where a data set has several folders.
+        name: `owner/name`, or `owner/name/folder` for a data set with several folders.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -46,7 +46,7 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
         if not faults:
             return splits, []
     except (FileNotFoundError, HFValidationError):
-        # Not cached, or no valid name: the second call finds out which, and says it.
+        # Not cached, or not a valid name: the call below reports which.
         pass
     try:
         snapshot = snapshot_download(f"{owner}/{short}", repo_type="dataset", allow_patterns=wanted)
@@ -58,7 +58,7 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
 def files_by_split(
     name: str, snapshot: Path, folder: str
 ) -> tuple[dict[Split, list[Path]], list[str]]:
-    """The files of one folder below a downloaded data set by split, and problem texts."""
+    """Return the files of one folder of a downloaded data set by split, and messages."""
     files = sorted(snapshot.rglob("*.parquet"))
     folders = sorted({path.relative_to(snapshot).parent.as_posix() for path in files})
     if not folder and len(folders) > 1:
@@ -77,7 +77,7 @@ def files_by_split(
     return splits, [
         f"data.name = {name}: no Parquet file of its {' or '.join(missing)} split was found among "
         f"{', '.join(path.name for path in chosen) or 'no files at all'}.\n"
-        f"Give the files yourself: data.train_files=..., data.eval_files=..."
+        f"Name the files: data.train_files=..., data.eval_files=..."
     ]
 
 
@@ -92,8 +92,8 @@ def _of_split(files: list[Path], names: tuple[str, ...]) -> list[Path]:
 def _unreachable(name: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()
     return (
-        f"data.name = {name}: the data set is neither in the local cache nor to be had from the "
-        f"hub ({reason[0] if reason else type(error).__name__}).\n"
-        f"Three ways out: local files (data.train_files=train.jsonl, .parquet too), a filled cache "
+        f"data.name = {name}: the data set is not in the local cache and cannot be downloaded "
+        f"from the hub ({reason[0] if reason else type(error).__name__}).\n"
+        f"Use local files (data.train_files=train.jsonl, .parquet too), a filled cache "
         f"(HF_HOME=<folder>), or the embedded problems (data=embedded)."
     )

@@ -1,4 +1,4 @@
-"""A run's data sets: one, or several that are mixed; filtered together."""
+"""Data sets of a run, one or a weighted mixture, filtered together."""
 
 import logging
 import random
@@ -18,16 +18,16 @@ from hybridrl.data.sources.rows import SourceProblem
 
 log = logging.getLogger(__name__)
 
-# Why problems were left out, as `ProblemSets.left_out` has it.
+# Reasons in `ProblemSets.left_out`.
 HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as examples"
 
-# Keys of data that a data set of a mixture may have for itself.
+# Keys of data.* that each data set of a mixture may set for itself.
 _OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weight"]
 _OWN_KEY = re.compile(rf"\bdata\.({'|'.join(_OWN_KEYS)})\b")
 
 
 def parts_of(config: DataConfig) -> dict[str, DataConfig]:
-    """conf/data of each data set, as if it were alone; the name of an only one is empty."""
+    """Return the config of each data set by name; the name is empty without a mixture."""
     if not config.mixture:
         return {"": config}
     parts = {}
@@ -40,26 +40,26 @@ def parts_of(config: DataConfig) -> dict[str, DataConfig]:
 
 
 def weights_of(config: DataConfig) -> dict[str, float]:
-    """Each data set's share of the prompts, relative to the others."""
+    """Return the weight of each data set by name."""
     return {name: part.weight for name, part in config.mixture.items()} or {"": 1.0}
 
 
-def of_part(name: str, text: str) -> str:
-    """A text about data.* as one about the data set `name`, which has these keys for itself."""
+def with_mixture_keys(name: str, text: str) -> str:
+    """Rewrite data.<key> in a message to data.mixture.<name>.<key>, for keys of a data set."""
     return _OWN_KEY.sub(rf"data.mixture.{name}.\1", text) if name else text
 
 
 def load_problem_sets(config: DataConfig) -> dict[str, ProblemSets]:
-    """The problems of all data sets, after the filters.
+    """Read the problems of all data sets and apply the filters.
 
     Raises:
-        ConfigError: files, columns, rows or counts are wrong; all of it in one report.
+        ConfigError: files, columns, rows or counts are wrong; lists all problems.
     """
     sets, faults = {}, []
     for name, part in parts_of(config).items():
         found, wrong = read_problem_sets(part)
         sets[name] = _named(name, found)
-        faults += [of_part(name, text) for text in wrong]
+        faults += [with_mixture_keys(name, text) for text in wrong]
     if faults:
         raise ConfigError(*faults)
     held_out = {question_of(problem) for each in sets.values() for problem in each.held_out}
@@ -75,7 +75,7 @@ def load_problem_sets(config: DataConfig) -> dict[str, ProblemSets]:
 
 
 def too_few(config: DataConfig, name: str, count: int, left_out: dict[str, int]) -> list[str]:
-    """What is wrong with a data set of `count` training problems, where a step needs more."""
+    """Check that a data set of `count` training problems suffices for one step."""
     weights = weights_of(config)
     need = most_drawn(list(weights.values()), list(weights).index(name), config.prompts_per_step)
     if count >= need:
@@ -85,29 +85,29 @@ def too_few(config: DataConfig, name: str, count: int, left_out: dict[str, int])
     if name:
         text = (
             f"data.mixture.{name} has {there}, but a step of data.prompts_per_step = "
-            f"{config.prompts_per_step} takes up to {need} of them; it must not hold a problem "
-            f"twice.\nGive {name} more problems or less weight, or set a smaller "
+            f"{config.prompts_per_step} draws up to {need} of them; problems of a step must be "
+            f"different.\nAdd problems to {name}, lower its weight, or set a smaller "
             f"data.prompts_per_step."
         )
     else:
         text = (
-            f"data.prompts_per_step = {config.prompts_per_step}, but there are {there}; a step "
-            f"must not hold a problem twice.\n"
-            + (f"Set data.prompts_per_step={count} or less, or give" if count else "Give")
-            + " more problems."
+            f"data.prompts_per_step = {config.prompts_per_step}, but there are {there}; problems "
+            f"of a step must be different.\n"
+            + (f"Set data.prompts_per_step={count} or less, or add" if count else "Add")
+            + " problems."
         )
     if HELD_OUT_AS_WELL in left_out:
-        text += " To train on held-out problems, too: data.held_out_overlap=keep."
+        text += " To train on held-out problems as well: data.held_out_overlap=keep."
     return [text]
 
 
 def left_out_text(left_out: dict[str, int]) -> str:
-    """How many problems were left out, by reason."""
+    """Format the number of left-out problems by reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
 
 
 def _named(name: str, sets: ProblemSets) -> ProblemSets:
-    """The problems with the data set's name for rewards and held-out accuracy, if it has one."""
+    """Add the data set's name to examples (for rewards) and tags (for accuracies), if any."""
     if name:
         sets.train, sets.held_out = _with_name(name, sets.train), _with_name(name, sets.held_out)
     return sets
@@ -125,7 +125,7 @@ def _leave_out(
     held_out: Collection[Question],
     seen: set[Question],
 ) -> None:
-    """Take out of the training problems what the filters and the examples ask for, counted."""
+    """Remove overlaps, duplicates and few-shot examples from the training problems; count them."""
     clean = without(sets.train, held_out)
     if overlap := len(sets.train) - len(clean):
         drops = config.held_out_overlap is Repeated.drop
@@ -160,7 +160,7 @@ def _too_few_examples(name: str, sets: ProblemSets, config: DataConfig) -> list[
 
 
 def _sample(problems: list[SourceProblem], count: int | None) -> list[SourceProblem]:
-    """`count` of the problems in their order, the same ones in every run; None: all."""
+    """Draw `count` problems in their order, the same in every run; None: all."""
     if count is None or count >= len(problems):
         return problems
     drawn = random.Random(derive_seed("held_out_sample")).sample(range(len(problems)), count)

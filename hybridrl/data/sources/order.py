@@ -1,9 +1,9 @@
-"""The order in which training draws its problems: pure sequences, made from the start.
+"""Sampling order of training problems: deterministic infinite sequences.
 
-    shares       which data set the next prompt comes from
-    shuffled     which of a data set's problems comes next
+    shares       index of the data set of each prompt
+    shuffled     index of each problem within its data set
 
-Neither depends on how many prompts are asked for at a time.
+Neither depends on the number of prompts drawn at a time.
 """
 
 import heapq
@@ -13,24 +13,24 @@ from fractions import Fraction
 from itertools import count, repeat
 from math import floor, gcd, lcm
 
-# A curriculum begins with this share of the problems, the easiest ones.
+# Share of the problems, the easiest, with which a curriculum begins.
 START_SHARE = Fraction(1, 10)
 
 
 def shuffled(
     passes: Iterable[Sequence[int]], distinct: int, admitted: Callable[[int], int]
 ) -> Iterator[int]:
-    """Problems of one data set, pass after pass; a pass holds each problem once.
+    """Yield problems of one data set, epoch after epoch, each problem once per epoch.
 
-    A problem is drawn in the order of its pass, but not before it is admitted; a pass in which
-    nothing is left to draw ends, and those admitted later belong to it no more. Where two passes
-    meet, problems drawn lately wait, so that any `distinct` consecutive ones differ.
+    Problems follow the order of the epoch's permutation, among those admitted so far. An epoch ends
+    when all admitted problems are drawn. At the start of an epoch, recently drawn problems are
+    delayed, so that any `distinct` consecutive ones differ.
 
     Args:
-        passes: endless; permutations of 0..n-1, where 0 is the easiest problem.
+        passes: infinite; permutations of 0..n-1, where 0 is the easiest problem.
         distinct: at most n.
-        admitted: drawn so far -> how many of the easiest problems may be drawn; never falls, at
-            least `distinct`.
+        admitted: problems drawn so far -> number of the easiest problems that may be drawn;
+            non-decreasing, at least `distinct`.
     """
     drawn = 0
     recent: deque[int] = deque(maxlen=distinct - 1)
@@ -46,7 +46,7 @@ def shuffled(
             yield problem
             drawn += 1
             recent.append(problem)
-            if held:  # the draw that kept the oldest of them out has gone by
+            if held:  # the oldest delayed problem is far enough back now
                 heapq.heappush(waiting, place[held.popleft()])
             for newcomer in range(known, admitted(drawn)):
                 heapq.heappush(waiting, place[newcomer])
@@ -54,16 +54,15 @@ def shuffled(
 
 
 def shares(weights: Sequence[float]) -> Iterator[int]:
-    """Endless indices of `weights`, each as often as its weight says, spread as evenly as can be.
+    """Yield indices of `weights` in proportion to the weights, as evenly spaced as possible.
 
-    After n draws index i has come n w_i times (w normalised to sum 1), give or take at most
-    1 - 1 / (2 k - 2) < 1 for k weights: the share rounded down or up, and exactly the share
-    wherever that is whole. Draw n takes, of the indices that are behind by
-    n w_i - x_i >= 1 / (2 k - 2), the one that would be too far behind first, which is the one with
-    the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i.
+    After n draws, index i has been drawn x_i times with |x_i - n w_i| <= 1 - 1 / (2 k - 2) < 1, for
+    k weights w normalised to sum 1. Draw n selects, among indices with
+    n w_i - x_i >= 1 / (2 k - 2), the one with the earliest deadline: the smallest
+    (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i.
 
     Args:
-        weights: positive; as decimals they are taken exactly.
+        weights: positive; decimal values are exact.
 
     Source: Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32, 323-330
     """
@@ -73,7 +72,7 @@ def shares(weights: Sequence[float]) -> Iterator[int]:
     total, scale = sum(parts), 2 * len(parts) - 2
     drawn = [0] * len(parts)
     for n in count(1):
-        # Times total and scale, so that all is whole: behind[i] = scale * total * (n w_i - x_i).
+        # Scaled to integers: behind[i] = scale * total * (n w_i - x_i).
         behind = [scale * (n * part - total * x) for part, x in zip(parts, drawn, strict=True)]
         due = [index for index, amount in enumerate(behind) if amount >= total]
         chosen = min(due, key=lambda i: Fraction((scale - 1) * total - behind[i], parts[i]))
@@ -82,20 +81,20 @@ def shares(weights: Sequence[float]) -> Iterator[int]:
 
 
 def most_drawn(weights: Sequence[float], index: int, draws: int) -> int:
-    """The most that `index` can come up in so many consecutive draws of `shares`."""
+    """Return the largest count of `index` in `draws` consecutive draws of `shares`."""
     parts = whole_weights(weights)
     if len(parts) == 1:
         return draws
-    # What two counts from the start, each off by at most this, can be apart.
+    # Both ends of the window deviate from the exact share by at most half of this.
     slack = 2 * (1 - Fraction(1, 2 * len(parts) - 2))
     return min(draws, floor(Fraction(draws * parts[index], sum(parts)) + slack))
 
 
 def pacing(size: int, distinct: int, length: Fraction) -> Callable[[int], int]:
-    """Drawn so far -> how many of the easiest problems may be drawn; everything after `length`.
+    """Return the pacing function of a curriculum: problems drawn so far -> problems admitted.
 
-    Their share of all grows by the same amount with each draw, from START_SHARE to 1; they are
-    at least `distinct`. A length of 0 admits everything at once.
+    The admitted share grows linearly from START_SHARE to 1 over `length` draws, and is at least
+    `distinct` problems. A length of 0 admits all problems at once.
 
     Source: the linear competence of Platanios et al. 2019, section 3,
     https://arxiv.org/abs/1903.09848
@@ -111,7 +110,7 @@ def pacing(size: int, distinct: int, length: Fraction) -> Callable[[int], int]:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportions of `weights`, taken as the decimals they show.
+    """Return the smallest integers in proportion to `weights`, read as exact decimals.
 
     Raises:
         ValueError: a weight is not positive, or not finite.

@@ -1,4 +1,4 @@
-"""The problems of one data set, to train on and to be judged by: files, hub or embedded ones."""
+"""Training and held-out problems of one data set: from files, the hub, or embedded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,25 @@ from hybridrl.data.sources.problems import Problem, held_out_problems, train_pro
 from hybridrl.data.sources.rows import Columns, Row, SourceProblem, problems_of
 
 EMBEDDED = "embedded"
-# Parts of the embedded problems, by the number of steps that solve them.
+# Parts of the embedded problems, by the number of solution steps.
 EMBEDDED_FOLDERS = ("steps_1", "steps_2", "steps_3")
 
-# Without data.num_eval_problems, this share of data.train_files is held out, and at most so many.
+# Default held-out share of data.train_files without data.num_eval_problems, and its limit.
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT = 500
 
 
 @dataclass
 class ProblemSets:
-    """The problems of one data set.
+    """Problems of one data set.
 
     Attributes:
-        train, held_out: only the first are trained on.
-        source: where they come from, in a few words.
-        notes: what the user should know of how they were split.
-        examples: solved problems that are shown before each question.
-        left_out: training problems left out, by reason.
+        train: problems to train on.
+        held_out: problems to evaluate on.
+        source: description of their origin, for the user.
+        notes: remarks on the split, for the user.
+        examples: few-shot examples.
+        left_out: number of training problems left out, by reason.
     """
 
     train: list[SourceProblem]
@@ -42,10 +43,10 @@ class ProblemSets:
 
 
 def read_problem_sets(config: DataConfig) -> tuple[ProblemSets, list[str]]:
-    """One data set, whole, and what is wrong with its files, columns, rows and counts.
+    """Read one data set before filters; return it and messages for a ConfigError.
 
     Args:
-        config: conf/data; its mixture is not looked at.
+        config: conf/data; its mixture is ignored.
     """
     faults: list[str] = _count_faults(config)
     named = _Named(config, faults)
@@ -62,11 +63,11 @@ def read_problem_sets(config: DataConfig) -> tuple[ProblemSets, list[str]]:
         sets.held_out = named.problems(Split.held_out)
     elif not faults:
         _hold_out_last(config, sets, faults)
-    return sets, list(dict.fromkeys(faults))  # both halves of a named data set meet some
+    return sets, list(dict.fromkeys(faults))  # both splits report some of them
 
 
 class _Named:
-    """The data set data.name, loaded when it is first asked for."""
+    """Data set of data.name, loaded on first use."""
 
     def __init__(self, config: DataConfig, faults: list[str]) -> None:
         self._config = config
@@ -74,7 +75,7 @@ class _Named:
         self._files: dict[Split, list[Path]] | None = None
 
     def problems(self, split: Split) -> list[SourceProblem]:
-        """One half; what goes wrong is added to the faults, the hub's absence once."""
+        """Read one split; add messages to the faults, those of the hub once."""
         columns = _columns(self._config, split)
         name, _, folder = self._config.name.partition("/")
         if name == EMBEDDED:
@@ -88,7 +89,7 @@ class _Named:
 
 
 def _columns(config: DataConfig, split: Split) -> Columns:
-    """The columns that one half of a data set needs."""
+    """Return the columns that a split needs."""
     columns = Columns(config.prompt_key, config.answer_key)
     if split is Split.held_out:
         return columns
@@ -121,7 +122,7 @@ def _embedded(
     return problems
 
 
-@cache  # each data set of a mixture takes a part of them
+@cache  # shared by the data sets of a mixture
 def _drawn(split: Split) -> Sequence[Problem]:
     return train_problems() if split is Split.train else held_out_problems()
 
@@ -135,7 +136,7 @@ def _read(
 
 
 def _paths(value: Any) -> list[Path] | None:
-    """data.train_files and data.eval_files: one path, a list of them, or null."""
+    """Parse data.train_files or data.eval_files: one path, a list of paths, or null."""
     if value is None:
         return None
     names = [value] if isinstance(value, str | Path) else list(value)

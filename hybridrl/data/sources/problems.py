@@ -1,9 +1,8 @@
-"""Word problems in GSM8K's format, generated from a seed: the embedded data set.
+"""Embedded data set: word problems in GSM8K's format, generated from a seed.
 
-A problem is one of the templates below with names, things and numbers drawn for it. The split
-needs no lists: a question belongs to the held-out side when its own hash says so, hence no
-question can be on both. Some held-out problems hold a number from a range that no training
-question has; their tag "range" is "unseen".
+A problem is a template below with random names, things and numbers. The hash of a question assigns
+it to the training or held-out split, so no question is in both. Some held-out problems have a
+number from a range without training questions; their tag "range" is "unseen".
 """
 
 import hashlib
@@ -19,7 +18,7 @@ NUM_TRAIN = 8192
 NUM_HELD_OUT = 320
 NUM_HELD_OUT_UNSEEN = 64
 
-# Slots a, b, c of a template take counts; p, q, r, s take factors and group sizes.
+# Slots a, b, c of a template are counts; p, q, r, s are factors and group sizes.
 COUNTS = (*range(2, 21), *range(26, 37))
 UNSEEN_COUNTS = range(21, 26)
 FACTORS = range(2, 10)
@@ -42,7 +41,7 @@ class Problem:
     """One word problem.
 
     Attributes:
-        question: the text put to the model.
+        question: text of the problem.
         answer: the solution, one step a line, with `#### <number>` as the last line.
         tags: "template" (its name), "steps" ("1" to "3"), "range" ("seen" or "unseen").
     """
@@ -54,13 +53,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Template:
-    """A question with slots and the steps that solve it; x and y are earlier results."""
+    """Question with slots, and its solution steps; x and y are earlier results."""
 
     question: str
     steps: tuple[str, ...]
 
     def slots(self, kind: tuple[str, ...]) -> list[str]:
-        """The slots of one kind that the question has."""
+        """Return the slots of one kind in the question."""
         return [slot for slot in kind if f"{{{slot}}}" in self.question]
 
 
@@ -142,7 +141,7 @@ TEMPLATES: Mapping[str, _Template] = {
 
 
 def train_problem(seed: int, index: int) -> Problem:
-    """Training problem `index` of the endless series drawn from `seed`."""
+    """Return training problem `index` of the infinite series of `seed`."""
     rng = random.Random(derive_seed(seed, "train_problem", index))
     while True:
         problem = _draw(rng, unseen=False)
@@ -151,7 +150,7 @@ def train_problem(seed: int, index: int) -> Problem:
 
 
 def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[Problem]:
-    """The first `count` distinct training problems of the series drawn from `seed`."""
+    """Return the first `count` distinct training problems of the series of `seed`."""
     distinct: dict[str, Problem] = {}
     index = 0
     while len(distinct) < count:
@@ -162,7 +161,7 @@ def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[Problem]:
 
 
 def held_out_problems() -> list[Problem]:
-    """The held-out problems, the same in every run; every fifth has an unseen number range."""
+    """Return the held-out problems, the same in every run; every fifth has an unseen range."""
     rng = random.Random(derive_seed("held_out_problems"))
     distinct: dict[str, Problem] = {}
     every = NUM_HELD_OUT // NUM_HELD_OUT_UNSEEN
@@ -174,13 +173,13 @@ def held_out_problems() -> list[Problem]:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the held-out side: one in ten does, by its hash."""
+    """Return true for the tenth of questions whose hash assigns them to the held-out split."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 10 == 0
 
 
 def _draw(rng: random.Random, *, unseen: bool) -> Problem:
-    """A problem whose every step gives a whole number above 0."""
+    """Draw a problem in which every step gives a positive integer."""
     name = rng.choice([n for n, t in TEMPLATES.items() if not unseen or t.slots(_COUNT_SLOTS)])
     template = TEMPLATES[name]
     solved = None
@@ -201,7 +200,7 @@ def _draw(rng: random.Random, *, unseen: bool) -> Problem:
 
 
 def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict[str, int]:
-    """A number for each slot; with `unseen`, one of the counts is from the unseen range."""
+    """Draw a number for each slot; with `unseen`, one count is from the unseen range."""
     counts = template.slots(_COUNT_SLOTS)
     numbers = {slot: rng.choice(COUNTS) for slot in counts}
     numbers |= {slot: rng.choice(FACTORS) for slot in template.slots(_FACTOR_SLOTS)}
@@ -211,7 +210,7 @@ def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict
 
 
 def _solve(steps: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[list[str], int] | None:
-    """The lines of the solution and its result, or None where a step is not a count above 0."""
+    """Return solution lines and result, or None if a step does not give a positive integer."""
     known = {slot: Fraction(number) for slot, number in numbers.items()}
     lines = []
     for step, result_slot in zip(steps, "xyz", strict=False):

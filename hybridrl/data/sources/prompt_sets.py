@@ -1,4 +1,4 @@
-"""All prompts of a run: its data sets read, filtered, rendered and counted."""
+"""Prompts of a run: read, filter, render and count its data sets."""
 
 import logging
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.mixture import (
     left_out_text,
     load_problem_sets,
-    of_part,
     parts_of,
     too_few,
     weights_of,
+    with_mixture_keys,
 )
 from hybridrl.data.sources.problem_sets import ProblemSets
 from hybridrl.data.sources.prompt_source import PromptSource
@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DataSetFacts:
-    """One data set of a run in numbers.
+class DataSetSummary:
+    """Origin and prompt counts of one data set of a run.
 
     Attributes:
-        name: in data.mixture; empty without one.
-        source: where its problems come from, in a few words.
-        share: of the prompts that are drawn, in (0, 1].
-        train, held_out: prompts that are used.
-        left_out, held_out_left_out: prompts that are not, by reason.
+        name: in data.mixture; empty without a mixture.
+        source: description of its origin, for the user.
+        share: of the prompts drawn in training, in (0, 1].
+        train, held_out: number of prompts used.
+        left_out, held_out_left_out: number of prompts left out, by reason.
     """
 
     name: str
@@ -46,17 +46,17 @@ class DataSetFacts:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """A run's prompts.
+    """Prompts of a run.
 
     Attributes:
-        train, held_out: of all data sets; only the first are trained on.
-        data_sets: where they come from, and how many were left out.
-        notes: what the user should know of how problems were split or left out.
+        train, held_out: prompts of all data sets.
+        data_sets: summary of each data set.
+        notes: remarks on splits and left-out problems, for the user.
     """
 
     train: list[Prompt]
     held_out: list[Prompt]
-    data_sets: list[DataSetFacts]
+    data_sets: list[DataSetSummary]
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,36 +64,36 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
     """Read, filter, render and tokenise a run's problems.
 
     Args:
-        config: what to read, and how.
-        model_path: as in model.path; its tokenizer and chat template are used.
+        config: conf/data.
+        model_path: model.path, for tokenizer and chat template.
         max_prompt_tokens: longest prompt allowed, in tokens.
 
     Raises:
-        ConfigError: whatever is wrong with files, rows, model path and lengths, in one report.
+        ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config)
     rendered = _rendered(config, sets, Renderer(load_tokenizer(model_path)))
     _check_lengths(config, sets, rendered, max_prompt_tokens)
     kept = {name: halves.within(max_prompt_tokens) for name, halves in rendered.items()}
-    facts = [
-        _facts(config, name, of_set, rendered[name], kept[name], max_prompt_tokens)
+    summaries = [
+        _summary(config, name, of_set, rendered[name], kept[name], max_prompt_tokens)
         for name, of_set in sets.items()
     ]
-    faults = [text for of_set in facts for text in _too_few(config, of_set, max_prompt_tokens)]
+    faults = [text for of_set in summaries for text in _too_few(config, of_set, max_prompt_tokens)]
     if faults:
         raise ConfigError(*faults)
-    notes = [text for of_set in facts for text in _notes(of_set, sets[of_set.name])]
+    notes = [text for of_set in summaries for text in _notes(of_set, sets[of_set.name])]
     for note in notes:
         log.info("%s", note)
     train = [prompt for halves in kept.values() for prompt in halves.train]
     held_out = [prompt for halves in kept.values() for prompt in halves.held_out]
-    return PromptSets(train, held_out, facts, notes)
+    return PromptSets(train, held_out, summaries, notes)
 
 
 def examine_prompts(
     config: DataConfig, model_path: str, max_prompt_tokens: int
 ) -> tuple[PromptSets | None, list[str]]:
-    """A run's prompts, or what is wrong with its data, as texts for a ConfigError."""
+    """Return a run's prompts, or None and messages for a ConfigError."""
     try:
         return load_prompts(config, model_path, max_prompt_tokens), []
     except ConfigError as error:
@@ -101,7 +101,7 @@ def examine_prompts(
 
 
 def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptSource:
-    """The training prompts in the order in which a run draws them, any step's all different."""
+    """Return the training prompts in sampling order; the prompts of a step are distinct."""
     steps = config.curriculum_steps if config.curriculum is not None else 0
     return PromptSource(
         prompts.train,
@@ -113,23 +113,23 @@ def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptS
 
 
 class _Halves(NamedTuple):
-    """The prompts of one data set."""
+    """Prompts of one data set by split."""
 
     train: list[Prompt]
     held_out: list[Prompt]
 
     def within(self, limit: int) -> "_Halves":
-        """The prompts of at most `limit` tokens."""
+        """Return the prompts of at most `limit` tokens."""
         return _Halves(*([p for p in half if len(p.token_ids) <= limit] for half in self))
 
 
 def _rendered(
     config: DataConfig, sets: dict[str, ProblemSets], renderer: Renderer
 ) -> dict[str, _Halves]:
-    """The prompts of each data set; all training prompts are numbered before the held-out ones.
+    """Render the prompts of each data set; ids of training prompts precede held-out ones.
 
     Raises:
-        ConfigError: the chat template refuses some, or none takes the system prompt.
+        ConfigError: the chat template raises, or a system prompt has no effect.
     """
     parts, faults = parts_of(config), _unused_system_prompts(config, sets)
     train = [(name, of_set.train) for name, of_set in sets.items()]
@@ -147,7 +147,7 @@ def _rendered(
         )
         next_id += len(problems)
         rendered.append(prompts)
-        faults += [of_part(name, text) for text in refused]
+        faults += [with_mixture_keys(name, text) for text in refused]
     if faults:
         raise ConfigError(*faults)
     both = zip(rendered[: len(sets)], rendered[len(sets) :], strict=True)
@@ -155,13 +155,15 @@ def _rendered(
 
 
 def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
-    """System prompts that no problem takes: a data set's own, or the one of all others."""
+    """Report system prompts without effect: a data set's own, or the shared one."""
     faults = []
     sharing: list[SourceProblem] = []
     for name, part in parts_of(config).items():
         problems = sets[name].train + sets[name].held_out
         if name and config.mixture[name].system_prompt is not None:
-            faults += [of_part(name, text) for text in unused_system_prompt(part, problems)]
+            faults += [
+                with_mixture_keys(name, text) for text in unused_system_prompt(part, problems)
+            ]
         else:
             sharing += problems
     return faults + (unused_system_prompt(config, sharing) if sharing else [])
@@ -178,12 +180,12 @@ def _check_lengths(
         raise ConfigError(*faults)
 
 
-def _facts(
+def _summary(
     config: DataConfig, name: str, problems: ProblemSets, all_: _Halves, kept: _Halves, limit: int
-) -> DataSetFacts:
+) -> DataSetSummary:
     weights = weights_of(config)
     reason = f"longer than {limit} tokens"
-    return DataSetFacts(
+    return DataSetSummary(
         name=name,
         source=problems.source,
         share=weights[name] / sum(weights.values()),
@@ -194,11 +196,11 @@ def _facts(
     )
 
 
-def _too_few(config: DataConfig, facts: DataSetFacts, limit: int) -> list[str]:
-    """What dropping too long prompts has left, where that is not enough."""
-    faults = too_few(config, facts.name, facts.train, facts.left_out)
-    if not facts.held_out:
-        of_set = f" of data.mixture.{facts.name}" if facts.name else ""
+def _too_few(config: DataConfig, summary: DataSetSummary, limit: int) -> list[str]:
+    """Check that enough prompts are left after dropping too long ones."""
+    faults = too_few(config, summary.name, summary.train, summary.left_out)
+    if not summary.held_out:
+        of_set = f" of data.mixture.{summary.name}" if summary.name else ""
         faults.append(
             f"data.too_long_prompts = drop leaves no held-out prompt{of_set} of at most "
             f"rollout.max_prompt_tokens = {limit} tokens.\nRaise rollout.max_prompt_tokens."
@@ -206,13 +208,13 @@ def _too_few(config: DataConfig, facts: DataSetFacts, limit: int) -> list[str]:
     return faults
 
 
-def _notes(facts: DataSetFacts, problems: ProblemSets) -> list[str]:
-    """How a data set was split, and what was left out of it."""
-    notes = [of_part(facts.name, note) for note in problems.notes]
+def _notes(summary: DataSetSummary, problems: ProblemSets) -> list[str]:
+    """Return remarks on a data set's split and left-out problems."""
+    notes = [with_mixture_keys(summary.name, note) for note in problems.notes]
     for half, left_out in (
-        ("training", facts.left_out),
-        ("held-out", facts.held_out_left_out),
+        ("training", summary.left_out),
+        ("held-out", summary.held_out_left_out),
     ):
         if reasons := left_out_text(left_out):
             notes.append(f"{half} problems left out: {reasons}")
-    return [f"{facts.name}: {note}" if facts.name else note for note in notes]
+    return [f"{summary.name}: {note}" if summary.name else note for note in notes]

@@ -1,4 +1,4 @@
-"""Training prompts in the order in which they are drawn, behind one cursor."""
+"""Infinite stream of training prompts with a position to resume from."""
 
 import hashlib
 import json
@@ -13,28 +13,27 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.order import most_drawn, pacing, shares, shuffled, whole_weights
 from hybridrl.data.sources.prompts import Prompt
 
-# The one data set of prompts that name none.
+# Weights without a mixture: the data set's name is empty.
 ONE_SET: Mapping[str, float] = {"": 1.0}
 
 
 class PromptSource:
-    """An endless sequence of prompts, a pure function of seed and position, and a cursor in it.
+    """Infinite stream of prompts, a pure function of the seed, with a resumable position.
 
-    The data sets take turns by their weights (`order.shares`), and each goes through shuffled
-    passes of its own (`order.shuffled`). How the sequence is cut into takes changes nothing in
-    it; `position` is all that has to be kept to go on later.
+    Data sets alternate by weight (`order.shares`); each is shuffled anew every epoch
+    (`order.shuffled`). The stream does not depend on how many prompts are taken at a time.
 
     Args:
         prompts: of all data sets.
-        distinct: any so many consecutive prompts differ, since a prompt's samples are seeded by
-            step and prompt_id; the most that one step takes.
-        seed: the run's.
-        weights: data set -> its share of the prompts, relative to the others.
-        curriculum: prompts over which the easiest problems are joined by the harder ones
-            (`order.pacing`); 0: all are drawn from the start.
+        distinct: length of windows in which all prompts differ; at least the prompts of a step,
+            since sampling seeds derive from step and prompt_id.
+        seed: of the run.
+        weights: data set -> relative share of the prompts.
+        curriculum: number of prompts over which harder problems are admitted (`order.pacing`); 0:
+            all problems from the start.
 
     Raises:
-        ValueError: a data set has fewer prompts than may be drawn of it at a time.
+        ValueError: a data set has fewer prompts than a window may contain of it.
     """
 
     def __init__(
@@ -60,8 +59,9 @@ class PromptSource:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of what may be drawn, by data set, in order: `tokens` and ids of the prompts, and
-        the `rows` that they are of, with all that rewards may look at, and their difficulty.
+        """SHA-256 of all prompts in order.
+
+        `tokens` hashes token ids and prompt ids; `rows` hashes examples and difficulties.
         """
         tokens, rows = hashlib.sha256(), hashlib.sha256()
         encode = json.JSONEncoder(sort_keys=True, default=str).encode
@@ -75,16 +75,16 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """How many prompts have been taken."""
+        """Number of prompts taken."""
         return self._position
 
     def take(self, number: int) -> list[Prompt]:
-        """The next `number` prompts."""
+        """Return the next `number` prompts."""
         self._position += number
         return [next(self._drawn) for _ in range(number)]
 
     def seek(self, position: int) -> None:
-        """Go on behind the first `position` prompts of the sequence, which is drawn up to there."""
+        """Move to `position`, counted from the start of the stream; draws all prompts before it."""
         if position < 0:
             raise ValueError(f"positions count from 0; got {position}")
         if position < self._position:
@@ -98,7 +98,7 @@ class PromptSource:
             yield next(turns[index])
 
     def _of_set(self, name: str) -> Iterator[Prompt]:
-        """One data set's prompts, pass after pass."""
+        """Return the infinite stream of one data set's prompts."""
         members, weights = self._members[name], list(self._weights.values())
         index = list(self._weights).index(name)
         parts = whole_weights(weights)
@@ -107,7 +107,7 @@ class PromptSource:
         if self._curriculum:
             ties = self._permutation(len(members), "ties", name)
             members = sorted((members[i] for i in ties), key=lambda prompt: prompt.difficulty)
-        # Without a mixture there is no name to tell orders apart by.
+        # Without a mixture the name is empty and not part of the seed.
         what = ("epoch", name) if name else ("epoch",)
         passes = (self._permutation(len(members), *what, number) for number in count())
         order = shuffled(passes, distinct, pacing(len(members), distinct, length))

@@ -1,4 +1,4 @@
-"""Problems as tokenised prompts."""
+"""Rendered and tokenised prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,25 +7,24 @@ from typing import Any
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.data.sources.few_shot import with_examples
-from hybridrl.data.sources.rows import Message, SourceProblem, some_of
+from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
 from hybridrl.data.sources.tokenizer import Renderer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem as the model reads it.
+    """Rendered and tokenised problem.
 
     Attributes:
-        prompt_id: stable over the run, and no held-out problem has a training problem's.
-        token_ids: the rendered prompt; at most rollout.max_prompt_tokens.
+        prompt_id: unique over training and held-out prompts, stable over the run.
+        token_ids: of the rendered prompt; at most rollout.max_prompt_tokens.
         text: the rendered prompt.
-        question: the problem alone, as people read it.
-        example: the whole row, with `answer`, in a mixture with `dataset`; what a reward function
-            gets.
-        tags: names of groups whose accuracy is reported apart, such as {"range": "unseen"}.
-        dataset: its name in data.mixture; empty without one.
+        question: the problem without template, for display.
+        example: the row with `answer`, and with `dataset` in a mixture; argument of rewards.
+        tags: groups whose accuracy is reported separately, such as {"range": "unseen"}.
+        dataset: its name in data.mixture; empty without a mixture.
         difficulty: larger is harder; 0 without a curriculum.
-        where: the problem's `file:line` or the like, for messages.
+        where: `file:line` or similar, for messages.
     """
 
     prompt_id: int
@@ -48,17 +47,17 @@ def prompts_of(
     dataset: str,
     first_id: int,
 ) -> tuple[list[Prompt], list[str]]:
-    """Problems rendered and tokenised, and the refusals of the chat template.
+    """Render and tokenise problems; return prompts and messages for a ConfigError.
 
     Args:
         problems: of one data set.
-        examples: shown before each of them.
+        examples: few-shot examples.
         config: of the data set.
         renderer: of the model.
-        dataset: its name.
-        first_id: of the prompts, which are numbered from there.
+        dataset: name of the data set.
+        first_id: id of the first prompt; ids are consecutive.
     """
-    # transformers needs jinja2 for templates; runs that never render do without.
+    # jinja2 is optional: only chat templates need it.
     from jinja2 import TemplateError
 
     texts, refused = [], []
@@ -72,9 +71,9 @@ def prompts_of(
         count = len(refused)
         return [], [
             f"the model's chat template refuses {count} prompt{'s' if count != 1 else ''}.\n"
-            f"{some_of(refused)}\n"
-            "Mend these messages; some templates take no system message "
-            "(data.system_prompt=null)."
+            f"{first_faults(refused)}\n"
+            "Correct these messages. If the template has no system role, set "
+            "data.system_prompt=null."
         ]
     ids = renderer.encode(texts)
     return [
@@ -94,7 +93,7 @@ def prompts_of(
 
 
 def unused_system_prompt(config: DataConfig, problems: Sequence[SourceProblem]) -> list[str]:
-    """What is wrong with a system prompt that none of the problems takes."""
+    """Report a system prompt that none of the problems uses."""
     if config.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
         return []
     return [
@@ -107,7 +106,7 @@ def unused_system_prompt(config: DataConfig, problems: Sequence[SourceProblem]) 
 def too_long(
     prompts: Sequence[Prompt], problems: Sequence[SourceProblem], config: DataConfig, limit: int
 ) -> list[str]:
-    """What is wrong with prompts of more than `limit` tokens, unless they are to be dropped."""
+    """Report prompts of more than `limit` tokens, unless data.too_long_prompts = drop."""
     lengths = [
         (problem.where, len(prompt.token_ids))
         for problem, prompt in zip(problems, prompts, strict=True)
@@ -115,19 +114,19 @@ def too_long(
     ]
     if not lengths or config.too_long_prompts is TooLongPrompts.drop:
         return []
-    listed = some_of([f"{where}: {length} tokens" for where, length in lengths])
+    listed = first_faults([f"{where}: {length} tokens" for where, length in lengths])
     longest = max(length for _, length in lengths)
     examples = f" with the {config.few_shot} examples of data.few_shot" if config.few_shot else ""
     return [
         f"rollout.max_prompt_tokens = {limit}, but {len(lengths)} of {len(prompts)} prompts "
         f"are longer{examples}.\n{listed}\n"
-        f"Set rollout.max_prompt_tokens={longest}, or leave them out: "
+        f"Set rollout.max_prompt_tokens={longest}, or drop these prompts: "
         "data.too_long_prompts=drop"
     ]
 
 
 def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message]:
-    """A question as messages; a list of messages as it is."""
+    """Return a question as messages; a list of messages is returned unchanged."""
     if not isinstance(problem.prompt, str):
         return problem.prompt
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -1,4 +1,4 @@
-"""From a source's rows to problems: columns mapped by name, every fault with its place."""
+"""Problems from the rows of a source, with columns mapped by name and faults with their place."""
 
 import math
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ MAX_FAULTS_SHOWN = 3
 
 @dataclass(frozen=True)
 class SourceProblem:
-    """One problem as a source holds it, not yet rendered.
+    """Problem of a data set, before rendering.
 
     Attributes:
         prompt: the question, or a list of chat messages.
         answer: the solution or final answer.
-        example: the whole row, with `answer` as mapped; what a reward function gets.
-        tags: names of groups whose accuracy is reported apart, such as {"range": "unseen"}.
-        where: `file:line` or the like, for messages.
-        solution: worked, as an example shows it; empty where no column was asked for.
-        difficulty: larger is harder; 0 where no column was asked for.
+        example: the row with `answer` as mapped; argument of reward functions.
+        tags: groups whose accuracy is reported separately, such as {"range": "unseen"}.
+        where: `file:line` or similar, for messages.
+        solution: worked solution for few-shot examples; empty without such a column.
+        difficulty: larger is harder; 0 without such a column.
     """
 
     prompt: str | list[Message]
@@ -36,7 +36,7 @@ class SourceProblem:
 
     @property
     def question(self) -> str:
-        """The question, or of chat messages the last one of the user."""
+        """The question, or the last user message of a chat."""
         if isinstance(self.prompt, str):
             return self.prompt
         asked = [message["content"] for message in self.prompt if message["role"] == "user"]
@@ -44,7 +44,7 @@ class SourceProblem:
 
 
 class Columns(NamedTuple):
-    """Which columns hold what, by the config key that says so; a dot reaches into a struct."""
+    """Column names by config key; a dot selects a field of a struct."""
 
     prompt_key: str
     answer_key: str
@@ -53,27 +53,27 @@ class Columns(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One problem's columns, and where they stand."""
+    """Columns of one row, and its place in the source."""
 
     where: str
     values: dict[str, Any]
 
 
 class _Fault(ValueError):
-    """What is wrong with a row or a value."""
+    """Invalid row or value; the message describes it."""
 
 
 def problems_of(
     key: str, source: Path | str, rows: list[Row], columns: Columns, faults: Sequence[str] = ()
 ) -> tuple[list[SourceProblem], list[str]]:
-    """The problems in `rows`, and what is wrong with these, as texts for a ConfigError.
+    """Convert rows to problems; return them and messages for a ConfigError.
 
     Args:
-        key: the config key that named the source, for the texts.
-        source: of the rows.
-        rows: as they stand there.
-        columns: where question, answer and what else is wanted stand.
-        faults: rows that could not be read at all.
+        key: the config key that names the source, for messages.
+        source: file or data set, for messages.
+        rows: of the source.
+        columns: names of the columns to read.
+        faults: messages on rows that could not be read.
     """
     missing = _missing_columns(key, source, rows, columns)
     if missing:
@@ -88,7 +88,7 @@ def problems_of(
         return problems, []
     return problems, [
         f"{key} = {source}: {len(faults)} row{'s' if len(faults) != 1 else ''} cannot be used.\n"
-        f"{some_of(faults)}\n"
+        f"{first_faults(faults)}\n"
         f"A row needs text or chat messages in `{columns.prompt_key}` and text or a number in "
         f"`{columns.answer_key}`"
         + (f", text or a number in `{columns.solution_key}`" if columns.solution_key else "")
@@ -97,8 +97,8 @@ def problems_of(
     ]
 
 
-def some_of(faults: Sequence[str]) -> str:
-    """The first few of many faults, one a line, and how many more there are."""
+def first_faults(faults: Sequence[str]) -> str:
+    """Return the first faults, one a line, and the number of the others."""
     shown = list(faults[:MAX_FAULTS_SHOWN])
     if len(faults) > MAX_FAULTS_SHOWN:
         shown.append(f"... and {len(faults) - MAX_FAULTS_SHOWN} more")
@@ -106,7 +106,7 @@ def some_of(faults: Sequence[str]) -> str:
 
 
 def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Columns) -> list[str]:
-    """A text for each mapped column that no row of the source has."""
+    """Return a message for each mapped column that no row of the source has."""
     problems = []
     for name, column in columns._asdict().items():
         if column is None or not rows or any(_has(row.values, column) for row in rows):
@@ -120,7 +120,7 @@ def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Col
 
 
 def _problem(row: Row, columns: Columns) -> SourceProblem:
-    """The row's problem.
+    """Convert one row.
 
     Raises:
         _Fault: a value is missing, empty or of a wrong type.
@@ -184,7 +184,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _lookup(values: dict[str, Any], column: str) -> Any:
-    """The value of a column; the whole name counts before its parts at the dots.
+    """Return the value of a column; a full match has precedence over a path with dots.
 
     Raises:
         _Fault: the row has no such column.
@@ -208,7 +208,7 @@ def _has(values: dict[str, Any], column: str) -> bool:
 
 
 def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """All names that reach a value, structs opened: a, b.c, b.d."""
+    """Return the names of all columns, with fields of structs as paths: a, b.c, b.d."""
     names = []
     for name, value in values.items():
         nested = isinstance(value, dict) and value
@@ -217,7 +217,7 @@ def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in a user's words."""
+    """Describe a value for messages."""
     if value is None:
         return "null"
     if isinstance(value, str | list | dict) and not (

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template."""
+"""Tokenizer and chat template of a model."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What AutoTokenizer makes of these is this one class; asking it costs seconds of imports.
+# AutoTokenizer loads PreTrainedTokenizerFast for these, after seconds of imports.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
-# What a template's own expressions may raise.
+# Exceptions of a template's expressions.
 _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 # Token ids of many responses -> their texts; ids are lists for one response at a time.
@@ -26,7 +26,7 @@ Decode = Callable[[Iterable[list[int]]], list[str]]
 
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model.
+    """Load the tokenizer of a model.
 
     Raises:
         ConfigError: there is no such model, or its folder has no usable tokenizer.
@@ -41,13 +41,13 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises it itself, transformers what it trips over
+    except Exception as error:  # tokenizers raises plain Exception, transformers any class
         if _brings_code(folder):
             raise ConfigError(
-                f"model.path = {model_path}: the tokenizer in {folder} is code of its own "
-                "(auto_map in tokenizer_config.json).\nCode that comes with a checkpoint is never "
-                "run. Use a folder whose tokenizer.json transformers loads by itself."
-            ) from None  # transformers asks for an argument that nobody can give here
+                f"model.path = {model_path}: the tokenizer in {folder} is custom code "
+                "(auto_map in tokenizer_config.json).\nCode of a checkpoint is never run. Use a "
+                "folder whose tokenizer.json transformers can load without custom code."
+            ) from None  # transformers' message asks for an argument that is not available here
         reason = str(error).strip().splitlines()
         raise ConfigError(
             f"model.path = {model_path}: its tokenizer cannot be loaded from {folder} "
@@ -57,10 +57,10 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
 
 
 def _check_files(folder: Path) -> None:
-    """See what transformers would not: it makes an empty tokenizer of a folder without files.
+    """Check the vocabulary: transformers makes an empty tokenizer of a folder without files.
 
     Raises:
-        OSError: no vocabulary, or tokenizer.json is torn.
+        OSError: no vocabulary, or tokenizer.json is damaged.
     """
     if not any((folder / name).is_file() for name in VOCABULARIES):
         raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
@@ -68,11 +68,11 @@ def _check_files(folder: Path) -> None:
     if path.is_file():
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict) or "model" not in content:
-            raise OSError("tokenizer.json is not a tokenizer's")
+            raise OSError("tokenizer.json does not describe a tokenizer")
 
 
 def _brings_code(folder: Path) -> bool:
-    """Whether the tokenizer's class is to be had from a Python file of the folder."""
+    """Return true if the tokenizer's class is defined by a Python file of the folder."""
     path = folder / "tokenizer_config.json"
     try:
         config = parse_json(path.read_bytes()) if path.is_file() else {}
@@ -82,7 +82,7 @@ def _brings_code(folder: Path) -> bool:
 
 
 def _tokenizer_class(folder: Path) -> str | None:
-    """What tokenizer_config.json names, if AutoTokenizer would go by it alone."""
+    """Return the class in tokenizer_config.json, if it alone determines AutoTokenizer's choice."""
     path = folder / "tokenizer_config.json"
     if not (path.is_file() and (folder / "tokenizer.json").is_file()):
         return None
@@ -94,10 +94,10 @@ def _tokenizer_class(folder: Path) -> str | None:
 
 
 class Renderer:
-    """Chat messages -> prompt text -> token ids, as the model was trained to read them.
+    """Renderer of chat messages: to prompt text by the chat template, and to token ids.
 
-    Without a chat template the messages' texts stand one below the other, a blank line before each
-    but an answer, and the tokenizer's own special tokens are put around them.
+    Without a chat template, messages are separated by blank lines, an answer by a newline, and the
+    tokenizer adds its special tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -107,10 +107,10 @@ class Renderer:
             log.warning("the tokenizer has no chat template: prompts are plain text")
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt, up to where the assistant's answer begins.
+        """Return the prompt text up to the beginning of the assistant's answer.
 
         Raises:
-            jinja2.TemplateError: the template refuses these messages.
+            jinja2.TemplateError: the template raises for these messages.
         """
         if not self.has_template:
             return _plain_text(messages)
@@ -126,7 +126,7 @@ class Renderer:
         return text
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many rendered prompts."""
+        """Return the token ids of rendered prompts."""
         if not texts:
             return []
         encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
@@ -134,7 +134,7 @@ class Renderer:
 
 
 def _plain_text(messages: list[Message]) -> str:
-    """The texts up to where an answer would begin, on a line of its own."""
+    """Join messages up to the beginning of an answer, on a new line."""
     text = ""
     for message in messages:
         between = "" if not text else "\n" if message["role"] == "assistant" else "\n\n"
@@ -143,7 +143,7 @@ def _plain_text(messages: list[Message]) -> str:
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
-    """A function from token ids of many responses to their texts, special tokens left out."""
+    """Return a function from token ids of responses to their texts without special tokens."""
 
     def decode(rows: Iterable[list[int]]) -> list[str]:
         return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]

@@ -1,1 +1,8 @@
-"""The sandbox in which code rewards run programs."""
+"""Sandbox for untrusted programs: runs a program with each of its tests, limited and isolated.
+
+    programs.py -> bubblewrap.py (namespaces) -> jail.py (process 1) -> one process per test
+
+call_filter.py builds the seccomp filter; kernel.py has the Linux calls that Python lacks. Only
+jail.py and kernel.py exist inside the sandbox, so they import nothing else of the project.
+The reward that uses it is rewards/code.py. Start with programs.run_tests.
+"""

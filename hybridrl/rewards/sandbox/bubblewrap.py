@@ -1,4 +1,4 @@
-"""The bubblewrap around programs under test: what they see, and as whom they run."""
+"""Bubblewrap around programs under test: visible files, namespaces and user."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from subprocess import Popen
 
 _OPTIONS = (
     *("--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"),
-    # The jail mounts the program's own folder, and gives this right up before it runs anything.
+    # For the jail's mount of the program's folder; dropped before any program runs.
     *("--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
 )
-# Root's jail goes on as nobody, for the kernel does not limit how many threads root has.
+# Root's jail changes to user nobody: the kernel does not limit the threads of root.
 _OPTIONS_OF_ROOT = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 _IDS_OF_ROOT = "0 0 1\n65534 65534 1\n"
 # Read-only: Python and the system's libraries.
@@ -29,11 +29,11 @@ _FOLDERS = ("/tmp", "/var/tmp", "/mnt")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox cannot be set up here; no program is to blame."""
+    """Sandbox that cannot be set up on this machine, not caused by a program."""
 
 
 def own_folder(seen: tuple[str, ...]) -> str:
-    """Find where a program's own folder hides nothing that it needs."""
+    """Return a mount point for the program's folder that hides no visible file."""
     paths = [Path(path) for path in (*_SEEN, *seen)]
     return next(f for f in _FOLDERS if not any(path.is_relative_to(f) for path in paths))
 
@@ -47,10 +47,10 @@ def start_in_bubblewrap(
     """Start a command as process 1 of new namespaces of every kind.
 
     Args:
-        start: starts a command that inherits some descriptors.
-        command: it sees Python, the system's libraries, three devices and `seen`.
-        folder: an empty one for it.
-        seen: files, besides.
+        start: (command, inherited descriptors) -> process.
+        command: sees Python, the system's libraries, three devices and `seen`.
+        folder: mount point of the program's folder.
+        seen: additional visible files.
 
     Raises:
         SandboxError: bubblewrap is not installed.
@@ -68,17 +68,17 @@ def start_in_bubblewrap(
     if os.geteuid() != 0:
         return start([*wrapped, *command], [])
     with ExitStack() as stack:
-        told, tell, wait, _ = (
+        info, info_end, block, _ = (
             stack.enter_context(os.fdopen(fd, mode))
             for fd, mode in zip((*os.pipe(), *os.pipe()), "rwrw", strict=True)
         )
-        numbers = [tell.fileno(), wait.fileno()]
+        numbers = [info_end.fileno(), block.fileno()]
         wrapped += [*_OPTIONS_OF_ROOT, "--info-fd", str(numbers[0])]
         wrapped += ["--userns-block-fd", str(numbers[1])]
         process = start([*wrapped, *command], numbers)
-        tell.close()
-        with suppress(json.JSONDecodeError, OSError):  # bubblewrap says what is wrong
-            child = json.loads(told.read())["child-pid"]
+        info_end.close()
+        with suppress(json.JSONDecodeError, OSError):  # bubblewrap reports the error on stderr
+            child = json.loads(info.read())["child-pid"]
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{child}/{kind}").write_text(_IDS_OF_ROOT)
-        return process  # which has waited for the end of the last pipe
+        return process  # it starts when the block pipe is closed

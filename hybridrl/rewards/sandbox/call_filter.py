@@ -1,8 +1,8 @@
-"""The seccomp filter of programs under test, built by libseccomp.
+"""Seccomp filter of programs under test, built by libseccomp.
 
-It refuses what namespaces do not hold: new processes, whose memory no limit adds up, memory and
-keys outside of files and limits, sockets that belong to no network namespace, parts of the kernel
-that no such program needs. Threads, files and pipes pass.
+It refuses calls outside the reach of namespaces and limits: new processes (their memory is not
+added up), memory and keys outside of files, sockets without network namespace, and kernel
+interfaces that programs do not need. Threads, files and pipes are allowed.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from hybridrl.rewards.sandbox.bubblewrap import SandboxError
 
 _LIBRARY = "libseccomp.so.2"
 _PROCESSES = ("fork", "vfork", "execve", "execveat", "unshare", "setns")
-_SOCKETS = ("socket",)  # of vsock above all; socketpair passes
+_SOCKETS = ("socket",)  # mainly vsock; socketpair is allowed
 _MEMORY = ("memfd_create", "shmget", "semget", "msgget")
 _KEYS = ("add_key", "keyctl", "request_key")
 _KERNEL = ("bpf", "io_uring_setup", "perf_event_open", "syslog", "userfaultfd")
@@ -27,7 +27,7 @@ _CLONE_THREAD = 0x00010000
 
 
 class _Comparison(ctypes.Structure):
-    """seccomp.h's scmp_arg_cmp, without value."""
+    """Struct scmp_arg_cmp of seccomp.h."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -42,7 +42,7 @@ def call_filter() -> bytes:
     """Build the filter for this machine's system calls, in the kernel's format.
 
     Raises:
-        SandboxError: there is no libseccomp, or it does not know a call.
+        SandboxError: libseccomp is missing or cannot build a rule.
     """
     try:
         library = ctypes.CDLL(_LIBRARY)
@@ -58,16 +58,16 @@ def call_filter() -> bytes:
         if number == _NO_SUCH_CALL or library.seccomp_rule_add_array(
             context, action, number, len(only_if), comparisons
         ):
-            raise SandboxError(f"{_LIBRARY} makes no rule for {call}")
+            raise SandboxError(f"{_LIBRARY} cannot build a rule for {call}")
 
     for call in REFUSED:
         refuse(call, errno.EPERM)
     refuse("clone", errno.EPERM, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
-    refuse("clone3", errno.ENOSYS)  # its flags cannot be seen; the C library falls back on clone
+    refuse("clone3", errno.ENOSYS)  # flags are not visible to seccomp; libc falls back to clone
     refuse("prlimit64", errno.EPERM, _Comparison(0, _NOT_EQUAL, 0))  # of another process
     with os.fdopen(os.memfd_create("filter"), "rb") as file:
         if library.seccomp_export_bpf(context, file.fileno()):
-            raise SandboxError(f"{_LIBRARY} exports no filter")
+            raise SandboxError(f"{_LIBRARY} cannot export the filter")
         library.seccomp_release(context)
         file.seek(0)
         return file.read()

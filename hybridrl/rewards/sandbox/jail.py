@@ -1,10 +1,10 @@
-"""The inside of the sandbox: runs a program with each of its tests in a process of its own.
+"""Process inside the sandbox: runs a program with each of its tests in a separate process.
 
     hybridrl.rewards.sandbox.programs -> (bubblewrap) -> this process -> one process per test
 
-Reads a line of JSON with the program and its limits from stdin, then a line per test, and answers
-each with a line. Only this module and `kernel` are in the sandbox. No code under test runs in this
-process: a test's process shows that it came to its end by a secret that was made for it.
+It reads a line of JSON with the program and its limits from stdin, then one line per test, and
+answers each with a line. Only this module and `kernel` are visible in the sandbox. No code under
+test runs in this process: the test's process proves that it reached the end by a random secret.
 """
 
 import json
@@ -20,11 +20,11 @@ from typing import Any
 from hybridrl.config import kernel
 
 _SECRET_BYTES = 16
-# What a test's process reports, behind its stderr: that it begins, then the secret; or an error.
+# A test's process reports on descriptor 3: its begin, then the secret; or an error.
 _REPORT, _BEGUN, _MAX_REPORT_BYTES = 3, b"begun", 4096
 _MAX_OPEN_FILES = 64
-_MAX_FILES = 10_000  # in /tmp; their names take memory, too
-_MAX_THREADS = 64  # of all processes in the sandbox, this one included
+_MAX_FILES = 10_000  # in /tmp; names use memory as well
+_MAX_THREADS = 64  # of all processes in the sandbox, including this one
 _NOBODY = 65534
 
 
@@ -32,20 +32,20 @@ def main(stdin: str, stdout: str, parent: str, folder: str = "") -> None:
     """Serve requests until stdin ends.
 
     Args:
-        stdin: descriptor of the file that each test reads; the caller fills it.
-        stdout: of the one into which it writes.
-        parent: the caller's process id as it is seen here.
-        folder: in bubblewrap, where the program's own files go.
+        stdin: descriptor of the file that each test reads; filled by the caller.
+        stdout: descriptor of the file that each test writes.
+        parent: the caller's process id in this process's namespace.
+        folder: in bubblewrap, mount point of the program's folder.
     """
     os.environ.clear()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 ignores
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores it by default
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     setup = json.loads(requests.readline())
     if folder:
         kernel.mount_memory(folder, setup["file_mb"], _MAX_FILES)
         os.chdir(folder)
         kernel.become_powerless(_NOBODY)
-    kernel.end_with(int(parent))  # behind the change of user, which would undo it
+    kernel.end_with(int(parent))  # after the change of user, which would reset it
     print("ready", file=answers, flush=True)
     for request in requests:
         test = json.loads(request)
@@ -53,22 +53,23 @@ def main(stdin: str, stdout: str, parent: str, folder: str = "") -> None:
 
 
 def _outcome(setup: dict[str, Any], test: dict[str, Any], files: tuple[int, int]) -> str:
-    """How the program did in one test, its output aside: passed, failed, timeout or an error."""
+    """Run one test; return passed, failed, timeout or an error, without checking the output."""
     secret = os.urandom(_SECRET_BYTES)
-    told, tell = os.pipe()
-    judge = os.getpid()
+    report_fd, child_end = os.pipe()
+    jail = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_program(setup, test["statements"], (*files, tell), judge, secret)
-    os.close(tell)
-    begun = os.read(told, len(_BEGUN))
+        _become_program(setup, test["statements"], (*files, child_end), jail, secret)
+    os.close(child_end)
+    begun = os.read(report_fd, len(_BEGUN))
     watched = os.pidfd_open(child)
     in_time = bool(select.select([watched], [], [], test["seconds"])[0])
     os.close(watched)
-    os.killpg(child, signal.SIGKILL)  # with what it may have started where nothing forbids it
+    os.killpg(child, signal.SIGKILL)  # with its children, which are allowed without a filter
     status = os.waitpid(child, 0)[1]
-    report = os.read(told, _MAX_REPORT_BYTES) if select.select([told], [], [], 0)[0] else b""
-    os.close(told)
+    has_report = select.select([report_fd], [], [], 0)[0]
+    report = os.read(report_fd, _MAX_REPORT_BYTES) if has_report else b""
+    os.close(report_fd)
     if begun != _BEGUN:
         return f"error {(begun + report).decode() or 'a process ended before it began'}"
     if not in_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
@@ -80,22 +81,22 @@ def _become_program(
     setup: dict[str, Any],
     statements: str | None,
     fds: tuple[int, int, int],
-    judge: int,
+    jail: int,
     secret: bytes,
 ) -> None:
-    """Take on the limits, run the program and its test, and report how far that came."""
+    """Set the limits, run the program and its test, and report the begin and the end."""
     try:
-        stdin, stdout, tell = fds
+        stdin, stdout, report_fd = fds
         try:
             os.setsid()
-            kernel.end_with(judge)
+            kernel.end_with(jail)
             stderr = os.open(os.devnull, os.O_WRONLY)
             _limit(setup)
         except OSError as error:
-            os.write(tell, str(error).encode())
+            os.write(report_fd, str(error).encode())
             return
-        # No source lies below its target: 0, 1 and 2 were open before the caller's files.
-        for number, fd in enumerate((stdin, stdout, stderr, tell)):
+        # No source descriptor is below its target: 0, 1 and 2 were open before these files.
+        for number, fd in enumerate((stdin, stdout, stderr, report_fd)):
             os.dup2(fd, number)
         os.closerange(_REPORT + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os.write(_REPORT, _BEGUN)
@@ -106,14 +107,14 @@ def _become_program(
 
 
 def _limit(setup: dict[str, Any]) -> None:
-    """Set the limits of this process, for good."""
+    """Set hard limits of this process."""
     limits = {
         resource.RLIMIT_AS: setup["memory_mb"] << 20,
         resource.RLIMIT_FSIZE: setup["file_mb"] << 20,
         resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if setup["filter"]:  # in namespaces of its own; elsewhere all of the user's would count
+    if setup["filter"]:  # only in a user namespace: otherwise all of the user's threads count
         limits[resource.RLIMIT_NPROC] = _MAX_THREADS
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
@@ -124,10 +125,10 @@ def _limit(setup: dict[str, Any]) -> None:
 
 
 def _run(program: str, statements: str | None) -> None:
-    """Execute the program as a script, or as a module whose names the test's statements see."""
+    """Execute the program as a script, or as a module in which the test's statements run."""
     name = "__main__" if statements is None else "program"
     module = sys.modules[name] = ModuleType(name)
-    # Before the program runs: it may replace what it likes in this process.
+    # Taken before the program runs, which may replace anything in this process.
     execute, stdout = exec, sys.stdout
     code = compile(program, "program.py", "exec")
     test = compile(statements or "", "test.py", "exec")

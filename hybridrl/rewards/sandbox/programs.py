@@ -1,6 +1,6 @@
-"""Runs programs that nobody has read: in bubblewrap, limited and cut off.
+"""Runner of untrusted programs: in bubblewrap, with limits on time, memory and files.
 
-docs/rewards.md says what is kept from a program and what is not.
+docs/rewards.md lists the protections and their gaps.
 """
 
 import io
@@ -22,26 +22,26 @@ from typing import Any
 from hybridrl.rewards.sandbox.bubblewrap import SandboxError, own_folder, start_in_bubblewrap
 from hybridrl.rewards.sandbox.call_filter import call_filter
 
-# For the start of bubblewrap and Python, on a busy machine; and for the end of a test.
+# Time limits of the start of bubblewrap and Python on a busy machine, and of the end of a test.
 _START_S, _GRACE_S = 30.0, 10.0
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hybridrl.rewards.sandbox.jail import main; "
     "del sys.path[0]; main(*sys.argv[2:])"
 )
-_MAX_ANSWER_BYTES = 4096  # what a pipe takes in one piece
-_MODULES = tuple(str(_PACKAGE / name) for name in ("rewards/jail.py", "config/kernel.py"))
+_MAX_ANSWER_BYTES = 4096  # atomic write of a pipe
+_MODULES = tuple(str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "config/kernel.py"))
 
 
 class Isolation(StrEnum):
-    """What keeps a program from the rest of the machine, besides its limits."""
+    """Isolation of a program from the machine, besides its limits."""
 
     bubblewrap = "bubblewrap"
     none = "none"
 
 
 class Outcome(StrEnum):
-    """How a program did in one test."""
+    """Outcome of one test."""
 
     passed = "passed"
     failed = "failed"
@@ -50,12 +50,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use.
+    """Limits of a program.
 
     Attributes:
-        seconds_per_test: of wall time and, rounded up, of CPU time in each test.
-        seconds: of wall time in all tests; those that were not begun count as timeouts.
-        memory_mb: MiB of address space, the interpreter's own included.
+        seconds_per_test: wall time and, rounded up, CPU time of each test.
+        seconds: wall time of all tests; tests that were not started count as timeouts.
+        memory_mb: MiB of address space, including the interpreter.
         file_mb: MiB of one file and of the output; in bubblewrap also of all files together.
     """
 
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One test: statements to run behind the program, or its input and the output expected."""
+    """Test: statements to run after the program, or its stdin and expected stdout."""
 
     statements: str | None = None
     stdin: str = ""
@@ -86,13 +86,13 @@ def run_tests(
 
     Args:
         program: Python source.
-        cases: the tests; each runs in a fresh process.
-        limits: what each may use.
-        isolation: what keeps the program from the rest of the machine.
-        stop_at_failure: count the tests behind the first failure as failed, without running them.
+        cases: the tests; each runs in a new process.
+        limits: of the program.
+        isolation: of the program.
+        stop_at_failure: count the tests after the first failure as failed, without running them.
 
     Raises:
-        SandboxError: the isolation is not to be had here; nothing was run.
+        SandboxError: the isolation does not work on this machine; the program was not run.
     """
     outcomes: list[Outcome] = []
     with _started(isolation) as jail:
@@ -111,11 +111,11 @@ def run_tests(
 
 
 class _Jail:
-    """A started hybridrl.rewards.sandbox.jail.
+    """Handle of a process that runs hybridrl.rewards.sandbox.jail.
 
     Args:
-        process: it, or the bubblewrap around it.
-        stdin, stdout: files of the tests, which the process has, too.
+        process: the process, or bubblewrap around it.
+        stdin, stdout: files of the tests, shared with the process.
     """
 
     def __init__(
@@ -124,25 +124,25 @@ class _Jail:
         self._process, self._stdin, self._stdout = process, stdin, stdout
 
     def begin(self, setup: dict[str, Any]) -> None:
-        """Hand over the program.
+        """Send the program and its limits.
 
         Raises:
-            SandboxError: the process has not started, or not in time.
+            SandboxError: the process did not start in time.
         """
         if self._ask(setup, _START_S) != "ready":
             self.end()
             assert self._process.stderr is not None
-            told = self._process.stderr.read().decode(errors="replace").strip()
-            raise SandboxError(told.rpartition("\n")[2] or f"no answer within {_START_S:g} s")
+            error = self._process.stderr.read().decode(errors="replace").strip()
+            raise SandboxError(error.rpartition("\n")[2] or f"no answer within {_START_S:g} s")
 
     def outcome(self, case: Case, seconds: float) -> Outcome:
-        """Run the program with one test. A program that ends its sandbox has failed."""
+        """Run the program with one test. A program that ends its sandbox fails."""
         _fill(self._stdin, case.stdin.encode(errors="replace"))
         _fill(self._stdout, b"")
         request = {"statements": case.statements, "seconds": seconds}
-        word, _, told = self._ask(request, seconds + _GRACE_S).partition(" ")
+        word, _, error = self._ask(request, seconds + _GRACE_S).partition(" ")
         if word == "error":
-            raise SandboxError(told)
+            raise SandboxError(error)
         if word not in list(Outcome):
             self.end()
             return Outcome.failed
@@ -152,15 +152,15 @@ class _Jail:
         return Outcome(word)
 
     def end(self) -> None:
-        """Kill the process, and with it all that is in bubblewrap."""
+        """Kill the process and everything in its bubblewrap."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _ask(self, request: dict[str, Any], timeout_s: float) -> str:
-        """Return the answer; "" if there is none in time."""
+        """Send a request and return the answer; "" after a timeout."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # what is read then is the end
+        with suppress(BrokenPipeError):  # the read below then returns ""
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         answers = self._process.stdout.fileno()
         if not select.select([answers], [], [], timeout_s)[0]:
@@ -176,7 +176,7 @@ def _fill(file: io.FileIO, content: bytes) -> None:
 
 
 def _same(found: bytes, expected: str) -> bool:
-    """Compare outputs but for white space at the ends of lines and of the whole."""
+    """Compare outputs, ignoring white space at the end of lines and of the whole."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().split("\n")]
@@ -186,7 +186,7 @@ def _same(found: bytes, expected: str) -> bool:
 
 @contextmanager
 def _started(isolation: Isolation) -> Iterator[_Jail]:
-    """Start a jail, and end it at last."""
+    """Start a jail; end it on exit."""
     with ExitStack() as stack:
         stdin, stdout = (
             stack.enter_context(io.FileIO(os.memfd_create(name), "r+"))

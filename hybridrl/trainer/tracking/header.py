@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridrl.config.checks.sizes import data_shards
 from hybridrl.config.choices import Init, KLPlacement
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import DataSetFacts
+from hybridrl.data.sources.prompt_sets import DataSetSummary
 
 # More evaluation steps than this are summed up.
 MAX_STEPS_SHOWN = 6
@@ -30,7 +30,7 @@ class RunFacts:
     machine: str
     num_ranks: int
     num_parameters: int | None
-    data_sets: list[DataSetFacts]
+    data_sets: list[DataSetSummary]
     notes: list[str] = field(default_factory=list)
     reward_parameters: int | None = None
 
@@ -97,7 +97,7 @@ def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[s
     return [("reward model", f"{reward.model.path}{size}, weight {reward.weight:g}")]
 
 
-def _data(data_sets: list[DataSetFacts]) -> list[tuple[str, str]]:
+def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
     """One line for each data set."""
     lines: list[tuple[str, str]] = []
     for facts in data_sets:
@@ -145,7 +145,7 @@ def _batch(config: RunConfig) -> str:
     )
 
 
-def _steps(config: RunConfig, data_sets: list[DataSetFacts]) -> str:
+def _steps(config: RunConfig, data_sets: list[DataSetSummary]) -> str:
     total = config.trainer.total_steps
     drawn = total * config.data.prompts_per_step
     passes = ", ".join(

@@ -8,7 +8,7 @@ from hybridrl.config.command.secrets import secret_values, without_secrets
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, some_of
+from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, first_faults
 from hybridrl.rewards.scorer import Failure
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
@@ -101,7 +101,7 @@ class Reporter:
             if prompt.prompt_id not in self._failed_problems:
                 new.setdefault(prompt.prompt_id, f"{prompt.where}: {failure.reason}")
         self._failed_problems.update([*new][:MAX_FAULTS_SHOWN])
-        self._console.warn("\n".join([text, some_of([*new.values()])] if new else [text]))
+        self._console.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
         """The trained model was written by the first rank, on `node`, or could not be."""

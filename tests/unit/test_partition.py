@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.choices import Accumulation
 from hybridrl.data.balance import balance_totals
-from hybridrl.data.dealing import deal_totals, deal_turns, dealer_for
+from hybridrl.data.partition import partition_by_micro_batch, partition_by_total, partitioner_for
 from tests.long_tails import attention_cost, long_tailed
 from tests.role_configs import fsdp_config
 
@@ -67,7 +67,7 @@ def test_a_rank_exceeds_another_by_less_than_one_response(ranks, budget, lengths
     Ranks with no more responses than micro-batches may have been given some to have enough.
     """
     cost = [tokens + 0.01 * tokens**2 for tokens in lengths]
-    dealt = deal_totals(list(range(24)), cost, lengths, ranks, budget)
+    dealt = partition_by_total(list(range(24)), cost, lengths, ranks, budget)
     least = min(total(cost, micros) for micros in dealt)
     for micros in dealt:
         mine = [i for micro in micros for i in micro]
@@ -80,7 +80,7 @@ def test_ranks_begin_and_end_with_micro_batches_of_the_usual_cost():
     # tokens are 20, 3 x 2 and 2 x 2 (the cheapest bin first), or 5 x 2 each; the usual one is 10.
     lengths = [10] + [2] * 20
     cost = [20.0] + [2.0] * 20
-    unusual, usual = deal_totals(list(range(21)), cost, lengths, 2, 10)
+    unusual, usual = partition_by_total(list(range(21)), cost, lengths, 2, 10)
     assert [micro_cost(cost, micro) for micro in unusual] == [4.0, 20.0, 6.0]
     assert [micro_cost(cost, micro) for micro in usual] == [10.0, 10.0, 10.0]
 
@@ -92,8 +92,8 @@ def test_a_response_as_long_as_the_budget_delays_nobody(ranks, seed):
     lengths = [16384, *long_tailed(32 * ranks - 1, seed)]
     cost = [attention_cost(tokens) for tokens in lengths]
     everything = list(range(len(lengths)))
-    apart = deal_totals(everything, cost, lengths, ranks, 16384)
-    together = deal_turns(everything, cost, lengths, ranks, 16384)
+    apart = partition_by_total(everything, cost, lengths, ranks, 16384)
+    together = partition_by_micro_batch(everything, cost, lengths, ranks, 16384)
     mean = sum(cost) / ranks
     assert max(total(cost, micros) for micros in apart) < 1.01 * mean
     turns = zip(*together, strict=True)
@@ -101,10 +101,11 @@ def test_a_response_as_long_as_the_budget_delays_nobody(ranks, seed):
 
 
 def test_totals_count_where_nothing_is_sent_between_micro_batches():
-    def dealer(dp_shard=2, **changes):
-        return dealer_for(fsdp_config(dp_shard=dp_shard, dp_replicate=2, **changes))
+    def chosen(dp_shard=2, **changes):
+        return partitioner_for(fsdp_config(dp_shard=dp_shard, dp_replicate=2, **changes))
 
-    assert dealer(reshard_after_forward=False, accumulation=Accumulation.full) is deal_totals
-    assert dealer(reshard_after_forward=False, accumulation=Accumulation.sharded) is deal_turns
-    assert dealer(reshard_after_forward=True, accumulation=Accumulation.full) is deal_turns
-    assert dealer(dp_shard=1, accumulation=Accumulation.sharded) is deal_totals
+    full, sharded = Accumulation.full, Accumulation.sharded
+    assert chosen(reshard_after_forward=False, accumulation=full) is partition_by_total
+    assert chosen(reshard_after_forward=False, accumulation=sharded) is partition_by_micro_batch
+    assert chosen(reshard_after_forward=True, accumulation=full) is partition_by_micro_batch
+    assert chosen(dp_shard=1, accumulation=sharded) is partition_by_total

@@ -1,7 +1,7 @@
-"""The reward process: takes chunks of items, answers each item as it is done.
+"""Main loop of a reward process: receives chunks of items, sends one result per item.
 
-It imports nothing but the modules of task and function and the standard library. The parent starts
-it by `main`, which leaves a supervisor between them.
+It imports only the standard library and the modules of task and function. `main` leaves a
+supervisor process between parent and child.
 """
 
 import signal
@@ -13,22 +13,22 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
-from hybridrl.rewards.messages import Answer, Chunk, FailureKind, Ready, Setup
+from hybridrl.rewards.messages import Chunk, FailureKind, ItemResult, Ready, Setup
 from hybridrl.rewards.wire import ChildEnd
 
 _MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
 
 
 class ItemTimeout(BaseException):
-    """The item's time is over. No Exception, or the reward's own handlers would swallow it."""
+    """Time limit of an item; a BaseException, which the reward's own handlers do not catch."""
 
 
 def main(fd: int, parent: int) -> None:
     """Serve the parent until it closes the connection or dies.
 
     Args:
-        fd: of the connection's end, inherited.
-        parent: the parent's process id.
+        fd: inherited descriptor of the connection.
+        parent: process id of the parent.
     """
     supervise(parent, fd)
     link = ChildEnd(fd)
@@ -47,24 +47,24 @@ def main(fd: int, parent: int) -> None:
             return
         assert isinstance(chunk, Chunk)
         for index, item in chunk.items:
-            link.send(_answer(index, task, item, setup.timeout_s))
+            link.send(_result(index, task, item, setup.timeout_s))
 
 
-def _answer(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> Answer:
-    """The item's value, or why it has none. A task may raise anything, SystemExit included."""
+def _result(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> ItemResult:
+    """Return the item's value or failure. A task may raise anything, including SystemExit."""
     try:
-        return Answer(index, _limited(task, item, timeout_s))
+        return ItemResult(index, _limited(task, item, timeout_s))
     except ItemTimeout:
         reason = f"took longer than {timeout_s:g} s"
-        return Answer(index, None, FailureKind.timeout, reason, traceback.format_exc())
+        return ItemResult(index, None, FailureKind.timeout, reason, traceback.format_exc())
     except BaseException as error:
         text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-        return Answer(index, None, FailureKind.error, _one_line(error), text)
+        return ItemResult(index, None, FailureKind.error, _one_line(error), text)
 
 
 def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
-    """What the task makes of the item; interrupted by ItemTimeout when its time is over."""
-    # Anew for each item: rewards may use SIGALRM themselves.
+    """Compute `task(item)`, interrupted by ItemTimeout after `timeout_s`."""
+    # Set for each item: rewards may use SIGALRM themselves.
     signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
