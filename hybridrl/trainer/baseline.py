@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, Rollout
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge
+from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling import request_for
 
 
@@ -45,15 +45,15 @@ class GreedyBaseline:
     Args:
         config: the run.
         generate: decodes responses.
-        judge: scores them.
+        rewards: scores them.
 
     Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
     """
 
-    def __init__(self, config: RunConfig, generate: Generate, judge: Judge) -> None:
+    def __init__(self, config: RunConfig, generate: Generate, rewards: RewardSource) -> None:
         self._config = config
         self._generate = generate
-        self._judge = judge
+        self._rewards = rewards
         self._rollout: Rollout | None = None
         self._prompts: list[Prompt] = []
 
@@ -68,6 +68,6 @@ class GreedyBaseline:
     def rewards(self) -> Tensor:
         """[B] the greedy responses' scores, each for all responses to its prompt."""
         assert self._rollout is not None, "nothing was generated"
-        rewarded = self._judge.score(self._prompts, self._rollout.batch)
+        rewarded = self._rewards.score(self._prompts, self._rollout.batch)
         each = self._config.rollout.responses_per_prompt
         return torch.tensor(rewarded.scores).repeat_interleave(each)

@@ -10,7 +10,7 @@ import torch
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge, Rewarded
+from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -47,7 +47,7 @@ class Evaluator:
 
     Args:
         prompts: the held-out problems.
-        judge: scores as in training; gives eval/accuracy.
+        rewards: scores as in training; gives eval/accuracy.
         rules: more rules by which the same responses are judged; give eval/accuracy_<name>.
         temperature, top_p: as in training.
         greedy: whether to decode greedily, too; gives eval/accuracy_greedy.
@@ -56,7 +56,7 @@ class Evaluator:
     def __init__(
         self,
         prompts: list[Prompt],
-        judge: Judge,
+        rewards: RewardSource,
         rules: Mapping[str, Scorer],
         *,
         temperature: float,
@@ -64,7 +64,7 @@ class Evaluator:
         greedy: bool,
     ) -> None:
         self._prompts = prompts
-        self._judge = judge
+        self._rewards = rewards
         self._rules = {f"_{name}": rule for name, rule in rules.items()}
         self._temperature = temperature
         self._top_p = top_p
@@ -110,7 +110,7 @@ class Evaluator:
 
     def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
         """Scores of the responses by each rule, under the rule's suffix; training's has none."""
-        _, results = judged(self._judge, self._rules, self._prompts, batch)
+        _, results = judged(self._rewards, self._rules, self._prompts, batch)
         self._failed += sum(len(result.failures) for result in results.values())
         return {suffix: result.scores for suffix, result in results.items()}
 
@@ -145,17 +145,17 @@ def request_of(
 
 
 def judged(
-    judge: Judge, rules: Mapping[str, Scorer], prompts: list[Prompt], batch: RolloutBatch
+    rewards: RewardSource, rules: Mapping[str, Scorer], prompts: list[Prompt], batch: RolloutBatch
 ) -> tuple[Rewarded, dict[str, Scored]]:
     """Responses as text, and what each rule says of them; training's has the name "".
 
     Args:
-        judge: scores as in training.
+        rewards: scores as in training.
         rules: by name.
         prompts: prompts[b] belongs to response b.
         batch: the responses.
     """
-    rewarded = judge.score(prompts, batch)
+    rewarded = rewards.score(prompts, batch)
     items = [
         (prompt.text, text, prompt.example)
         for prompt, text in zip(prompts, rewarded.texts, strict=True)

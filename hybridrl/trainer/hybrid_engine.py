@@ -5,7 +5,6 @@ Source: Sheng et al. 2024 (HybridFlow), section 5, https://arxiv.org/abs/2409.19
 
 from hybridrl.config.choices import Offload
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import PromptBatch, Rollout
 
 
 class HybridEngine:
@@ -37,12 +36,6 @@ class HybridEngine:
         self.rollout_version = self.weight_version
         names = per_rank[0]
         return {f"reshard/{name}": max(metrics[name] for metrics in per_rank) for name in names}
-
-    def generate(self, prompts: PromptBatch) -> Rollout:
-        """What all engines write in one turn."""
-        rollout: Rollout = self._rollout.call("generate", prompts)
-        assert (rollout.batch.weight_version == self.weight_version).all(), "stale weights"
-        return rollout
 
     def sleep(self) -> None:
         """Have vLLM give back what rollout.sleep names, perhaps its weights."""

@@ -34,6 +34,7 @@ from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.generation import Generator
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.loss_inputs import LossFields
@@ -41,8 +42,8 @@ from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import (
-    Judge,
     Rewarded,
+    RewardSource,
     outcome_metrics,
     outcome_on_last_token,
     overlong_shaping,
@@ -67,7 +68,8 @@ class PPOTrainer:
         kl: the reference's part, or its null object.
         value_function: the critic's part, or its null object.
         prompts: training prompts, in order.
-        judge: where rewards come from.
+        generator: samples responses.
+        rewards: scores finished responses.
         evaluator: held-out accuracy.
         checkpoints: what is kept to go on from.
         preemption: whether the run is asked to end.
@@ -81,7 +83,8 @@ class PPOTrainer:
         kl: KLControl,
         value_function: ValueFunction,
         prompts: PromptSource,
-        judge: Judge,
+        generator: Generator,
+        rewards: RewardSource,
         evaluator: Evaluator,
         checkpoints: Checkpointer,
         preemption: Preemption,
@@ -93,13 +96,13 @@ class PPOTrainer:
         self.value_function = value_function
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_fields = LossFields(config.algorithm, config.seed)
-        self.rewarding = judge
+        self.generator = generator
+        self.rewards = rewards
         self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
-        self.answer = judge.in_turns(self.engine.generate)
-        self.sampling = sampling_for(config, prompts.take, self._generate, judge)
+        self.sampling = sampling_for(config, prompts.take, self.generate, rewards)
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
-            self.baseline = GreedyBaseline(config, self._generate, judge)
+            self.baseline = GreedyBaseline(config, self.generate, rewards)
         self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
@@ -215,10 +218,17 @@ class PPOTrainer:
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
+    def generate(self, prompts: PromptBatch) -> Rollout:
+        """Generate responses, dealt to engines by the lengths that earlier ones had."""
+        rollout = self.generator.generate(self.state.lengths.expect(prompts))
+        assert (rollout.batch.weight_version == self.engine.weight_version).all(), "stale weights"
+        self.state.lengths.learn(rollout.batch)
+        return rollout
+
     def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:
         """What the reward function says of the responses and, where asked for, of greedy ones."""
         batch, start = sampled.rollout.batch, time.perf_counter()
-        rewarded = sampled.rewarded or self.rewarding.score(sampled.prompts, batch)
+        rewarded = sampled.rewarded or self.rewards.score(sampled.prompts, batch)
         baseline = self.baseline.rewards()
         self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
@@ -309,7 +319,7 @@ class PPOTrainer:
     def evaluate(self, step: int) -> None:
         """Held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
-            self.metrics |= self.evaluator.evaluate(step, self._generate)
+            self.metrics |= self.evaluator.evaluate(step, self.generate)
 
     def checkpoint(self, step: int) -> None:
         """Begin a checkpoint where one is due; it is written while later steps run."""
@@ -337,12 +347,6 @@ class PPOTrainer:
             self.engine.sleep()
             problem = self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
-
-    def _generate(self, prompts: PromptBatch) -> Rollout:
-        """Responses, dealt to engines by expected length; their lengths are learned from."""
-        rollout = self.answer(self.state.lengths.expect(prompts))
-        self.state.lengths.learn(rollout.batch)
-        return rollout
 
 
 def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.overlong import overlong_penalty
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.batch import Generate, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
@@ -78,15 +78,11 @@ class Rewarded:
         return {f"reward/part_{name}": fmean(values) for name, values in self.parts.items()}
 
 
-class Judge(Protocol):
-    """Where rewards come from: a function of whole responses, or an environment."""
-
-    def in_turns(self, generate: Generate) -> Generate:
-        """How responses come about: as `generate` samples them, or in turns with somebody."""
-        ...
+class RewardSource(Protocol):
+    """Source of rewards: a function of finished responses, or their environments."""
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """The responses' texts and scores; prompts[b] belongs to response b."""
+        """Return the responses' texts and scores; prompts[b] belongs to response b."""
         ...
 
 
@@ -143,8 +139,8 @@ def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
     return responses.like(scores)
 
 
-class Rewarder:
-    """Scores responses by the run's reward function.
+class FunctionRewards:
+    """Rewards by the run's reward function.
 
     Args:
         decode: token ids of many responses -> their texts.
@@ -154,10 +150,6 @@ class Rewarder:
     def __init__(self, decode: Decode, scorer: RewardScorer) -> None:
         self._decode = decode
         self._scorer = scorer
-
-    def in_turns(self, generate: Generate) -> Generate:
-        """Nobody answers: each response is one turn."""
-        return generate
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """The responses' texts and scores; prompts[b] belongs to response b."""

@@ -15,7 +15,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge, Rewarded
+from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
 Take = Callable[[int], list[Prompt]]
 
@@ -77,16 +77,18 @@ class DynamicSampling:
         config: the run.
         take: the next so many training prompts.
         generate: samples responses.
-        judge: scores them.
+        rewards: scores them.
 
     Source: Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
     """
 
-    def __init__(self, config: RunConfig, take: Take, generate: Generate, judge: Judge) -> None:
+    def __init__(
+        self, config: RunConfig, take: Take, generate: Generate, rewards: RewardSource
+    ) -> None:
         self._config = config
         self._take = take
         self._generate = generate
-        self._judge = judge
+        self._rewards = rewards
 
     def sample(self, step: int) -> Sampled:
         """Prompts whose responses differ, as far as the rounds suffice, and their responses."""
@@ -121,7 +123,7 @@ class DynamicSampling:
         request = request_for(self._config, prompts, step, first_sample=index * self._each)
         rollout = self._generate(request)
         of_responses = repeated(prompts, self._each)
-        rewarded = self._judge.score(of_responses, rollout.batch)
+        rewarded = self._rewards.score(of_responses, rollout.batch)
         scores = torch.tensor(rewarded.scores).view(len(prompts), self._each)
         return _Round(rollout, of_responses, rewarded, (scores != scores[:, :1]).any(1))
 
@@ -171,14 +173,16 @@ class _Round:
         )
 
 
-def sampling_for(config: RunConfig, take: Take, generate: Generate, judge: Judge) -> Sampling:
+def sampling_for(
+    config: RunConfig, take: Take, generate: Generate, rewards: RewardSource
+) -> Sampling:
     """The sampling that the algorithm section asks for, with the mask of what counts in the loss.
 
     Whatever is computed of the batch later sees the same mask: whitening, selected tokens, loss.
     """
     sampling: Sampling = PlainSampling(config, take, generate)
     if config.algorithm.max_sampling_rounds > 1:
-        sampling = DynamicSampling(config, take, generate, judge)
+        sampling = DynamicSampling(config, take, generate, rewards)
     if config.algorithm.overlong.train_on_truncated:
         return sampling
     return WithoutTruncated(sampling)
