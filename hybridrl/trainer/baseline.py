@@ -1,7 +1,4 @@
-"""Rewards of greedy responses, with which ReMax compares sampled ones; or nothing.
-
-Chosen once from config; the loop calls the same methods whichever it is.
-"""
+"""Baseline of ReMax: rewards of greedy responses; a null object for other estimators."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,33 +15,33 @@ from hybridrl.trainer.sampling import request_for
 
 
 class Baseline(Protocol):
-    """What an outcome is compared with, beside other outcomes."""
+    """Baseline reward of each prompt."""
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Called while vLLM is awake, with the prompt of each response."""
+        """Generate what the baseline needs, while vLLM is awake; prompts[b] is of response b."""
         ...
 
     def rewards(self) -> Tensor | None:
-        """[B] float32: of each response's prompt; called after `generate`."""
+        """Return the baseline of each response, [B] float32; called after `generate`."""
         ...
 
 
 class NoBaseline:
-    """The advantage estimator takes none."""
+    """Null object for estimators without a baseline."""
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Nothing is generated."""
+        """Generate nothing."""
 
     def rewards(self) -> None:
-        """None."""
+        """Return None."""
 
 
 class GreedyBaseline:
-    """The outcome of the greedy response to each prompt.
+    """Reward of the greedy response to each prompt.
 
     Args:
         config: the run.
-        generate: decodes responses.
+        generate: samples responses.
         rewards: scores them.
 
     Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
@@ -66,7 +63,7 @@ class GreedyBaseline:
         self._rollout = self._generate(greedy)
 
     def rewards(self) -> Tensor:
-        """[B] the greedy responses' scores, each for all responses to its prompt."""
+        """Return the greedy response's score for each response to its prompt, [B]."""
         assert self._rollout is not None, "nothing was generated"
         rewarded = self._rewards.score(self._prompts, self._rollout.batch)
         each = self._config.rollout.responses_per_prompt

@@ -23,7 +23,7 @@ from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_sets import PromptSets
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.evaluate import Scored, judged, request_of
+from hybridrl.trainer.evaluate import Scored, request_of, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.workers.policy import PolicyConfig
@@ -123,7 +123,7 @@ def evaluate(case: Case, progress: Callable[[int, Answers], None]) -> Answers:
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in case.asked for _ in range(count)]
-            rewarded, results = judged(rewards, rules, each, batch)
+            rewarded, results = score_by_rules(rewards, rules, each, batch)
             log.write(_completions(each, first, count, batch, rewarded, results))
             answers.take(results, batch, seconds)
             progress(first + count, answers)
