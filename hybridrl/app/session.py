@@ -75,7 +75,7 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        resume = None if resume is None else resume.take_up(run_dir)
+        resume = None if resume is None else resume.quarantine(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found

@@ -192,7 +192,7 @@ class PPOTrainer:
         self.checkpoints.poll()
         if self.preemption.is_asked:
             self.engine.make_room_for_optimizer()
-            checkpoint = self.checkpoints.leave(self.state.finished())
+            checkpoint = self.checkpoints.save_now(self.state.finished())
             raise Preempted(self.preemption.asked_by[0], checkpoint)
 
     def reshard(self) -> None:
