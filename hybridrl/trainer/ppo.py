@@ -242,7 +242,7 @@ class PPOTrainer:
         penalty = self.overlong(responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
-        self.reporter.saw_responses(step, sampled.prompts, responses, rewarded)
+        self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
         rewarded.stop_if_all_failed(step)
         return outcome_on_last_token(outcome, responses)
 
