@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +11,6 @@ from hybridrl.data.batch import Generate, Rollout
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling import request_for
-
-
-class Baseline(Protocol):
-    """Baseline reward of each prompt."""
-
-    def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Generate what the baseline needs, while vLLM is awake; prompts[b] is of response b."""
-        ...
-
-    def rewards(self) -> Tensor | None:
-        """Return the baseline of each response, [B] float32; called after `generate`."""
-        ...
 
 
 class NoBaseline:
@@ -55,7 +42,7 @@ class GreedyBaseline:
         self._prompts: list[Prompt] = []
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Decode one response greedily to each prompt."""
+        """Decode one response greedily to each prompt, while vLLM is awake."""
         each = self._config.rollout.responses_per_prompt
         self._prompts = list(prompts[::each])
         request = request_for(self._config, self._prompts, step)
@@ -68,3 +55,6 @@ class GreedyBaseline:
         rewarded = self._rewards.score(self._prompts, self._rollout.batch)
         each = self._config.rollout.responses_per_prompt
         return torch.tensor(rewarded.scores).repeat_interleave(each)
+
+
+Baseline = NoBaseline | GreedyBaseline

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any, Protocol
 
 import torch
 
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
@@ -17,29 +17,8 @@ MAX_TAG_VALUES = 8
 # The normal distribution has 95 % of its mass within so many standard deviations.
 Z95 = 1.96
 
-Item = tuple[str, str, dict[str, Any]]
-
-
-class Scored(Protocol):
-    """Result of a scorer."""
-
-    @property
-    def scores(self) -> Sequence[float]:
-        """One score per item, in order."""
-        ...
-
-    @property
-    def failures(self) -> Sequence[object]:
-        """Items that could not be scored."""
-        ...
-
-
-class Scorer(Protocol):
-    """Scorer of (prompt, response, example) items."""
-
-    def score(self, items: Sequence[Item]) -> Scored:
-        """Score each item, in order."""
-        ...
+# Scores of responses, with their failures.
+Scored = Rewarded | ScoreResult
 
 
 class Evaluator:
@@ -57,7 +36,7 @@ class Evaluator:
         self,
         prompts: list[Prompt],
         rewards: RewardSource,
-        rules: Mapping[str, Scorer],
+        rules: Mapping[str, RewardScorer],
         *,
         temperature: float,
         top_p: float,
@@ -145,7 +124,10 @@ def request_of(
 
 
 def score_by_rules(
-    rewards: RewardSource, rules: Mapping[str, Scorer], prompts: list[Prompt], batch: RolloutBatch
+    rewards: RewardSource,
+    rules: Mapping[str, RewardScorer],
+    prompts: list[Prompt],
+    batch: RolloutBatch,
 ) -> tuple[Rewarded, dict[str, Scored]]:
     """Decode responses and score them by each rule; the training reward has the name "".
 

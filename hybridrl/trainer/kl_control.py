@@ -1,7 +1,6 @@
 """KL penalty against the reference, in the reward or in the loss; a null object without one."""
 
 from functools import partial
-from typing import Protocol
 
 from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
 from hybridrl.algorithms.masked import masked_mean, on_mask
@@ -11,36 +10,6 @@ from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
 from hybridrl.data.ragged import Ragged
-
-
-class KLControl(Protocol):
-    """KL penalty of a step."""
-
-    @property
-    def loss_coef(self) -> float:
-        """Weight of the penalty in the actor's loss."""
-        ...
-
-    def forward_calls(self) -> dict[str, Call]:
-        """Return the call that computes `ref_log_probs`, if there is a reference."""
-        ...
-
-    def rewards(self, batch: RolloutBatch) -> Ragged:
-        """Compute per-token rewards: scores, minus the penalty if it is in the reward."""
-        ...
-
-    def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
-        """Compute metrics of the step's KL, and update an adaptive coefficient."""
-        ...
-
-    @property
-    def coef(self) -> float | None:
-        """Weight of the penalty in the next step, the only state; None without a reference."""
-        ...
-
-    def restore(self, coef: float) -> None:
-        """Restore the weight from a checkpoint."""
-        ...
 
 
 class NoReference:
@@ -96,7 +65,7 @@ class KLPenalty:
         return {"ref_log_probs": Call(self._reference, "compute_log_probs")}
 
     def rewards(self, batch: RolloutBatch) -> Ragged:
-        """Compute scores, minus coef * KL(policy || reference) per token if in the reward."""
+        """Compute per-token rewards: scores, minus coef * KL if the penalty is in the reward."""
         assert batch.scores is not None
         if self._config.placement is KLPlacement.loss:
             return batch.scores
@@ -110,7 +79,7 @@ class KLPenalty:
         return batch.scores.like(rewards)
 
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
-        """Compute actor/kl in nats per token (k3, mean never negative), and the coefficient."""
+        """Compute actor/kl in nats per token (k3, mean >= 0); update an adaptive coefficient."""
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         mask = batch.response_mask.values
         per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
@@ -127,10 +96,13 @@ class KLPenalty:
 
     @property
     def coef(self) -> float | None:
-        """Weight of the penalty in the next step."""
+        """Weight of the penalty in the next step, the only state."""
         return self._coef
 
     def restore(self, coef: float) -> None:
         """Restore an adaptive weight; a fixed one is the config's."""
         if self._config.target is not None:
             self._coef = coef
+
+
+KLControl = NoReference | KLPenalty

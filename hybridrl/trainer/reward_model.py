@@ -1,7 +1,6 @@
 """Reward model: scores that are added to those of the reward function; or a null object."""
 
 from dataclasses import replace
-from typing import Protocol
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, WorkerGroup, Workers
@@ -10,25 +9,6 @@ from hybridrl.trainer.rewarding import Rewarded
 
 # Name of the call in timings and results.
 SCORES = "model_scores"
-
-
-class RewardModel(Protocol):
-    """Reward model of a step."""
-
-    def forward_calls(self) -> dict[str, Call]:
-        """Return the call that scores responses, if there is a reward model."""
-        ...
-
-    def added(
-        self, rewarded: Rewarded, found: dict[str, Ragged]
-    ) -> tuple[Rewarded, dict[str, float]]:
-        """Add the model's scores to the rewards; return them with metrics.
-
-        Args:
-            rewarded: by the reward function.
-            found: results of the forward calls, by name; the model's scores are removed.
-        """
-        ...
 
 
 class NoRewardModel:
@@ -66,6 +46,10 @@ class WeightedRewardModel:
     ) -> tuple[Rewarded, dict[str, float]]:
         """Compute score + weight * model score; reward/model_mean is unweighted.
 
+        Args:
+            rewarded: by the reward function.
+            found: results of the forward calls, by name; the model's scores are removed.
+
         Raises:
             ValueError: a score of the model is NaN or infinite.
         """
@@ -80,6 +64,9 @@ class WeightedRewardModel:
         pairs = zip(rewarded.scores, scores.tolist(), strict=True)
         total = [score + self._weight * more for score, more in pairs]
         return replace(rewarded, scores=total), {"reward/model_mean": float(scores.mean())}
+
+
+RewardModel = NoRewardModel | WeightedRewardModel
 
 
 def reward_model_for(config: RunConfig, workers: Workers) -> RewardModel:

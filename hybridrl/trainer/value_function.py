@@ -1,31 +1,8 @@
 """Value function: the critic's calls in a step; a null object without a critic."""
 
-from typing import Protocol
-
 from hybridrl.algorithms.masked import on_mask
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
-
-
-class ValueFunction(Protocol):
-    """Critic of a step."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """First steps of the run, in which only the critic trains."""
-        ...
-
-    def forward_calls(self) -> dict[str, Call]:
-        """Return the call that computes `values`, if there is a critic."""
-        ...
-
-    def update_calls(self, step: int) -> dict[str, Call]:
-        """Return the call that trains the critic, by the name of its phase, if there is one."""
-        ...
-
-    def metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Compute metrics of the values and their targets."""
-        ...
 
 
 class NoCritic:
@@ -63,7 +40,7 @@ class Critic:
         return {"values": Call(self._group, "compute_values")}
 
     def update_calls(self, step: int) -> dict[str, Call]:
-        """Return the call that trains the critic."""
+        """Return the call that trains the critic, by the name of its phase."""
         return {"update_critic": Call(self._group, "update", (step,))}
 
     def metrics(self, batch: RolloutBatch) -> dict[str, float]:
@@ -74,3 +51,6 @@ class Critic:
             "critic/value_mean": float(on_mask(batch.values.values, mask).mean()),
             "critic/return_mean": float(on_mask(batch.returns.values, mask).mean()),
         }
+
+
+ValueFunction = NoCritic | Critic

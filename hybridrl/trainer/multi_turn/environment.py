@@ -1,8 +1,6 @@
 """The environment of a run: its processes, its rewards, its failures and its stop strings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import EnvironmentConfig
@@ -10,8 +8,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode, load_tokenizer
 from hybridrl.data.turns import TurnTokens
-from hybridrl.environments.base import Turn
-from hybridrl.environments.pool import Reply
+from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.rewards.scorer import Failure
@@ -21,18 +18,6 @@ from hybridrl.trainer.rewarding import Rewarded
 # Distinct reasons of failures that are kept; an unbounded number could be one per conversation.
 MAX_REASONS = 1000
 MANY = "for one of many reasons; the log has the first of them"
-
-
-class Environments(Protocol):
-    """Environments of many conversations (environments/pool.py)."""
-
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
-        """Make an environment for each example; return their opening texts."""
-        ...
-
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """Return the replies to the turns, in order."""
-        ...
 
 
 class FailureReasons:
@@ -59,7 +44,7 @@ class FailureReasons:
 class RunEnvironment:
     """Environment processes of a run, and the failures that generation has met in them."""
 
-    processes: Environments
+    processes: EnvironmentPool
     failures: FailureReasons = field(default_factory=FailureReasons)
 
 

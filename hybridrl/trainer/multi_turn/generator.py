@@ -22,9 +22,9 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Turn
-from hybridrl.environments.pool import Reply
+from hybridrl.environments.pool import EnvironmentPool, Reply
 from hybridrl.rewards.messages import FailureKind
-from hybridrl.trainer.multi_turn.environment import Environments, FailureReasons
+from hybridrl.trainer.multi_turn.environment import FailureReasons
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class MultiTurn:
     def __init__(
         self,
         sample_turn: Generate,
-        environments: Environments,
+        environments: EnvironmentPool,
         tokens: TurnTokens,
         decode: Decode,
         examples: Mapping[int, dict[str, Any]],

@@ -23,7 +23,7 @@ from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
-from hybridrl.trainer.replay.batch import ReplayBatch, Texts, texts_of
+from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
 from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 from hybridrl.workers.replaying import MicroBatchResult
@@ -161,7 +161,8 @@ def _responses(kept: ReplayBatch, alone: dict[int, Located]) -> list[BadResponse
     found = []
     for row in sorted({*fields, *alone}):
         bad = list(fields.get(row, []))
-        response = _bad_response(row, texts[row], bad)
+        text = texts[row]
+        response = BadResponse(row, text.group_id, text.prompt, text.response, bad)
         if row in alone:
             result = alone[row].result
             response.loss, response.gradient_norm = result.loss, result.gradient_norm
@@ -171,10 +172,6 @@ def _responses(kept: ReplayBatch, alone: dict[int, Located]) -> list[BadResponse
         if bad:
             found.append(response)
     return found
-
-
-def _bad_response(row: int, text: Texts, bad: list[str]) -> BadResponse:
-    return BadResponse(row, text.group_id, text.prompt, text.response, bad)
 
 
 def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:

@@ -21,7 +21,6 @@ from hybridrl.trainer.tracking.steps import (
     LiveSteps,
     Metrics,
     StepLines,
-    Steps,
     duration_text,
     short_name,
 )
@@ -44,7 +43,7 @@ class RunConsole:
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._total = total_steps
-        self._steps: Steps | None = None
+        self._steps: StepLines | LiveSteps | None = None
 
     def __enter__(self) -> "RunConsole":
         return self
@@ -126,7 +125,7 @@ class RunConsole:
             self._steps.stop()
             self._steps = None
 
-    def _shown_steps(self) -> Steps:
+    def _shown_steps(self) -> StepLines | LiveSteps:
         if self._steps is None:
             kind = LiveSteps if self.console.is_terminal else StepLines
             self._steps = kind(self.console, self._total)

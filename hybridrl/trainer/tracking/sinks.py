@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.config.schema import TrackingConfig
 from hybridrl.trainer.tracking.remote_sinks import MLflowSink, WandbSink
@@ -24,16 +24,7 @@ MAX_WAITING = 200
 MAX_REASON = 200
 
 
-class Sink(Protocol):
-    """Tracker of metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store one step's finite metrics."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
+Sink = TensorBoardSink | WandbSink | MLflowSink
 
 
 class BackgroundSink:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -64,22 +64,6 @@ COLUMNS = (
 PHASES_MIN_TERMINAL = 120
 # Rows until the titles are repeated.
 ROWS_BETWEEN_TITLES = 25
-
-
-class Steps(Protocol):
-    """Display of steps."""
-
-    def phase(self, name: str) -> None:
-        """Show the current phase."""
-        ...
-
-    def step(self, metrics: Metrics) -> None:
-        """Show a finished step."""
-        ...
-
-    def stop(self) -> None:
-        """End the display."""
-        ...
 
 
 class Eta:
