@@ -65,10 +65,10 @@ def as_unreadable() -> Iterator[None]:
     except OSError as error:
         number = errno.errorcode.get(error.errno or 0, error.errno)
         raise UnreadableCheckpoint(
-            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be whole, so it "
-            f"is not taken for damaged and passed over.\n"
-            f"See to the disk, the mount or the permissions and give the same command again, or "
-            f"name a checkpoint that can be read."
+            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be intact, so "
+            f"it is not skipped as damaged.\n"
+            f"Check the disk, the mount and the permissions and run the same command again, or "
+            f"name a readable checkpoint."
         ) from error
 
 

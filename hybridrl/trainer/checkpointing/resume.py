@@ -71,7 +71,7 @@ class Resume:
         what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
         size = sum(record.size for record in manifest.files.values()) / 2**20
         state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
-        told = f"metrics go on after step {self.state.step}"
+        told = f"metrics continue after step {self.state.step}"
         notes = [("", note) for note in self.notes]
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 
@@ -110,8 +110,8 @@ def find_resume(
         listed = "\n".join(f"  {text}" for text in differences.mattering)
         raise ConfigError(
             f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
-            f"This changes what is computed: steps before and after would not be of one run.\n"
-            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+            f"The results would differ from those of the steps so far.\n"
+            f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
     notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
     return Resume(found, state, rows, notes)
@@ -158,7 +158,7 @@ def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
 
 
 def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
-    notes = [f"{damaged}; it was set aside" for damaged in found.damaged]
+    notes = [f"{damaged}; it was quarantined" for damaged in found.damaged]
     missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
     if missing:
         notes.append(f"{METRICS_FILE} lacks {len(missing)} of these steps, from {missing[0]} on")
@@ -173,8 +173,8 @@ def _refuse_used(run_dir: Path) -> None:
     if steps:
         raise ConfigError(
             f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "
-            f"{steps[-1]}: those of another course would mix with them.\n"
-            f"Set resume=auto to go on with that run, or another hydra.run.dir."
+            f"{steps[-1]}: a new run would mix its checkpoints with these.\n"
+            f"Set resume=auto to continue that run, or another hydra.run.dir."
         )
 
 

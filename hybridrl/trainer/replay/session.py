@@ -230,7 +230,7 @@ def show(console: Console, findings: Findings) -> None:
             soft_wrap=True,
         )
     if not findings.responses:
-        console.print("no single response is not finite on its own", soft_wrap=True)
+        console.print("each single response is finite on its own", soft_wrap=True)
         return
     console.print(_table(title, findings.responses))
 

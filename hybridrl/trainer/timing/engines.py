@@ -62,8 +62,8 @@ class StragglerAlarm:
             f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
             f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
             f"{WINDOW} steps it has been below {SLOW:g} of that. "
-            f"They wait for it; look for another process on its GPU, a hot or throttled GPU, or a "
-            f"busy host."
+            f"They wait for it. Check for another process on its GPU, a throttled GPU, or a busy "
+            f"host."
             for k in slow
         ]
 

@@ -23,7 +23,7 @@ from hybridrl.trainer.tracking.tracker import Row, Tracker
 WORTH_A_WARNING = {
     "actor/skipped_steps": "updates of the actor skipped: loss or gradient was not finite",
     "critic/skipped_steps": "updates of the critic skipped: loss or gradient was not finite",
-    "eval/failed": "judgements of held-out responses failed: the accuracies count them as wrong",
+    "eval/failed": "rewards of held-out responses failed: the accuracies count them as wrong",
 }
 
 

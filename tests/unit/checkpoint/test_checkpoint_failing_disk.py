@@ -28,7 +28,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_passed_over(tmp_path
         path = tmp_path / "checkpoints" / "step_00000020" / file
         for text in texts:
             assert f"{path} cannot be read: Input/output error (EIO)" in text
-            assert "give the same command again" in text
+            assert "run the same command again" in text
 
 
 def test_a_folder_that_may_not_be_read_is_named_and_nothing_is_passed_over(tmp_path):
