@@ -37,7 +37,7 @@ from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
-from hybridrl.trainer.tracking.manifest import write_manifest
+from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter, draw
 from hybridrl.trainer.tracking.tracker import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction

@@ -23,7 +23,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.checkpointing.resume import Resume
-from hybridrl.trainer.tracking.manifest import versions
+from hybridrl.trainer.tracking.provenance import versions
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,

@@ -28,7 +28,7 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.storage.saving import SaveResult
 from hybridrl.trainer.checkpointing.base_models import Fingerprints
 from hybridrl.trainer.state import LoopState
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.trainer.tracking.report import is_due
 
 log = logging.getLogger(__name__)

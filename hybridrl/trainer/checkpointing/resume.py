@@ -20,7 +20,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
 from hybridrl.trainer.state import LoopState, read_state
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_rows
 
 log = logging.getLogger(__name__)

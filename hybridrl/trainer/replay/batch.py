@@ -22,7 +22,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.tracking.best_effort_files import replace_file
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 
 REPLAY_FOLDER = "replay"
 TENSORS_FILE, FACTS_FILE = "batch.safetensors", "batch.json"

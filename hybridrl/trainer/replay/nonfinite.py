@@ -10,7 +10,7 @@ from hybridrl.config.user_code.foreign_code import foreign_code
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.replay.batch import REPLAY_FOLDER, ReplayBatch, write_replay
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 
 WEIGHTS_FOLDER = "weights"
 ROLES = ("actor", "critic")

@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 from hybridrl.trainer.tracking.sinks import BackgroundSink, close_all, open_sinks
 
 log = logging.getLogger(__name__)
