@@ -259,7 +259,7 @@ class PPOTrainer:
             **self.reward_model.forward_calls(),
         }
         batch, seed = sampled.rollout.batch, self.config.seed
-        with self.phases.section("score"):
+        with self.phases.section("score"):  # the phase's name in metrics
             scheduled = schedule(batch, self.sizes, seed=seed, step=step)
             results = begin_together(calls, scheduled)
             rewarded, baseline = self.reward(sampled)
