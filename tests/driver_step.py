@@ -37,6 +37,7 @@ from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.generation import SingleTurn
 from hybridrl.trainer.kl_control import KLPenalty
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
@@ -236,7 +237,7 @@ class OwnMemory:
 
 
 class Driver:
-    """What the trainer needs beside ranks: prompts, a judge, a reporter, and no checkpoints."""
+    """What the trainer needs beside ranks: prompts, rewards, a reporter, and no checkpoints."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -254,10 +255,6 @@ class Driver:
         """The next prompts."""
         first, self.taken = self.taken, self.taken + count
         return [Prompt(first + k, [1] * PROMPT_TOKENS, "", "", {}, {}) for k in range(count)]
-
-    def in_turns(self, generate: Any) -> Any:
-        """One turn."""
-        return generate
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
         """Every third response is right."""
@@ -335,7 +332,8 @@ def train(
     workers = Workers(pool=ranks, reward_model=None, saver=None, **groups)
     kl = KLPenalty(config.algorithm.kl, groups["ref"])
     value_function = Critic(groups["critic"], 0) if uses_critic(config) else NoCritic()
-    trainer = trainer_class(config, workers, kl, value_function, *[driver] * 6)
+    generator = SingleTurn(groups["rollout"])
+    trainer = trainer_class(config, workers, kl, value_function, driver, generator, *[driver] * 5)
     trainer.driver = driver
     with OwnMemory() as memory:
         trainer.fit()

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.app.run_lock import sole_run
 from hybridrl.app.setup_times import SetupTimes
-from hybridrl.checkpoint.leftovers import steps_in
-from hybridrl.checkpoint.names import checkpoints_folder
+from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import unconfirmed
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -27,8 +26,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_calls import Agents, LocalAgents
-from hybridrl.trainer.checkpointing.verifying import Verifying
-from hybridrl.trainer.checkpointing.verifying_nodes import OnNodes
+from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
     from hybridrl.app.inputs import RunInputs
@@ -145,7 +143,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
         prepared.preflight()
     setup.mark("checks")
     # For seconds Ray's start does nothing but wait.
-    with ThreadPoolExecutor(1) as meanwhile, Verifying(log.info) as watch:
+    with ThreadPoolExecutor(1) as meanwhile, VerificationProgress(log.info) as watch:
         agents: Future[Agents] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
         with ray_runtime(config.cluster, config.hardware.accelerator):
@@ -183,7 +181,7 @@ def _nodes(config: RunConfig) -> Iterator[Agents]:
 
 
 def _prepare_session(
-    result: Examined, folder: Path, watch: Verifying, agents: "Future[Agents]"
+    result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[Agents]"
 ) -> "RunInputs":
     """What a run begins from; torch and the like are imported on the way.
 
@@ -201,5 +199,5 @@ def _prepare_session(
     from hybridrl.app.inputs import read_inputs
 
     several = result.config.cluster.nodes > 1
-    confirm = OnNodes(agents) if several else unconfirmed
+    confirm = ClusterVerification(agents) if several else unconfirmed
     return read_inputs(result.config, folder, prompts, watch, confirm)

@@ -30,14 +30,14 @@ from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
-from hybridrl.trainer.judges import open_judge, open_rules
+from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.ppo import PPOTrainer
-from hybridrl.trainer.rewarding import Judge
+from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
-from hybridrl.trainer.tracking.manifest import write_manifest
+from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter, draw
 from hybridrl.trainer.tracking.tracker import Tracker
 from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
@@ -75,7 +75,7 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        resume = None if resume is None else resume.take_up(run_dir)
+        resume = None if resume is None else resume.quarantine(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found
@@ -85,8 +85,9 @@ def train(
             log.warning("the manifest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
         decode = decoder(load_tokenizer(config.model.path))
-        judge = open_judge(config, prompts, decode, stack)
-        evaluator = _evaluator(config, prompts, judge, stack)
+        environment = open_environment(config, stack)
+        rewards = open_rewards(config, environment, decode, stack)
+        evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
@@ -99,7 +100,8 @@ def train(
             _kl_control(config, workers),
             _value_function(config, workers),
             inputs.source,
-            judge,
+            generator_for(config, environment, workers.rollout, prompts, decode),
+            rewards,
             evaluator,
             Checkpointer(config, run_dir, workers.saver, tracker.sync, console.warn, inputs.models),
             preemption,
@@ -124,10 +126,12 @@ def _grace_s(config: RunConfig) -> float:
     return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
 
 
-def _evaluator(config: RunConfig, prompts: PromptSets, judge: Judge, stack: ExitStack) -> Evaluator:
+def _evaluator(
+    config: RunConfig, prompts: PromptSets, rewards: RewardSource, stack: ExitStack
+) -> Evaluator:
     return Evaluator(
         prompts.held_out,
-        judge,
+        rewards,
         open_rules(config, stack),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,

@@ -1,7 +1,9 @@
-"""Checkpoints as plain files: what is in one, whether it is whole, how it appears and goes.
+"""Checkpoints as plain files: names, manifest, verification, commit, retention.
 
     begin -> .step_00000020.partial -> the ranks write state/, the driver driver.json
-    commit -> manifest.json, fsync, one rename -> step_00000020, then `latest`
+    commit -> manifest.json, fsync, one rename -> step_00000020
 
-Nothing here imports torch, ray, vllm or transformers: any process may look at checkpoints.
+Nothing here imports torch, ray, vllm or transformers. Elsewhere: distributed/storage/ (tensors in
+state/), trainer/checkpointing/ (when a run saves, and resuming it). Start with names.py and
+commit.py.
 """

@@ -1,30 +1,32 @@
-"""How a checkpoint appears: whole, under its name, by one rename; `latest` follows."""
+"""Commit of a checkpoint: written under a hidden name, published by one rename; crash cleanup."""
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.checkpoint import latest
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.durable import put_in_place, remove, sync_file, sync_folder
-from hybridrl.checkpoint.leftovers import clean
+from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import (
     MANIFEST,
     PARTIAL,
+    REMOVED,
     REPLACED,
     STATE,
     checkpoints_folder,
     hidden_name,
     hidden_step_of,
+    hidden_steps_in,
     step_name,
 )
 from hybridrl.checkpoint.verification import verify
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """An empty folder for the checkpoint of a step, with state/ in it.
+    """Create an empty folder for a checkpoint, with state/ in it.
 
-    What earlier crashes left is removed first, so one process saves at a time.
+    It also removes leftovers of earlier crashes, so only one process may save at a time.
 
     Args:
         run_dir: the run's directory; it exists.
@@ -47,22 +49,20 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
-    """Make a written checkpoint the run's newest; once this returns, a power cut does not undo it.
+    """Publish a written checkpoint; after the return it survives a power cut.
 
-    A checkpoint of the same step is replaced: it is set aside, stays findable, and is removed when
-    its successor has its name for good.
+    A checkpoint of the same step is replaced. It is removed after its successor is durable.
 
     Args:
-        partial: what `begin` returned, with every file that the manifest lists.
-        manifest: what is in it.
+        partial: returned by `begin`, with every file that the manifest lists.
+        manifest: of these files.
 
     Returns:
         The folder under its final name.
 
     Raises:
-        DamagedCheckpoint: files in the folder are not those of the manifest.
-        OSError: the disk is full, read-only or broken. Earlier checkpoints and `latest` are as
-            they were, unless only the last of it failed: then `latest` is the old or the new one.
+        DamagedCheckpoint: files in the folder differ from the manifest.
+        OSError: the disk is full, read-only or broken. Earlier checkpoints are untouched.
     """
     step = hidden_step_of(partial.name, PARTIAL)
     assert step is not None, f"{partial} is no folder that begin() made"
@@ -70,26 +70,67 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     manifests.write(partial, manifest)
     verify(partial, checksums=False)
     _sync(partial, manifest)
-    latest.prepare(folder, step)
     final, aside = folder / step_name(step), folder / hidden_name(step, REPLACED)
     put_in_place(partial, final, aside)
     sync_folder(folder)
-    latest.replace(folder)
     remove(aside)
     return final
 
 
 def abandon(partial: Path) -> None:
-    """Remove what was written of a checkpoint, as far as the disk lets; never fails.
-
-    What stays is removed by the next `begin`.
-    """
+    """Remove a partial checkpoint as far as possible; never raises. `begin` removes the rest."""
     assert hidden_step_of(partial.name, PARTIAL) is not None, f"{partial} is not being written"
     shutil.rmtree(partial, ignore_errors=True)
 
 
+def clean(folder: Path) -> None:
+    """Remove leftovers of unfinished saves and deletions; no process may be saving.
+
+    A failed deletion does not matter here: `retention.Removal` retries and reports it.
+
+    Raises:
+        OSError: something of a save cannot be removed.
+    """
+    for step in hidden_steps_in(folder, PARTIAL):
+        remove(folder / hidden_name(step, PARTIAL))
+    restore_replaced(folder)
+    with suppress(OSError):
+        finish_deletions(folder)
+
+
+def finish_deletions(folder: Path) -> None:
+    """Remove all leftovers of unfinished deletions that can be removed.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    failures = []
+    for step in hidden_steps_in(folder, REMOVED):
+        try:
+            remove(folder / hidden_name(step, REMOVED))
+        except OSError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+def restore_replaced(folder: Path) -> None:
+    """Rename replaced checkpoints back if they have no successor, else remove them.
+
+    Raises:
+        OSError: something cannot be renamed or removed.
+    """
+    for step in hidden_steps_in(folder, REPLACED):
+        aside, final = folder / hidden_name(step, REPLACED), folder / step_name(step)
+        if exists(final):
+            remove(aside)
+        else:
+            os.rename(aside, final)
+            sync_folder(folder)
+
+
 def _sync(partial: Path, manifest: Manifest) -> None:
-    """Wait until the disk has all files and the names that lead to them."""
+    """Fsync all files and the folders that name them."""
     folders = {partial, partial / STATE}
     for name in (MANIFEST, *manifest.files):
         path = partial / name

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to take up: the newest that is whole, or the one that a path names."""
+"""Search for the checkpoint to use: the newest intact one, or the one at a path."""
 
 import errno
 from collections.abc import Iterator
@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.checkpoint import latest, verification
-from hybridrl.checkpoint.durable import exists
-from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.leftovers import hidden_steps_in, steps_in
-from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.files import exists
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hybridrl.checkpoint.names import (
     CHECKPOINTS,
-    LATEST,
     MANIFEST,
     REPLACED,
     STATE,
     checkpoints_folder,
     hidden_name,
+    hidden_steps_in,
     promised_step,
     step_name,
+    steps_in,
 )
 from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.errors import ConfigError
@@ -29,12 +28,12 @@ from hybridrl.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to take up.
+    """Checkpoint that was found.
 
     Attributes:
-        folder: where it is.
-        manifest: what is in it.
-        damaged: newer ones that were passed over, newest first.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        damaged: newer ones that were skipped, newest first.
     """
 
     folder: Path
@@ -43,20 +42,20 @@ class Found:
 
 
 class NoWholeCheckpoint(ConfigError):
-    """There are checkpoints, and every one is damaged."""
+    """All checkpoints of a run are damaged."""
 
     subject = "with the run's checkpoints; none is whole. resume=none starts anew"
 
 
 class UnreadableCheckpoint(ConfigError):
-    """The disk fails where checkpoints are: which of them are whole is not known."""
+    """Checkpoints cannot be read, so it is unknown which are intact."""
 
     subject = "with reading checkpoints; all are as they were"
 
 
 @contextmanager
 def as_unreadable() -> Iterator[None]:
-    """Tell what a disk refuses to the user, who can do something about it.
+    """Convert an OSError to an error for the user.
 
     Raises:
         UnreadableCheckpoint: the block raised an OSError.
@@ -66,10 +65,10 @@ def as_unreadable() -> Iterator[None]:
     except OSError as error:
         number = errno.errorcode.get(error.errno or 0, error.errno)
         raise UnreadableCheckpoint(
-            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be whole, so it "
-            f"is not taken for damaged and passed over.\n"
-            f"See to the disk, the mount or the permissions and give the same command again, or "
-            f"name a checkpoint that can be read."
+            f"{error.filename} cannot be read: {error.strerror} ({number}). It may be intact, so "
+            f"it is not skipped as damaged.\n"
+            f"Check the disk, the mount and the permissions and run the same command again, or "
+            f"name a readable checkpoint."
         ) from error
 
 
@@ -80,20 +79,18 @@ def newest_good(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> Found | None:
-    """The newest checkpoint of a run that is whole, by step; None if the run has none at all.
+    """Find the newest intact checkpoint of a run, by step; None if the run has no checkpoint.
 
-    Decided from what is on disk; `latest`, which a kill can leave behind, is not asked. Nothing is
-    written, so a run may be looked at while it trains.
+    Nothing is written, so the run may still be training.
 
     Args:
         run_dir: the run's directory.
-        verify: compare checksums, too, not only names and sizes.
-        watch: told how far that is; what it raises ends it.
-        confirm: reads files elsewhere.
+        verify: compare checksums, not only names and sizes.
+        watch, confirm: see `verification.verify`.
 
     Raises:
-        NoWholeCheckpoint: there are some, and all are damaged; it names each.
-        UnreadableCheckpoint: the disk fails, for seconds.
+        NoWholeCheckpoint: all are damaged; each is named.
+        UnreadableCheckpoint: a file cannot be read.
     """
     with as_unreadable():
         return _newest_in(checkpoints_folder(run_dir), _Verify(verify, watch, confirm))
@@ -107,24 +104,23 @@ def named(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> Found:
-    """The checkpoint that a user's path means.
+    """Find the checkpoint at a user's path.
 
     Args:
         path: a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
-            one that is whole; or its file `latest`, for the one that is named there.
-        key: the setting that has the path, for the texts.
+            intact one.
+        key: the setting that holds the path, for messages.
         verify, watch, confirm: as for `newest_good`.
 
     Raises:
-        ConfigError: there is no checkpoint there, or the one that was named is damaged, or the
-            disk fails, for seconds.
+        ConfigError: there is no checkpoint, the named one is damaged, or a file cannot be read.
     """
     with as_unreadable():
         return _named(path.expanduser(), key, _Verify(verify, watch, confirm))
 
 
 class _Verify(NamedTuple):
-    """How checkpoints are verified; see `verification.verify`."""
+    """Arguments of `verification.verify`."""
 
     checksums: bool
     watch: Watch
@@ -137,8 +133,6 @@ class _Verify(NamedTuple):
 
 
 def _named(path: Path, key: str, verify: _Verify) -> Found:
-    if path.name == LATEST and path.is_file():
-        return _explicit(_of_latest(path, key), key, verify)
     if not path.is_dir():
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
@@ -167,14 +161,14 @@ def _newest_in(folder: Path, verify: _Verify) -> Found | None:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Newest first; one that was set aside for its successor comes right after it."""
+    """List candidates, newest first; a replaced one follows its successor."""
     whole = {(step, 1): step_name(step) for step in steps_in(folder)}
     aside = {(step, 0): hidden_name(step, REPLACED) for step in hidden_steps_in(folder, REPLACED)}
     return [folder / name for _, name in sorted((whole | aside).items(), reverse=True)]
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is meant to be a checkpoint; a run's directory has a manifest, too."""
+    """Return true for a checkpoint's folder; a run's directory has a manifest, too."""
     if promised_step(path.resolve().name) is not None:
         return True
     return exists(path / MANIFEST) and exists(path / STATE)
@@ -188,15 +182,6 @@ def _explicit(folder: Path, key: str, verify: _Verify) -> Found:
             f"{key} = {folder}: this checkpoint is damaged: {error.file} {error.reason}.\n"
             f"Name another one, or the run's directory for the newest that is whole."
         ) from error
-
-
-def _of_latest(path: Path, key: str) -> Path:
-    step = latest.named_step(path.parent)
-    folder = path.parent / step_name(step) if step is not None else None
-    if folder is None or not folder.is_dir():
-        what = f"names {folder.name}, which is not there" if folder else "names no checkpoint"
-        raise _no_checkpoint(key, path, what)
-    return folder
 
 
 def _no_checkpoint(key: str, path: Path, what: str) -> ConfigError:

@@ -1,7 +1,7 @@
-"""manifest.json: what a checkpoint is of, and every file of it with size and checksum.
+"""manifest.json: origin of a checkpoint, and every file with size and checksum.
 
-Read as untrusted input: whatever has another shape is refused before anything is done with it.
-The manifest has its own SHA-256, and is refused unless it is byte by byte what `write` makes.
+It is untrusted input: another shape is rejected before use. It has its own SHA-256, and must equal
+byte by byte what `write` would write.
 """
 
 import dataclasses
@@ -18,10 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.durable import write_file
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.files import retried, write_file
 from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
-from hybridrl.checkpoint.reading import patiently
 
 FORMAT = "hybridrl checkpoint 3"
 
@@ -32,9 +30,28 @@ _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+=@-]{1,255}"
 _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
 
 
+class DamagedCheckpoint(ValueError):
+    """Checkpoint that is not as it was written.
+
+    Attributes:
+        folder: of the checkpoint.
+        file: damaged file, by its path in the folder.
+        reason: value found and value expected; follows the file's name in messages.
+    """
+
+    def __init__(self, folder: Path, file: str, reason: str) -> None:
+        super().__init__(folder, file, reason)
+        self.folder = folder
+        self.file = file
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.file} {self.reason}"
+
+
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written.
+    """Size and checksum of a file as it was written.
 
     Attributes:
         size: bytes.
@@ -47,18 +64,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of.
+    """Content of manifest.json.
 
     Attributes:
         step: the training step after which it was taken.
-        created: when, in ISO format with time zone.
-        config: the run's, plain JSON, secrets hidden.
-        versions: of the packages that decide a run's numbers.
+        created: time, in ISO format with time zone.
+        config: of the run, plain JSON, secrets hidden.
+        versions: of the packages that influence a run's numbers.
         world_size: ranks that wrote it.
         metrics: of the step; NaN and infinity are written as null.
         files: all but the manifest, by path in the folder, with `/`.
-        models: fingerprints of those that the run takes from elsewhere, by file, by the config's
-            key of the path; 64 hex digits each.
+        models: fingerprints of the base models, by config key of the path, by file; 64 hex digits.
     """
 
     step: int
@@ -78,7 +94,7 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write a checkpoint's manifest and wait until the disk has it.
+    """Write and fsync a checkpoint's manifest.
 
     Raises:
         OSError: the disk is full, read-only or broken.
@@ -87,7 +103,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's text; the last field is the SHA-256 of the same text without that field."""
+    """Encode a manifest; the last field is the SHA-256 of the text without that field."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "step": manifest.step,
@@ -107,14 +123,14 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: there is none, or it is not as it was written.
-        UnreadableFile: the disk fails, for seconds.
+        DamagedCheckpoint: it is missing, or not as it was written.
+        UnreadableFile: it cannot be read.
     """
     try:
-        data = patiently(_bytes, folder / MANIFEST)
+        data = retried(_bytes, folder / MANIFEST)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(folder, MANIFEST, "is missing") from error
     try:
@@ -161,7 +177,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def _problem(body: Any) -> str | None:
-    """What is wrong with the shape of a manifest, or None."""
+    """Return the problem with the shape of a manifest, or None."""
     if not isinstance(body, dict):
         return f"holds {_shown(body)}, expected an object"
     found = body.get("format")
@@ -184,7 +200,7 @@ def _problem(body: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """A value of unknown origin in few, printable characters."""
+    """Shorten an untrusted value to few, printable characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

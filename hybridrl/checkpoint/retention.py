@@ -1,42 +1,48 @@
-"""Which checkpoints stay: the newest, the best, and the one that `latest` names.
+"""Retention: the newest and the best checkpoints stay; a resume quarantines damaged and later ones.
 
-Decided from what is on disk alone, so a run that resumes keeps what the one before it would. The
-others lose their names at once; their files, which may be many gigabytes, go in a thread.
+Both depend on the files on disk alone, so a resumed run keeps the same checkpoints. Pruned ones are
+renamed at once; a thread removes their files, which may be many gigabytes.
 """
 
+import itertools
 import os
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
-from hybridrl.checkpoint import latest
-from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.leftovers import finish_deletions, restore_replaced, steps_in
-from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.names import REMOVED, checkpoints_folder, hidden_name, step_name
-from hybridrl.checkpoint.reading import UnreadableFile
+from hybridrl.checkpoint.commit import finish_deletions, restore_replaced
+from hybridrl.checkpoint.files import UnreadableFile, exists, sync_folder
+from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
+from hybridrl.checkpoint.names import (
+    DAMAGED,
+    REMOVED,
+    SUPERSEDED,
+    checkpoints_folder,
+    hidden_name,
+    step_name,
+    steps_in,
+)
 from hybridrl.checkpoint.verification import verify
 
 
 def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1) -> list[Path]:
-    """Take the names of the checkpoints of a run that nobody asked to keep.
+    """Rename checkpoints that need not stay; `Removal` deletes them.
 
-    A checkpoint whose manifest is damaged or cannot be read, or whose files lack or have another
-    size, neither counts nor goes. Deletion is this rename, and then a removal (`Removal`,
-    `finish_deletions`): no half of one is ever found.
+    A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
 
     Args:
         run_dir: the run's directory.
-        keep_last: how many of the newest stay; 0 keeps all.
-        best: a metric by which the best stay, too, larger is better; "-name" if smaller is. Ties
-            go to the newer one; checkpoints without that metric do not compete.
-        keep_best: how many of the best stay.
+        keep_last: number of newest ones that stay; 0 keeps all.
+        best: metric by which the best stay, too, larger is better; "-name" if smaller is. Of ties
+            the newer wins; checkpoints without the metric do not compete.
+        keep_best: number of best ones that stay.
 
     Returns:
-        The folders that are gone by these names, oldest first.
+        The folders that no longer exist, oldest first.
 
     Raises:
-        OSError: the folder cannot be read, or something not be renamed; what stays is whole.
+        OSError: the folder cannot be read, or a rename failed; remaining checkpoints are intact.
     """
     assert keep_last >= 0 and keep_best >= 0, (keep_last, keep_best)
     folder = checkpoints_folder(run_dir)
@@ -47,16 +53,16 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int
     kept = set(sorted(complete)[-keep_last:])
     if best is not None:
         kept.update(best_steps(complete, best)[:keep_best])
-    gone = sorted(complete.keys() - kept - {latest.named_step(folder)})
+    gone = sorted(complete.keys() - kept)
     for step in gone:
         os.rename(folder / step_name(step), folder / hidden_name(step, REMOVED))
     return [folder / step_name(step) for step in gone]
 
 
 class Removal:
-    """Removes from the disk, in a thread, what `prune` has taken the names of.
+    """Background deletion of pruned checkpoints.
 
-    A process that ends meanwhile does not wait for it: whoever saves there next ends it.
+    If the process ends meanwhile, the next one to save there finishes it.
 
     Args:
         run_dir: the run's directory.
@@ -67,17 +73,16 @@ class Removal:
         self._ended: Future[None] | None = None
 
     def begin(self) -> None:
-        """Begin to remove; the one before has been waited for."""
+        """Start the deletion; the one before has been waited for."""
         assert self._ended is None or self._ended.done(), "one removal at a time"
-        ended: Future[None] = Future()
-        self._ended = ended
-        Thread(target=self._run, args=(ended,), name="removal", daemon=True).start()
+        self._ended = Future()
+        Thread(target=self._run, args=(self._ended,), name="removal", daemon=True).start()
 
     def failure(self, *, wait: bool) -> OSError | None:
-        """Why it has failed, once; None: it has not, or it is not at its end yet.
+        """Return the error of a finished deletion, once; None without one or while it runs.
 
         Args:
-            wait: until it is.
+            wait: for its end.
         """
         if self._ended is None or not (wait or self._ended.done()):
             return None
@@ -91,14 +96,14 @@ class Removal:
     def _run(self, ended: Future[None]) -> None:
         try:
             finish_deletions(self._folder)
-        except BaseException as error:  # is raised or told where it is waited for
+        except BaseException as error:  # raised or returned by `failure`
             ended.set_exception(error)
         else:
             ended.set_result(None)
 
 
 def best_steps(manifests: dict[int, Manifest], metric: str) -> list[int]:
-    """Steps of the checkpoints that have a metric, best first; see `prune`."""
+    """Sort the steps of checkpoints that have a metric, best first; see `prune`."""
     name = metric.removeprefix("-")
     sign = -1.0 if metric.startswith("-") else 1.0
     scores = []
@@ -107,6 +112,45 @@ def best_steps(manifests: dict[int, Manifest], metric: str) -> list[int]:
         if value is not None:
             scores.append((sign * value, step))
     return [step for _, step in sorted(scores, reverse=True)]
+
+
+def quarantine(run_dir: Path, found: Found) -> list[Path]:
+    """Quarantine checkpoints that the resumed run will not descend from.
+
+    These are the damaged ones in `found` (damaged_step_...) and all of later steps
+    (superseded_step_...). They are kept, but no resume finds them and later saves reuse the steps.
+
+    Args:
+        run_dir: directory of the resumed run.
+        found: the checkpoint it resumes from, of this run or another one.
+
+    Returns:
+        The folders under their new names.
+
+    Raises:
+        OSError: a rename failed.
+    """
+    folder = checkpoints_folder(run_dir)
+    damaged = {error.folder.resolve() for error in found.damaged}
+    moved = []
+    for step in steps_in(folder):
+        one = folder / step_name(step)
+        is_damaged = one.resolve() in damaged
+        if is_damaged or step > found.manifest.step:
+            moved.append(_rename(one, DAMAGED if is_damaged else SUPERSEDED))
+    if moved:
+        sync_folder(folder)
+        restore_replaced(folder)
+    return moved
+
+
+def _rename(folder: Path, prefix: str) -> Path:
+    """Rename a folder to the first free name."""
+    name = prefix + folder.name
+    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
+    new = next(path for path in map(folder.with_name, names) if not exists(path))
+    os.rename(folder, new)
+    return new
 
 
 def _complete(folder: Path) -> dict[int, Manifest]:

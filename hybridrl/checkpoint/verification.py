@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Sizes first, which is fast, then checksums."""
+"""Verification of checkpoints against their manifests: sizes first, then checksums."""
 
 import hashlib
 import os
@@ -9,42 +9,41 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.files import names_in, retried
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
-from hybridrl.checkpoint.reading import names_in, patiently
 
-# Hashing takes a core per file; a disk is busy with fewer readers than a machine has cores.
+# Hashing needs a core per file; few readers saturate a disk.
 _READERS = 8
 _BLOCK = 2**20  # bytes
-# Seconds between two looks at how far the readers are.
+# Seconds between two progress updates.
 _LOOK_S = 0.2
 
-# Gets a checkpoint's folder, the bytes of it that have been read and those that it has, several
-# times a second while its files are read. What it raises ends the reading.
+# Progress callback: (checkpoint's folder, bytes read, bytes in all), several times a second. An
+# exception from it ends the verification.
 Watch = Callable[[Path, int, int], None]
 
 
-# Gets a checkpoint's folder, its files and the watch; returns the names of those that others have
-# read and found as they were written. What is not among them is read here.
+# Remote verification: (checkpoint's folder, its files, watch) -> names of the files that other
+# nodes found intact. The rest is read here.
 Confirm = Callable[[Path, Mapping[str, FileRecord], Watch], set[str]]
 
 
 def unconfirmed(folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
-    """Confirm no file: nobody helps with the reading."""
+    """Confirm no file: all are read here."""
     return set()
 
 
 def unwatched(folder: Path, read: int, size: int) -> None:
-    """A watch that lets the reading go on."""
+    """Ignore progress."""
 
 
 def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileRecord:
-    """Size and SHA-256 of a file; to be called by the process that wrote it.
+    """Compute size and SHA-256 of a file.
 
     Args:
         path: of the file.
-        note: gets the bytes of each block that was read; what it raises ends the reading.
+        note: called with the size of each block read; an exception from it ends the reading.
 
     Raises:
         OSError: it cannot be read.
@@ -59,10 +58,10 @@ def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileReco
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-    """Hash files in several threads; those that cannot be read are left out.
+    """Hash files in several threads; unreadable ones are left out.
 
     Args:
-        folder: of the checkpoint, which another process may be verifying.
+        folder: of the checkpoint.
         names: of files in it.
     """
 
@@ -84,20 +83,20 @@ def verify(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> Manifest:
-    """The manifest of a checkpoint whose files are all as it says.
+    """Verify a checkpoint; return its manifest.
 
-    A file in state/ that the manifest does not list is damage, for whoever loads the state reads
-    all that is there; elsewhere it is left alone. Links and devices are damage anywhere.
+    An unlisted file in state/ is damage, because loading reads all files there. Links and devices
+    are damage anywhere.
 
     Args:
         folder: of the checkpoint.
-        checksums: read every file; without, only names and sizes are compared.
-        watch: told how far the reading is, by the thread that calls this.
-        confirm: reads files elsewhere.
+        checksums: read every file; else only names and sizes are compared.
+        watch: progress callback, called from this thread.
+        confirm: verifies files on other nodes.
 
     Raises:
-        DamagedCheckpoint: the first file at fault.
-        UnreadableFile: the disk fails, for seconds; whether the checkpoint is whole is not known.
+        DamagedCheckpoint: the first damaged file.
+        UnreadableFile: a file cannot be read, so it is unknown if the checkpoint is intact.
     """
     manifest = manifests.read(folder)
     _check_step(folder, manifest)
@@ -136,12 +135,12 @@ def _missing(folder: Path, name: str, record: FileRecord) -> DamagedCheckpoint:
 
 
 def _lstat(folder: Path, name: str) -> os.stat_result | None:
-    """What is at a path in the folder, or the first link on the way to it."""
+    """Stat a path in the folder, or the first link on the way to it."""
     path, facts = folder, None
     for part in PurePosixPath(name).parts:
         path /= part
         try:
-            facts = patiently(os.lstat, path)
+            facts = retried(os.lstat, path)
         except FileNotFoundError:
             return None
         if stat.S_ISLNK(facts.st_mode):
@@ -167,11 +166,11 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
 
 
 class _Stopped(Exception):
-    """Nobody waits for the reader any more."""
+    """The reader was stopped."""
 
 
 class _Readers:
-    """What the readers of a checkpoint's files share."""
+    """Shared state of the reader threads: bytes read, and a stop flag."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -179,7 +178,7 @@ class _Readers:
         self._stopped = threading.Event()
 
     def digest(self, path: Path) -> FileRecord:
-        """Size and SHA-256 of a file, all of whose bytes are counted, or none."""
+        """Compute size and SHA-256 of a file; after a failure its bytes do not count."""
         read = 0
 
         def note(count: int) -> None:
@@ -196,12 +195,12 @@ class _Readers:
             raise
 
     def wait(self, seconds: float) -> None:
-        """Let time go by, unless all are to stop."""
+        """Wait, or raise if the readers were stopped."""
         if self._stopped.wait(seconds):
             raise _Stopped
 
     def stop(self) -> None:
-        """Have every reader end after its block."""
+        """Stop every reader after its current block."""
         self._stopped.set()
 
     def _count(self, count: int) -> None:
@@ -210,9 +209,9 @@ class _Readers:
 
 
 def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: set[str]) -> None:
-    """Read and hash the other files in threads; an exception that comes meanwhile ends these, too.
+    """Read and hash the unconfirmed files in threads; an exception stops them.
 
-    A file that another node reads as damaged is read here: that node may see another disk.
+    A file that is damaged on another node is read here, because that node may see another disk.
     """
     readers, names = _Readers(), sorted(manifest.files.keys() - confirmed)
     readers.bytes_read = sum(manifest.files[name].size for name in confirmed)
@@ -232,7 +231,7 @@ def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: se
 def _check(folder: Path, name: str, manifest: Manifest, readers: _Readers) -> None:
     expected = manifest.files[name]
     try:
-        found = patiently(readers.digest, folder / name, readers.wait)
+        found = retried(readers.digest, folder / name, readers.wait)
     except FileNotFoundError as error:
         raise _missing(folder, name, expected) from error
     if found.sha256 != expected.sha256:

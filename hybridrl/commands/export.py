@@ -119,7 +119,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     # What is wrong with the paths is said before these imports of seconds.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
     from hybridrl.distributed.storage.stored_policy import StoredPolicy
-    from hybridrl.trainer.tracking.manifest import versions
+    from hybridrl.trainer.tracking.provenance import versions
 
     config = found.manifest.config
     model, lora = _model(config, base), _lora(config)

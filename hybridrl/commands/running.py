@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.app.process import EXIT_CONFIG, exit_codes, set_up_process
-from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models.file_hashes import without_weights
 from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
-from hybridrl.trainer.checkpointing.verifying import Verifying
+from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
 
 class UsageError(ConfigError):
@@ -105,7 +105,7 @@ def while_it_stays(folder: Path) -> Iterator[None]:
 
 
 def _look(path: Path) -> Found:
-    watch = Verifying(lambda line: sys.stderr.write(f"{line}\n"))
+    watch = VerificationProgress(lambda line: sys.stderr.write(f"{line}\n"))
     if not path.expanduser().exists():
         return named(path, key="PATH")  # raises, and says what was expected
     with while_it_stays(path.expanduser()):

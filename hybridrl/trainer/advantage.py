@@ -1,4 +1,4 @@
-"""From rewards to advantages by the estimator that the config names."""
+"""Advantages from rewards, by the estimator of the config."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,15 +13,15 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks
 from hybridrl.data.ragged import Ragged
 
-# A block that every batch fits into.
+# A block size above that of any batch.
 WHOLE = 2**62
 
 
 class AdvantageEstimator:
-    """Calls the function that `algorithm.advantage` names with what it takes.
+    """Advantage estimator that `algorithm.advantage` names.
 
-    A function that is marked as group-wise is called on blocks of the batch
-    (algorithms/advantages.py), any other on all of it, padded.
+    A group-wise function (algorithms/advantages.py) runs on blocks of the batch. Any other
+    function runs on the whole batch, padded.
 
     Args:
         config: the algorithm section, checked.
@@ -40,17 +40,16 @@ class AdvantageEstimator:
         self._whiten = config.whiten_advantages or self._function is not function
 
     def estimate(self, batch: RolloutBatch, rewards: Ragged) -> dict[str, Ragged]:
-        """`advantages` and, of estimators with a critic, `returns` of a scored batch.
+        """Estimate `advantages` and, with a critic, `returns`.
 
-        Whitening is over the tokens that count in the policy loss; where none does, advantages
-        stay as they are.
+        Advantages are whitened over the tokens that count in the policy loss, if there are any.
 
         Args:
-            batch: with its loss mask, and with values if the estimator takes them.
+            batch: with its loss mask, and with values if the estimator needs them.
             rewards: per token, after the KL penalty.
 
         Raises:
-            ValueError: the estimator refuses its input, or an advantage is NaN or infinite.
+            ValueError: the estimator rejects its input, or an advantage is NaN or infinite.
         """
         blocks = PaddedBlocks(
             batch.responses.lengths,
@@ -85,7 +84,7 @@ class AdvantageEstimator:
 
 
 def _input(name: str, batch: RolloutBatch, rewards: Ragged) -> Ragged | Tensor:
-    """One of TENSORS: of tokens, or of responses [B]."""
+    """Return one of TENSORS: of tokens, or of responses [B]."""
     if name == "rewards":
         return rewards
     found = batch.counted if name == "loss_mask" else vars(batch)[name]
@@ -94,7 +93,7 @@ def _input(name: str, batch: RolloutBatch, rewards: Ragged) -> Ragged | Tensor:
 
 
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
-    """Raise a ValueError that says where if a field is NaN or infinite where `mask` is true."""
+    """Raise a ValueError if a field is NaN or infinite on the mask; it names the place."""
     for name, field in fields.items():
         if isinstance(field, Ragged) and not bool(field.values.sum().isfinite()):
             check_finite(function, mask.pad(False), **{name: field.pad(0.0)})

@@ -1,11 +1,7 @@
-"""Rewards of greedy responses, with which ReMax compares sampled ones; or nothing.
-
-Chosen once from config; the loop calls the same methods whichever it is.
-"""
+"""Baseline of ReMax: rewards of greedy responses; a null object for other estimators."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,52 +9,40 @@ from torch import Tensor
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import Generate, Rollout
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge
+from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.sampling import request_for
 
 
-class Baseline(Protocol):
-    """What an outcome is compared with, beside other outcomes."""
-
-    def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Called while vLLM is awake, with the prompt of each response."""
-        ...
-
-    def rewards(self) -> Tensor | None:
-        """[B] float32: of each response's prompt; called after `generate`."""
-        ...
-
-
 class NoBaseline:
-    """The advantage estimator takes none."""
+    """Null object for estimators without a baseline."""
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Nothing is generated."""
+        """Generate nothing."""
 
     def rewards(self) -> None:
-        """None."""
+        """Return None."""
 
 
 class GreedyBaseline:
-    """The outcome of the greedy response to each prompt.
+    """Reward of the greedy response to each prompt.
 
     Args:
         config: the run.
-        generate: decodes responses.
-        judge: scores them.
+        generate: samples responses.
+        rewards: scores them.
 
     Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
     """
 
-    def __init__(self, config: RunConfig, generate: Generate, judge: Judge) -> None:
+    def __init__(self, config: RunConfig, generate: Generate, rewards: RewardSource) -> None:
         self._config = config
         self._generate = generate
-        self._judge = judge
+        self._rewards = rewards
         self._rollout: Rollout | None = None
         self._prompts: list[Prompt] = []
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Decode one response greedily to each prompt."""
+        """Decode one response greedily to each prompt, while vLLM is awake."""
         each = self._config.rollout.responses_per_prompt
         self._prompts = list(prompts[::each])
         request = request_for(self._config, self._prompts, step)
@@ -66,8 +50,11 @@ class GreedyBaseline:
         self._rollout = self._generate(greedy)
 
     def rewards(self) -> Tensor:
-        """[B] the greedy responses' scores, each for all responses to its prompt."""
+        """Return the greedy response's score for each response to its prompt, [B]."""
         assert self._rollout is not None, "nothing was generated"
-        rewarded = self._judge.score(self._prompts, self._rollout.batch)
+        rewarded = self._rewards.score(self._prompts, self._rollout.batch)
         each = self._config.rollout.responses_per_prompt
         return torch.tensor(rewarded.scores).repeat_interleave(each)
+
+
+Baseline = NoBaseline | GreedyBaseline

@@ -1,5 +1,5 @@
-"""Errors that tell their whole story themselves: no traceback adds to them."""
+"""Errors that are shown without a traceback."""
 
 
 class RunStopped(RuntimeError):
-    """A run ends itself, because going on would be worth nothing."""
+    """The run cannot learn any more and ends itself."""

@@ -1,70 +1,49 @@
-"""Held-out accuracy: one response to each held-out problem, judged by every rule."""
+"""Held-out accuracy: one response to each held-out problem, scored by every rule."""
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any, Protocol
 
 import torch
 
 from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge, Rewarded
+from hybridrl.rewards.scorer import RewardScorer, ScoreResult
+from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
 # The normal distribution has 95 % of its mass within so many standard deviations.
 Z95 = 1.96
 
-Item = tuple[str, str, dict[str, Any]]
-
-
-class Scored(Protocol):
-    """What a scorer answers."""
-
-    @property
-    def scores(self) -> Sequence[float]:
-        """One score per item."""
-        ...
-
-    @property
-    def failures(self) -> Sequence[object]:
-        """The items that could not be judged."""
-        ...
-
-
-class Scorer(Protocol):
-    """Judges (prompt, response, example) items."""
-
-    def score(self, items: Sequence[Item]) -> Scored:
-        """One score per item, in order."""
-        ...
+# Scores of responses, with their failures.
+Scored = Rewarded | ScoreResult
 
 
 class Evaluator:
-    """Measures the weights that generation uses on the held-out problems.
+    """Evaluation of the weights that generation uses, on the held-out problems.
 
     Args:
         prompts: the held-out problems.
-        judge: scores as in training; gives eval/accuracy.
-        rules: more rules by which the same responses are judged; give eval/accuracy_<name>.
+        rewards: scores as in training; gives eval/accuracy.
+        rules: further rules for the same responses; give eval/accuracy_<name>.
         temperature, top_p: as in training.
-        greedy: whether to decode greedily, too; gives eval/accuracy_greedy.
+        greedy: also decode greedily; gives eval/accuracy_greedy.
     """
 
     def __init__(
         self,
         prompts: list[Prompt],
-        judge: Judge,
-        rules: Mapping[str, Scorer],
+        rewards: RewardSource,
+        rules: Mapping[str, RewardScorer],
         *,
         temperature: float,
         top_p: float,
         greedy: bool,
     ) -> None:
         self._prompts = prompts
-        self._judge = judge
+        self._rewards = rewards
         self._rules = {f"_{name}": rule for name, rule in rules.items()}
         self._temperature = temperature
         self._top_p = top_p
@@ -74,16 +53,16 @@ class Evaluator:
         self.last_accuracy = math.nan
 
     def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
-        """Metrics of the held-out responses at `step`; accuracies are mean scores.
+        """Compute metrics of the held-out responses at `step`; accuracies are mean scores.
 
         Returns:
             eval/accuracy and eval/accuracy_<rule> of responses sampled as in training,
             eval/accuracy_<group> and eval/accuracy_<group>_<rule> on the problems of each tag,
             eval/accuracy_greedy and eval/accuracy_greedy_<rule> if asked for,
-            eval/ci95, eval/ci95_<rule> and eval/ci95_greedy...: how far the true accuracy on all
-            problems may lie from the measured one, at 95 % (half the width of the interval),
+            eval/ci95, eval/ci95_<rule> and eval/ci95_greedy...: half-width of the 95 % confidence
+            interval of the accuracy on all problems,
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
-            eval/failed: judgements that raised or hung, over all rules.
+            eval/failed: scores that raised or hung, over all rules.
         """
         batch = generate(self._request(step, self._temperature, self._top_p)).batch
         self._failed = 0
@@ -109,8 +88,8 @@ class Evaluator:
         return request_of(self._prompts, step, temperature=temperature, top_p=top_p)
 
     def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
-        """Scores of the responses by each rule, under the rule's suffix; training's has none."""
-        _, results = judged(self._judge, self._rules, self._prompts, batch)
+        """Score the responses by each rule; keys are suffixes, "" for the training reward."""
+        _, results = score_by_rules(self._rewards, self._rules, self._prompts, batch)
         self._failed += sum(len(result.failures) for result in results.values())
         return {suffix: result.scores for suffix, result in results.items()}
 
@@ -124,14 +103,14 @@ def request_of(
     samples: int = 1,
     first_sample: int = 0,
 ) -> PromptBatch:
-    """The request for responses to held-out problems; its seeds are those of the same samples.
+    """Build the request for responses to held-out problems.
 
     Args:
         prompts: the problems.
         step: of the evaluated weights.
         temperature, top_p: how to sample; temperature 0 decodes greedily.
         samples: of each problem.
-        first_sample: how many samples of each problem there are already.
+        first_sample: samples of each problem that exist already; seeds derive from it.
     """
     return PromptBatch(
         prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
@@ -144,18 +123,21 @@ def request_of(
     )
 
 
-def judged(
-    judge: Judge, rules: Mapping[str, Scorer], prompts: list[Prompt], batch: RolloutBatch
+def score_by_rules(
+    rewards: RewardSource,
+    rules: Mapping[str, RewardScorer],
+    prompts: list[Prompt],
+    batch: RolloutBatch,
 ) -> tuple[Rewarded, dict[str, Scored]]:
-    """Responses as text, and what each rule says of them; training's has the name "".
+    """Decode responses and score them by each rule; the training reward has the name "".
 
     Args:
-        judge: scores as in training.
+        rewards: scores as in training.
         rules: by name.
         prompts: prompts[b] belongs to response b.
         batch: the responses.
     """
-    rewarded = judge.score(prompts, batch)
+    rewarded = rewards.score(prompts, batch)
     items = [
         (prompt.text, text, prompt.example)
         for prompt, text in zip(prompts, rewarded.texts, strict=True)
@@ -165,10 +147,10 @@ def judged(
 
 
 def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int]]:
-    """Indices of the prompts that share a tag's value, by the group's name in metrics.
+    """Group prompt indices by tag value; keys are the groups' names in metrics.
 
-    The name is the value ("unseen"), or tag and value where that would be no word of its own
-    ("steps_2") or is taken. Tags with one value or more than MAX_TAG_VALUES make no groups.
+    The name is the value ("unseen"), or tag and value ("steps_2") if the value is no identifier
+    or is taken. Tags with one value or more than MAX_TAG_VALUES make no groups.
     """
     groups: dict[str, list[int]] = {}
     for tag in sorted({tag for prompt in prompts for tag in prompt.tags}):
@@ -185,11 +167,11 @@ def tag_groups(prompts: Sequence[Prompt], taken: set[str]) -> dict[str, list[int
 
 
 def half_width(scores: Sequence[float]) -> float:
-    """How far the 95 % confidence interval of a mean reaches to its farther side.
+    """Compute the half-width of a mean's 95 % confidence interval, on its farther side.
 
-    Of scores that are 0 or 1 the interval is Wilson's (1927), which has a width where all problems
-    failed, too: 0 of 500 are 0 +- 0.0076. Of others it is 1.96 standard errors, too narrow with
-    few problems.
+    For scores of 0 or 1 the interval is Wilson's (1927), which has a width even if all problems
+    fail: 0 of 500 are 0 +- 0.0076. For others it is 1.96 standard errors, too narrow with few
+    problems.
     """
     count, mean = len(scores), fmean(scores)
     if any(score not in (0.0, 1.0) for score in scores):

@@ -1,7 +1,7 @@
-"""What the policy loss reads beside log-probs and advantages, decided for the whole step at once.
+"""Further inputs of the policy loss, computed for the whole step at once.
 
-loss_weights: importance weights against the sampler's mismatch; selected: the tokens that a loss
-treats in a way of its own.
+loss_weights: importance weights against the sampler's mismatch; selected: tokens that the loss
+treats differently.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from hybridrl.data.seeds import derive_seed
 Part = Callable[[RolloutBatch, int], tuple[dict[str, Ragged], dict[str, float]]]
 
 
-class LossFields:
-    """Computes the fields that the run's policy loss asks for.
+class LossInputs:
+    """Fields that the run's policy loss needs, beside log-probs and advantages.
 
     Args:
         config: the algorithm section, checked.
@@ -52,7 +52,7 @@ class LossFields:
             self._parts.append(Selection(select, settings, seed))
 
     def of_step(self, batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
-        """Fields to add to a batch with advantages, and metrics.
+        """Compute fields to add to the batch, and metrics.
 
         Args:
             batch: with rollout_log_probs, old_log_probs and advantages.
@@ -69,7 +69,7 @@ class LossFields:
 
 
 def mismatch(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
-    """No field; how far the trainer's policy is from the sampler's."""
+    """Compute metrics of the mismatch between trainer and sampler; no field."""
     assert batch.old_log_probs is not None
     fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
     chunks = row_chunks(batch.responses.lengths, *(field.values for field in fields))
@@ -79,7 +79,7 @@ def mismatch(batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[st
 
 
 class Correction:
-    """loss_weights from importance ratios of trainer over sampler.
+    """Importance weights of trainer over sampler (loss_weights).
 
     Args:
         config: method, level and band.
@@ -91,7 +91,7 @@ class Correction:
     def __call__(
         self, batch: RolloutBatch, step: int
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
-        """The weights; their mean, and the share of tokens whose ratio was cut or left out."""
+        """Compute weights, their mean, and the share of clipped or masked tokens."""
         config, blocks = self._config, PaddedBlocks(batch.responses.lengths)
         weights, num_cut = [], 0
         assert batch.old_log_probs is not None
@@ -111,7 +111,7 @@ class Correction:
 
 
 class Selection:
-    """selected, by the covariance of log-probability and advantage.
+    """Tokens selected by the covariance of log-probability and advantage.
 
     Args:
         select: (covariances [N], mask [N], settings) -> bool [N].
@@ -129,7 +129,7 @@ class Selection:
     def __call__(
         self, batch: RolloutBatch, step: int
     ) -> tuple[dict[str, Ragged], dict[str, float]]:
-        """The step's selected tokens, of those that count; a function of run seed and step."""
+        """Select tokens among those that count; deterministic in run seed and step."""
         assert batch.old_log_probs is not None and batch.advantages is not None
         mask = batch.counted.values
         if not bool(mask.any()):

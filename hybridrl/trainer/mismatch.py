@@ -1,4 +1,4 @@
-"""Does vLLM sample from the weights that are trained? Compared on every step's tokens."""
+"""Mismatch of vLLM and trainer: log-probs of the sampled tokens, compared in every step."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hybridrl.data.blocks import in_chunks
 
 
 class RolloutMismatch(RuntimeError):
-    """vLLM and the trainer disagree on the log-probs of the sampled tokens: weights are stale."""
+    """Log-probs of vLLM and of the trainer differ on the sampled tokens: stale weights."""
 
 
 def check_rollout_log_probs(
@@ -52,8 +52,8 @@ def check_rollout_log_probs(
         raise RolloutMismatch(
             f"rollout_log_probs and old_log_probs differ by more than trainer.max_log_prob_diff = "
             f"{limit:g} on {len(wrong)} of {len(means)} rollout engines:{found}\n"
-            f"There vLLM (weight version {versions}) does not sample from the actor's weights: "
-            "training on would learn from noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
+            f"vLLM (weight version {versions}) does not sample from the actor's weights: the run "
+            "would train on noise. (Between bfloat16 kernels 0.02 to 0.05 is usual.)"
         )
     return {
         "rollout/log_prob_diff_mean": float(masked_mean(difference, mask)),
@@ -63,7 +63,7 @@ def check_rollout_log_probs(
 
 
 def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]:
-    """The mean over the sampled tokens of each engine that sampled any, by its index."""
+    """Compute the mean over the sampled tokens of each engine, by its index."""
     assert batch.engine is not None
     mask = batch.response_mask.values
     sampled = difference if bool(mask.all()) else difference.masked_fill(~mask, 0.0)
@@ -74,14 +74,14 @@ def _mean_by_engine(batch: RolloutBatch, difference: Tensor) -> dict[int, float]
 
 
 def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | None]:
-    """Share of what adapters have learned that the log-probs of vLLM show.
+    """Compute the share of the adapters' effect that appears in the log-probs of vLLM.
 
-    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the sampled tokens, where ref is the
-    model without adapters: 1 where vLLM samples with the trainer's adapters, 0 where it samples
-    with none. While the policy has moved less than kernels round, it lies between 0.5 and 1.
+    sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the sampled tokens; ref is the model
+    without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it samples
+    without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
 
     Args:
-        batch: responses with old_log_probs; and ref_log_probs, unless the run has no reference.
+        batch: responses with old_log_probs, and ref_log_probs if the run has a reference.
         top_p: what vLLM sampled from.
 
     Returns:
@@ -99,10 +99,10 @@ def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | Non
 
 
 def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
-    """How far the log-probs of sampled tokens disagree, [N] float32, nats, >= 0.
+    """Compute the difference of log-probs of sampled tokens, [N] float32, nats, >= 0.
 
-    Sampling from a nucleus raises the log-prob of what it keeps by up to -log(top_p), which is no
-    disagreement: only what lies outside of [trained, trained - log(top_p)] counts.
+    Nucleus sampling raises the log-prob of kept tokens by up to -log(top_p). Only the distance
+    from [trained, trained - log(top_p)] counts.
 
     Args:
         rollout: [N] log-probs as vLLM reported them, of the distribution it sampled from.
@@ -113,6 +113,6 @@ def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tenso
 
 
 def _outside_nucleus(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
-    """`log_prob_difference` with its sign."""
+    """Compute `log_prob_difference` with its sign."""
     raised = rollout - trained
     return raised.sub_(raised.clamp(0.0, -math.log(top_p)))

@@ -1,13 +1,13 @@
-"""PPO as data flows through it.
+"""PPO training loop, in the order of its phases.
 
     reshard     actor FSDP shards -> vLLM TP slices, in place
     rollout     prompts -> responses, rollout_log_probs
-    score       old_log_probs, ref_log_probs, values, model scores; meanwhile rewards -> scores
+    forward     old_log_probs, ref_log_probs, values, model scores; meanwhile rewards -> scores
     advantage   rewards -> advantages, returns
     update      critic and actor, packed micro-batches
     log, evaluate, checkpoint
 
-The trainer runs in the driver process: it holds no weights and calls the roles by name.
+The trainer runs in the driver process. It holds no weights and calls the worker groups.
 """
 
 import time
@@ -34,15 +34,16 @@ from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.generation import Generator
 from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.kl_control import KLControl
-from hybridrl.trainer.loss_inputs import LossFields
+from hybridrl.trainer.loss_inputs import LossInputs
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import (
-    Judge,
     Rewarded,
+    RewardSource,
     outcome_metrics,
     outcome_on_last_token,
     overlong_shaping,
@@ -59,19 +60,20 @@ from hybridrl.trainer.value_function import ValueFunction
 
 
 class PPOTrainer:
-    """Trains the actor with PPO; one short method per phase.
+    """PPO training loop; one short method per phase.
 
     Args:
         config: the run.
         workers: groups of actor and rollout.
-        kl: the reference's part, or its null object.
-        value_function: the critic's part, or its null object.
+        kl: KL penalty against the reference, or its null object.
+        value_function: the critic, or its null object.
         prompts: training prompts, in order.
-        judge: where rewards come from.
+        generator: samples responses.
+        rewards: scores finished responses.
         evaluator: held-out accuracy.
-        checkpoints: what is kept to go on from.
-        preemption: whether the run is asked to end.
-        reporter: what the user sees and keeps.
+        checkpoints: writes and loads checkpoints.
+        preemption: requests to end the run (signals).
+        reporter: console, trackers and files.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class PPOTrainer:
         kl: KLControl,
         value_function: ValueFunction,
         prompts: PromptSource,
-        judge: Judge,
+        generator: Generator,
+        rewards: RewardSource,
         evaluator: Evaluator,
         checkpoints: Checkpointer,
         preemption: Preemption,
@@ -92,14 +95,14 @@ class PPOTrainer:
         self.kl = kl
         self.value_function = value_function
         self.estimator = AdvantageEstimator(config.algorithm)
-        self.loss_fields = LossFields(config.algorithm, config.seed)
-        self.rewarding = judge
+        self.loss_inputs = LossInputs(config.algorithm, config.seed)
+        self.generator = generator
+        self.rewards = rewards
         self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
-        self.answer = judge.in_turns(self.engine.generate)
-        self.sampling = sampling_for(config, prompts.take, self._generate, judge)
+        self.sampling = sampling_for(config, prompts.take, self.generate, rewards)
         self.baseline: Baseline = NoBaseline()
         if estimator_of(config.algorithm.advantage).needs_greedy_responses:
-            self.baseline = GreedyBaseline(config, self._generate, judge)
+            self.baseline = GreedyBaseline(config, self.generate, rewards)
         self.reward_model = reward_model_for(config, workers)
         self.overlong = overlong_shaping(config)
         self.evaluator = evaluator
@@ -127,17 +130,17 @@ class PPOTrainer:
         """Train up to trainer.total_steps; return the final held-out accuracy.
 
         Args:
-            resume: what to go on from; None: the run begins.
+            resume: checkpoint to resume from; None: the run begins.
 
         Raises:
-            Preempted: SIGTERM or SIGHUP has come, and a checkpoint was written.
+            Preempted: SIGTERM or SIGHUP arrived, and a checkpoint was written.
             RunStopped: too many updates in a row were not finite.
         """
         last = self.config.trainer.total_steps
         if resume is None:
             self.begin()
         else:
-            self.go_on(resume)
+            self.resume(resume)
         for step in range(self.state.step + 1, last + 1):
             with self.profiler.step(step), self.phases.step():
                 self.train(step)
@@ -154,17 +157,17 @@ class PPOTrainer:
         return self.evaluator.last_accuracy
 
     def train(self, step: int) -> None:
-        """Sample and learn; the batch is gone at the end, before the next one is sampled."""
+        """Sample and train; the batch is freed before the next one is sampled."""
         self.reshard()
         sampled = self.rollout(step)
         self.pause()
-        scheduled = self.score(sampled, step)
+        scheduled = self.forward(sampled, step)
         scheduled = self.advantage(scheduled, step)
         self.pause()
         self.update(scheduled, step)
 
     def begin(self) -> None:
-        """Evaluate the model as it is."""
+        """Evaluate the initial model."""
         with self.phases.step():
             self.reshard()
             self.evaluate(step=0)
@@ -172,8 +175,8 @@ class PPOTrainer:
         self.state.commit(step=0)
         self.checkpoints.step_ended()
 
-    def go_on(self, resume: Resume) -> None:
-        """Be as the run was when the checkpoint was taken; its metrics have been told."""
+    def resume(self, resume: Resume) -> None:
+        """Restore the state of a checkpoint, whose metrics were already reported."""
         for note in self.checkpoints.load(resume.found):
             self.reporter.warn(note)
         with self.phases.section("reshard"):
@@ -182,24 +185,24 @@ class PPOTrainer:
         self.checkpoints.load_generators()
 
     def pause(self) -> None:
-        """Between phases: commit a checkpoint that is written; end here if the run is asked to.
+        """Commit a written checkpoint; end the run here if a signal has arrived.
 
-        Until the update, weights and moments are those of the step before.
+        Until the update, weights and optimizer state are those of the step before.
         """
         self.checkpoints.poll()
         if self.preemption.is_asked:
-            self.engine.make_room_for_moments()
-            checkpoint = self.checkpoints.leave(self.state.finished())
+            self.engine.make_room_for_optimizer()
+            checkpoint = self.checkpoints.save_now(self.state.finished())
             raise Preempted(self.preemption.asked_by[0], checkpoint)
 
     def reshard(self) -> None:
-        """Bring vLLM's weights up to the actor's, unless they are."""
+        """Copy the actor's weights to vLLM, unless it holds them."""
         if not self.engine.is_current:
             with self.phases.section("reshard"):
                 self.metrics |= self.engine.reshard()
 
     def rollout(self, step: int) -> Sampled:
-        """Sample responses to the next prompts; then vLLM gives back what rollout.sleep names."""
+        """Sample responses to the next prompts; then put vLLM to sleep."""
         with self.phases.section("rollout"):
             sampled = self.sampling.sample(step)
             self.baseline.generate(sampled.prompts, step)
@@ -215,10 +218,17 @@ class PPOTrainer:
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
+    def generate(self, prompts: PromptBatch) -> Rollout:
+        """Generate responses, dealt to engines by the lengths that earlier ones had."""
+        rollout = self.generator.generate(self.state.lengths.expect(prompts))
+        assert (rollout.batch.weight_version == self.engine.weight_version).all(), "stale weights"
+        self.state.lengths.learn(rollout.batch)
+        return rollout
+
     def reward(self, sampled: Sampled) -> tuple[Rewarded, Tensor | None]:
-        """What the reward function says of the responses and, where asked for, of greedy ones."""
+        """Score the responses and, with a greedy baseline, the greedy ones."""
         batch, start = sampled.rollout.batch, time.perf_counter()
-        rewarded = sampled.rewarded or self.rewarding.score(sampled.prompts, batch)
+        rewarded = sampled.rewarded or self.rewards.score(sampled.prompts, batch)
         baseline = self.baseline.rewards()
         self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
@@ -226,39 +236,39 @@ class PPOTrainer:
         }
         return rewarded, baseline
 
-    def judge(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
-        """Scores of the tokens; an outcome reward stands on the last one."""
+    def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
+        """Place outcome rewards on the last tokens."""
         responses = sampled.rollout.batch.responses
         penalty = self.overlong(responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
-        self.reporter.saw_responses(step, sampled.prompts, responses, rewarded)
+        self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
         rewarded.stop_if_all_failed(step)
         return outcome_on_last_token(outcome, responses)
 
-    def score(self, sampled: Sampled, step: int) -> ScheduledBatch:
+    def forward(self, sampled: Sampled, step: int) -> ScheduledBatch:
         """Draw the mini-batches, then add old_log_probs, ref_log_probs, values and scores.
 
-        Each is computed over exactly the micro-batches of the first epoch of the update, so that
-        the policy ratio there is 1. While the workers are at it, the responses are rewarded.
+        The forward passes use the micro-batches of the first update epoch, so that the policy
+        ratio there is 1. Rewards are computed meanwhile.
         """
         calls = {
             "old_log_probs": Call(self.workers.actor, "compute_log_probs"),
-            **self.kl.scores(),
-            **self.value_function.scores(),
-            **self.reward_model.scores(),
+            **self.kl.forward_calls(),
+            **self.value_function.forward_calls(),
+            **self.reward_model.forward_calls(),
         }
         batch, seed = sampled.rollout.batch, self.config.seed
-        with self.phases.section("score"):
+        with self.phases.section("score"):  # the phase's name in metrics
             scheduled = schedule(batch, self.sizes, seed=seed, step=step)
             results = begin_together(calls, scheduled)
             rewarded, baseline = self.reward(sampled)
             outcomes = results()
             found = {name: outcome.value for name, outcome in outcomes.items()}
             rewarded, metrics = self.reward_model.added(rewarded, found)
-            scores = self.judge(sampled, rewarded, step)
-            judged = replace(batch, scores=scores, baseline_rewards=baseline)
-            scheduled = scheduled.keeping(judged).adding(**found)
+            scores = self.token_scores(sampled, rewarded, step)
+            scored = replace(batch, scores=scores, baseline_rewards=baseline)
+            scheduled = scheduled.keeping(scored).adding(**found)
         self.phases.split("score", seconds_of(outcomes))
         self.metrics |= metrics | check_rollout_log_probs(
             scheduled.batch,
@@ -272,21 +282,21 @@ class PPOTrainer:
         return scheduled
 
     def advantage(self, scheduled: ScheduledBatch, step: int) -> ScheduledBatch:
-        """Rewards after the KL penalty, then advantages, returns, and what the loss asks for."""
+        """Compute rewards with KL penalty, then advantages, returns and further loss inputs."""
         with self.phases.section("advantage"):
             rewards = self.kl.rewards(scheduled.batch)
             scheduled = scheduled.adding(**self.estimator.estimate(scheduled.batch, rewards))
-            fields, metrics = self.loss_fields.of_step(scheduled.batch, step)
+            fields, metrics = self.loss_inputs.of_step(scheduled.batch, step)
             scheduled = scheduled.adding(**fields) if fields else scheduled
         self.metrics |= metrics | self.value_function.metrics(scheduled.batch)
         return scheduled
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
-        """Optimizer steps of the critic and, after its warm-up, of the actor.
+        """Run optimizer steps of the critic and, after its warm-up, of the actor.
 
-        An adaptive KL coefficient moves last: the whole step uses one value.
+        An adaptive KL coefficient changes last, so that the whole step uses one value.
         """
-        calls = self.value_function.updates(step)
+        calls = self.value_function.update_calls(step)
         trains_policy = step > self.value_function.warmup_steps
         if trains_policy:
             arguments = (step, self.kl.loss_coef)
@@ -301,21 +311,21 @@ class PPOTrainer:
         self.metrics |= self.kl.adapt(scheduled.batch)
 
     def evaluates(self, step: int) -> bool:
-        """Whether a step ends with an evaluation; where a signal waits, only the last one does."""
+        """Return true if the step ends with an evaluation; after a signal, only the last does."""
         if step == self.config.trainer.total_steps:
             return True
         return is_due(self.config.eval.every_steps, step) and not self.preemption.is_asked
 
     def evaluate(self, step: int) -> None:
-        """Held-out accuracy of the weights that vLLM holds."""
+        """Measure the held-out accuracy of the weights that vLLM holds."""
         with self.phases.section("evaluate"):
-            self.metrics |= self.evaluator.evaluate(step, self._generate)
+            self.metrics |= self.evaluator.evaluate(step, self.generate)
 
     def checkpoint(self, step: int) -> None:
-        """Begin a checkpoint where one is due; it is written while later steps run."""
+        """Begin a checkpoint if one is due; it is written while later steps run."""
         with self.phases.section("checkpoint"):
             if is_taken := self.checkpoints.is_due(step):
-                self.engine.make_room_for_moments()
+                self.engine.make_room_for_optimizer()
             self.state.commit(step)
             self.checkpoints.step_ended()
             if is_taken:
@@ -323,7 +333,7 @@ class PPOTrainer:
         self.metrics["checkpoint/failed"] = float(self.checkpoints.failures)
 
     def log(self, step: int) -> None:
-        """Hand the step's metrics over and begin anew."""
+        """Report the step's metrics and clear them."""
         row = self.reporter.log(step, self.metrics | self.phases.metrics())
         self.checkpoints.logged(step, row)
         self.grace.look(self.phases.timeline, self.checkpoints.write_s)
@@ -333,18 +343,12 @@ class PPOTrainer:
         """Write the trained model as an ordinary HF folder."""
         if self.config.trainer.save_final_model:
             folder = self.reporter.run_dir / "final"
-            # Weights that idle on the host come back to be gathered: the engine makes room.
+            # Offloaded weights return to the GPU to be gathered: the engine makes room.
             self.engine.sleep()
             problem = self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
 
-    def _generate(self, prompts: PromptBatch) -> Rollout:
-        """Responses, dealt to engines by expected length; their lengths are learned from."""
-        rollout = self.answer(self.state.lengths.expect(prompts))
-        self.state.lengths.learn(rollout.batch)
-        return rollout
-
 
 def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
-    """How long each call took, on the rank where it took longest."""
+    """Return the seconds of each call on its slowest rank."""
     return {name: outcome.span.seconds for name, outcome in outcomes.items()}

@@ -1,77 +1,57 @@
-"""The reward model's part in a step: scores that are added to the reward function's, or nothing.
-
-Chosen once from config; the loop asks for the same things whichever it is.
-"""
+"""Reward model: scores that are added to those of the reward function; or a null object."""
 
 from dataclasses import replace
-from typing import Protocol
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import Call, WorkerGroup, Workers
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer.rewarding import Rewarded
 
-# Of the call that scores, in timings and results.
+# Name of the call in timings and results.
 SCORES = "model_scores"
 
 
-class RewardModel(Protocol):
-    """The reward model's part in a step."""
-
-    def scores(self) -> dict[str, Call]:
-        """The call that scores responses, if there is a reward model."""
-        ...
-
-    def added(
-        self, rewarded: Rewarded, found: dict[str, Ragged]
-    ) -> tuple[Rewarded, dict[str, float]]:
-        """Rewards with the model's scores in them, and what is known of these.
-
-        Args:
-            rewarded: what the reward function said.
-            found: what the workers computed, by the names of calls; the model's scores are taken
-                out of it.
-        """
-        ...
-
-
 class NoRewardModel:
-    """The reward function alone decides."""
+    """Null object for a run without a reward model."""
 
-    def scores(self) -> dict[str, Call]:
-        """No call."""
+    def forward_calls(self) -> dict[str, Call]:
+        """Return no call."""
         return {}
 
     def added(
         self, rewarded: Rewarded, found: dict[str, Ragged]
     ) -> tuple[Rewarded, dict[str, float]]:
-        """The rewards as they are."""
+        """Return the rewards unchanged."""
         return rewarded, {}
 
 
 class WeightedRewardModel:
-    """A reward model whose scores count with a weight.
+    """Reward model with a weight.
 
     Args:
         group: the worker group that holds it.
-        weight: what each score is multiplied with.
+        weight: factor of each score.
     """
 
     def __init__(self, group: WorkerGroup, weight: float) -> None:
         self._group = group
         self._weight = weight
 
-    def scores(self) -> dict[str, Call]:
-        """The call that scores responses."""
+    def forward_calls(self) -> dict[str, Call]:
+        """Return the call that scores responses."""
         return {SCORES: Call(self._group, "compute_scores")}
 
     def added(
         self, rewarded: Rewarded, found: dict[str, Ragged]
     ) -> tuple[Rewarded, dict[str, float]]:
-        """score + weight * model score of each response; reward/model_mean, unweighted.
+        """Compute score + weight * model score; reward/model_mean is unweighted.
+
+        Args:
+            rewarded: by the reward function.
+            found: results of the forward calls, by name; the model's scores are removed.
 
         Raises:
-            ValueError: the model gave a score that is NaN or infinite.
+            ValueError: a score of the model is NaN or infinite.
         """
         per_token = found.pop(SCORES)
         scores = per_token.values[per_token.lengths.cumsum(0) - 1].double()
@@ -86,8 +66,11 @@ class WeightedRewardModel:
         return replace(rewarded, scores=total), {"reward/model_mean": float(scores.mean())}
 
 
+RewardModel = NoRewardModel | WeightedRewardModel
+
+
 def reward_model_for(config: RunConfig, workers: Workers) -> RewardModel:
-    """The part that conf/reward_model asks for."""
+    """Build the reward model of conf/reward_model."""
     if workers.reward_model is None:
         return NoRewardModel()
     return WeightedRewardModel(workers.reward_model, config.reward_model.weight)

@@ -1,4 +1,4 @@
-"""From sampled tokens to scores: decode, then ask the reward processes."""
+"""Rewards of finished responses: decoded texts, scored by the reward processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.overlong import overlong_penalty
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.batch import Generate, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode
@@ -20,13 +20,13 @@ from hybridrl.trainer.errors import RunStopped
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Responses as text and what they were worth.
+    """Texts and scores of responses.
 
     Attributes:
         texts: [B] decoded responses, special tokens left out.
         scores: [B] reward before the KL penalty.
-        failures: the rewards that raised, hung or were no number.
-        parts: by name, what the scores of the responses that have such a part were made of.
+        failures: rewards that raised, hung or were no number.
+        parts: name -> that part of the score, of the responses that have it.
     """
 
     texts: list[str]
@@ -35,7 +35,7 @@ class Rewarded:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def select(self, rows: Sequence[int]) -> "Rewarded":
-        """Some of the responses, in that order; `parts` stays that of all."""
+        """Select responses; `parts` stays that of all."""
         place = {row: index for index, row in enumerate(rows)}
         return replace(
             self,
@@ -50,7 +50,7 @@ class Rewarded:
 
     @classmethod
     def concat(cls, several: Sequence["Rewarded"]) -> "Rewarded":
-        """The responses of all, one behind the other."""
+        """Concatenate responses."""
         failures, start = [], 0
         for one in several:
             failures += [replace(fail, index=start + fail.index) for fail in one.failures]
@@ -64,7 +64,7 @@ class Rewarded:
         )
 
     def stop_if_all_failed(self, step: int) -> None:
-        """Raise a RunStopped if no response of a step got a reward: nothing is learned from it."""
+        """Raise RunStopped if all rewards of a step failed."""
         if len(self.failures) < len(self.scores):
             return
         first = self.failures[0]
@@ -74,24 +74,20 @@ class Rewarded:
         )
 
     def part_metrics(self) -> dict[str, float]:
-        """reward/part_<name>: each part's mean over the responses that have it, unweighted."""
+        """Compute reward/part_<name>: unweighted means over the responses with that part."""
         return {f"reward/part_{name}": fmean(values) for name, values in self.parts.items()}
 
 
-class Judge(Protocol):
-    """Where rewards come from: a function of whole responses, or an environment."""
-
-    def in_turns(self, generate: Generate) -> Generate:
-        """How responses come about: as `generate` samples them, or in turns with somebody."""
-        ...
+class RewardSource(Protocol):
+    """Source of rewards: a function of finished responses, or their environments."""
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """The responses' texts and scores; prompts[b] belongs to response b."""
+        """Return the responses' texts and scores; prompts[b] belongs to response b."""
         ...
 
 
 def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
-    """(lengths [B]) -> what each response's reward falls by for its length, [B] <= 0.
+    """Build the penalty for overlong responses: lengths [B] -> [B] <= 0.
 
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """
@@ -105,7 +101,7 @@ def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
 
 
 def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, float]:
-    """reward/mean_<data set>: of each data set of a mixture that the step has prompts of.
+    """Compute reward/mean_<data set> for each data set of a mixture in this step.
 
     Args:
         prompts: [B] the prompt of each response.
@@ -121,12 +117,12 @@ def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, floa
 def outcome_metrics(
     prompts: Sequence[Prompt], outcome: Tensor, penalty: Tensor
 ) -> dict[str, float]:
-    """reward/mean, of data sets too, reward/std and reward/overlong_penalty.
+    """Compute reward/mean, reward/mean_<data set>, reward/std and reward/overlong_penalty.
 
     Args:
         prompts: [B] the prompt of each response.
         outcome: [B] the responses' rewards.
-        penalty: [B] <= 0, what is in them for a response's length.
+        penalty: [B] <= 0, part of the outcome, for the length.
     """
     return data_set_means(prompts, outcome) | {
         "reward/mean": float(outcome.mean()),
@@ -136,31 +132,27 @@ def outcome_metrics(
 
 
 def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
-    """Token scores that are 0 but for the last token of each response, which has its outcome."""
+    """Place each outcome on the last token of its response; other tokens score 0."""
     assert (responses.lengths > 0).all(), "a response has at least its end token"
     scores = torch.zeros(len(responses.values), dtype=torch.float32)
     scores[responses.lengths.cumsum(0) - 1] = outcomes.float()
     return responses.like(scores)
 
 
-class Rewarder:
-    """Scores responses by the run's reward function.
+class FunctionRewards:
+    """Rewards by the run's reward function.
 
     Args:
         decode: token ids of many responses -> their texts.
-        scorer: runs the reward function outside this process.
+        scorer: runs the reward function in other processes.
     """
 
     def __init__(self, decode: Decode, scorer: RewardScorer) -> None:
         self._decode = decode
         self._scorer = scorer
 
-    def in_turns(self, generate: Generate) -> Generate:
-        """Nobody answers: each response is one turn."""
-        return generate
-
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """The responses' texts and scores; prompts[b] belongs to response b."""
+        """Return the responses' texts and scores; prompts[b] belongs to response b."""
         texts = self._decode(row.tolist() for row in batch.responses.rows())
         items = [
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)

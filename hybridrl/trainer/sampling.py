@@ -1,6 +1,6 @@
-"""From the next prompts to a step's responses: sampled once, or again where nothing is learned.
+"""Sampling of a step's responses: one round, or dynamic sampling (DAPO).
 
-Chosen once from config; the loop calls `sample` whichever it is.
+The implementation is chosen once, by `sampling_for`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.rewarding import Judge, Rewarded
+from hybridrl.trainer.rewarding import Rewarded, RewardSource
 
 Take = Callable[[int], list[Prompt]]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A step's responses.
+    """Responses of a step.
 
     Attributes:
-        rollout: the responses that are trained on, those of each prompt together.
+        rollout: responses to train on, those of each prompt together.
         prompts: [B] the prompt of each response.
-        rewarded: their rewards, where sampling had to know them.
+        rewarded: their rewards, if sampling needed them.
         metrics: of the sampling.
     """
 
@@ -38,19 +38,19 @@ class Sampled:
 
 
 class Sampling(Protocol):
-    """Samples responses while vLLM is awake."""
+    """Source of a step's responses."""
 
     def sample(self, step: int) -> Sampled:
-        """data.prompts_per_step prompts and their responses."""
+        """Sample responses to data.prompts_per_step prompts, while vLLM is awake."""
         ...
 
 
 class PlainSampling:
-    """Every prompt is sampled once.
+    """Sampling in one round.
 
     Args:
         config: the run.
-        take: the next so many training prompts.
+        take: returns the next n training prompts.
         generate: samples responses.
     """
 
@@ -60,36 +60,37 @@ class PlainSampling:
         self._generate = generate
 
     def sample(self, step: int) -> Sampled:
-        """The next prompts and their responses."""
+        """Sample responses to the next prompts."""
         prompts = self._take(self._config.data.prompts_per_step)
         request = request_for(self._config, prompts, step)
         return Sampled(self._generate(request), repeated(prompts, request.responses_per_prompt))
 
 
 class DynamicSampling:
-    """Prompts whose responses all have one reward are replaced by the next ones.
+    """Dynamic sampling: prompts whose responses have equal rewards are replaced by the next.
 
-    Each round asks for exactly the prompts still missing, so that none whose responses differ is
-    thrown away. Those that do not differ after the last round fill the batch without counting in
-    the policy loss.
+    Each round samples exactly the missing prompts, so that no mixed prompt is thrown away.
+    Unmixed prompts of the last round fill the batch; they do not count in the policy loss.
 
     Args:
         config: the run.
-        take: the next so many training prompts.
+        take: returns the next n training prompts.
         generate: samples responses.
-        judge: scores them.
+        rewards: scores them.
 
     Source: Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
     """
 
-    def __init__(self, config: RunConfig, take: Take, generate: Generate, judge: Judge) -> None:
+    def __init__(
+        self, config: RunConfig, take: Take, generate: Generate, rewards: RewardSource
+    ) -> None:
         self._config = config
         self._take = take
         self._generate = generate
-        self._judge = judge
+        self._rewards = rewards
 
     def sample(self, step: int) -> Sampled:
-        """Prompts whose responses differ, as far as the rounds suffice, and their responses."""
+        """Sample mixed prompts, up to algorithm.max_sampling_rounds rounds."""
         wanted = self._config.data.prompts_per_step
         last = self._config.algorithm.max_sampling_rounds - 1
         rounds: list[_Round] = []
@@ -117,20 +118,20 @@ class DynamicSampling:
         return self._config.rollout.responses_per_prompt
 
     def _round(self, prompts: list[Prompt], step: int, index: int) -> "_Round":
-        # A prompt may come again within a step: then its samples are others.
+        # A prompt may return within a step; first_sample makes its samples differ.
         request = request_for(self._config, prompts, step, first_sample=index * self._each)
         rollout = self._generate(request)
         of_responses = repeated(prompts, self._each)
-        rewarded = self._judge.score(of_responses, rollout.batch)
+        rewarded = self._rewards.score(of_responses, rollout.batch)
         scores = torch.tensor(rewarded.scores).view(len(prompts), self._each)
         return _Round(rollout, of_responses, rewarded, (scores != scores[:, :1]).any(1))
 
 
 class WithoutTruncated:
-    """Responses that were cut off are left out of the policy loss (overlong filtering).
+    """Overlong filtering: truncated responses do not count in the policy loss.
 
     Args:
-        sampling: where responses come from.
+        sampling: source of the responses.
 
     Source: Yu et al. 2025 (DAPO), section 3.4, https://arxiv.org/abs/2503.14476
     """
@@ -139,7 +140,7 @@ class WithoutTruncated:
         self._sampling = sampling
 
     def sample(self, step: int) -> Sampled:
-        """The responses, those that were cut off without a token that counts."""
+        """Sample responses; the loss mask of truncated ones is false."""
         sampled = self._sampling.sample(step)
         batch = counting(sampled.rollout.batch, ~sampled.rollout.batch.truncated)
         return replace(sampled, rollout=replace(sampled.rollout, batch=batch))
@@ -147,11 +148,11 @@ class WithoutTruncated:
 
 @dataclass(frozen=True)
 class _Round:
-    """One round's responses.
+    """Responses of one round.
 
     Attributes:
         rollout, prompts, rewarded: as in `Sampled`.
-        is_mixed: [P] bool, whether the rewards of a prompt's responses differ.
+        is_mixed: [P] bool, rewards of the prompt's responses differ.
     """
 
     rollout: Rollout
@@ -160,7 +161,7 @@ class _Round:
     is_mixed: Tensor
 
     def kept(self, which: Tensor) -> Sampled:
-        """The responses of some prompts, those whose rewards differ first."""
+        """Select the responses of some prompts, mixed prompts first."""
         order = [i for i in (~self.is_mixed).long().argsort(stable=True).tolist() if which[i]]
         each = len(self.prompts) // len(self.is_mixed)
         rows = [prompt * each + sample for prompt in order for sample in range(each)]
@@ -171,14 +172,16 @@ class _Round:
         )
 
 
-def sampling_for(config: RunConfig, take: Take, generate: Generate, judge: Judge) -> Sampling:
-    """The sampling that the algorithm section asks for, with the mask of what counts in the loss.
+def sampling_for(
+    config: RunConfig, take: Take, generate: Generate, rewards: RewardSource
+) -> Sampling:
+    """Build the sampling of the algorithm section.
 
-    Whatever is computed of the batch later sees the same mask: whitening, selected tokens, loss.
+    It sets the loss mask, which whitening, selected tokens and the loss share.
     """
     sampling: Sampling = PlainSampling(config, take, generate)
     if config.algorithm.max_sampling_rounds > 1:
-        sampling = DynamicSampling(config, take, generate, judge)
+        sampling = DynamicSampling(config, take, generate, rewards)
     if config.algorithm.overlong.train_on_truncated:
         return sampling
     return WithoutTruncated(sampling)
@@ -187,7 +190,7 @@ def sampling_for(config: RunConfig, take: Take, generate: Generate, judge: Judge
 def request_for(
     config: RunConfig, prompts: Sequence[Prompt], step: int, first_sample: int = 0
 ) -> PromptBatch:
-    """Prompts to be sampled as in training."""
+    """Build a request with the sampling parameters of training."""
     return PromptBatch(
         prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
         prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
@@ -200,12 +203,12 @@ def request_for(
 
 
 def repeated(prompts: Sequence[Prompt], each: int) -> list[Prompt]:
-    """The prompt of each response."""
+    """Return the prompt of each response."""
     return [prompt for prompt in prompts for _ in range(each)]
 
 
 def _joined(parts: Sequence[Sampled]) -> Sampled:
-    """The responses of all rounds; groups of one prompt in two rounds stay apart."""
+    """Join the rounds; groups of one prompt in two rounds stay separate."""
     batch = RolloutBatch.concat([part.rollout.batch for part in parts])
     prompts = [prompt for part in parts for prompt in part.prompts]
     starts = torch.tensor([0, *(len(part.prompts) for part in parts)]).cumsum(0)
@@ -228,7 +231,7 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
 
 
 def _mixed_tokens(batch: RolloutBatch, num_unmixed: int, each: int) -> RolloutBatch:
-    """The batch with the responses of its last prompts left out of the policy loss."""
+    """Exclude the responses of the last prompts from the policy loss."""
     if not num_unmixed:
         return batch
     counts = torch.ones(len(batch), dtype=torch.bool)
@@ -237,7 +240,7 @@ def _mixed_tokens(batch: RolloutBatch, num_unmixed: int, each: int) -> RolloutBa
 
 
 def counting(batch: RolloutBatch, counts: Tensor) -> RolloutBatch:
-    """The batch with the responses that do not count [B] left out of the policy loss, too."""
+    """Exclude responses that do not count ([B] bool) from the policy loss, too."""
     mask = batch.counted.values & batch.responses.spread(counts)
     return replace(batch, loss_mask=batch.responses.like(mask))
 

@@ -1,4 +1,4 @@
-"""What the driver's loop remembers from step to step, beside the workers' weights and moments."""
+"""State of the driver's loop, beside the workers' weights and optimizer state."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.names import DRIVER
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
@@ -18,18 +18,18 @@ from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 
 @dataclass(frozen=True)
 class LoopState:
-    """All that a later step takes from earlier ones.
+    """Snapshot of the loop after a finished step.
 
-    What else is drawn (mini-batches, samples) is a function of the seed and the step.
+    All other random choices (mini-batches, samples) are functions of seed and step.
 
     Attributes:
         step: the last finished training step.
-        prompts_taken: position in the run's sequence of prompts, refilled ones included.
-        prompts: what that sequence is made of (`PromptSource.fingerprint`).
+        prompts_taken: position in the run's sequence of prompts, resampled ones included.
+        prompts: fingerprint of that sequence (`PromptSource.fingerprint`).
         kl_coef: weight of the KL penalty in the next step; None without a reference.
         weight_version: updates of the actor so far.
-        rollout_is_current: whether vLLM holds these weights, so that no reshard comes next.
-        lengths: of responses so far, by which prompts are dealt to engines (`ResponseLengths`).
+        rollout_is_current: vLLM holds these weights, so that no reshard follows.
+        lengths: of responses so far, to balance engines (`ResponseLengths`).
         skipped: optimizer steps skipped in a row (`SkippedSteps`).
     """
 
@@ -43,20 +43,20 @@ class LoopState:
     skipped: dict[str, Any]
 
     def encode(self) -> bytes:
-        """As JSON; floats keep their bits."""
+        """Encode as JSON; floats keep their bits."""
         return (json.dumps(vars(self)) + "\n").encode()
 
 
 class TrainState:
-    """What the loop carries from step to step, and how it stood after the last finished one.
+    """State of the loop, and a snapshot after the last finished step.
 
-    A checkpoint that is taken amid a step is one of the step before. To hold on to that costs what
-    the step has changed; to tell of it, a pass over all prompts that were seen.
+    A checkpoint within a step is one of the step before. `commit` is cheap; `finished` passes over
+    all prompts seen so far.
 
     Args:
         prompts: the training prompts.
-        kl: the reference's part.
-        engine: the actor's weights and vLLM's.
+        kl: the KL penalty.
+        engine: versions of the actor's weights and of vLLM's.
         guard: counts skipped optimizer steps.
 
     Attributes:
@@ -77,7 +77,7 @@ class TrainState:
         self._finished: Callable[..., LoopState]
 
     def commit(self, step: int) -> None:
-        """Hold on to everything as it is: `step` is finished."""
+        """Take the snapshot after `step`."""
         self.step = step
         self.lengths.commit()
         self._finished = partial(
@@ -91,11 +91,11 @@ class TrainState:
         )
 
     def finished(self) -> LoopState:
-        """Everything as it was after the last finished step."""
+        """Return the snapshot after the last finished step."""
         return self._finished(prompts=self._prompts.fingerprint, lengths=self.lengths.state())
 
     def restore(self, state: LoopState) -> None:
-        """Be as after the step of an earlier run; the actor has that run's weights already."""
+        """Restore a snapshot; the actor already has its weights."""
         self._prompts.seek(state.prompts_taken)
         if state.kl_coef is not None:
             self._kl.restore(state.kl_coef)
@@ -106,10 +106,10 @@ class TrainState:
 
 
 def read_state(checkpoint: Path) -> LoopState:
-    """The state that a checkpoint holds.
+    """Read the state of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: the file is not one that `LoopState.encode` makes.
+        DamagedCheckpoint: the file has other fields than `LoopState`.
     """
     body = json.loads((checkpoint / DRIVER).read_bytes())
     names = [field.name for field in fields(LoopState)]

@@ -14,7 +14,7 @@ from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 
 HUB = Subject("embedded", model="embedded")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.config.errors import ConfigError
 from hybridrl.distributed.forward.log_probs import Entropy

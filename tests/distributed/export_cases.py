@@ -15,7 +15,7 @@ from hybridrl.config.choices import Init
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.fsdp import adapter_state_dict
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.role_configs import actor_config, fsdp_config, model_config, saver_config

@@ -18,7 +18,7 @@ from hybridrl.commands.export import export
 from hybridrl.config.choices import DType
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.weights import empty_model
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.distributed.launch import run_on_ranks

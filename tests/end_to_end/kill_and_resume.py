@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import DRIVER, LATEST, STATE, checkpoints_folder
+from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, steps_in
 from hybridrl.distributed.storage.checkpoint import read_whole
 from tests.end_to_end.runs import SMALL, Run, started
 
@@ -60,12 +60,12 @@ class Timeline:
 
     Attributes:
         logged: of each step, when its metrics were on disk.
-        committed: of each checkpoint, when `latest` named it.
+        committed: of each checkpoint, when it had its name.
         saving: instants at which a checkpoint was being written.
     """
 
     logged: dict[int, float] = field(default_factory=dict)
-    committed: dict[str, float] = field(default_factory=dict)
+    committed: dict[int, float] = field(default_factory=dict)
     saving: list[float] = field(default_factory=list)
 
     def is_saving(self, instant: float) -> bool:
@@ -100,8 +100,8 @@ def watch(run: Run) -> Timeline:
         now = time.monotonic()
         for step in range(len(seen.logged), steps_logged(run.run_dir)):
             seen.logged[step] = now
-        with contextlib.suppress(FileNotFoundError):
-            seen.committed.setdefault((folder / LATEST).read_text().strip(), now)
+        for step in steps_in(folder):
+            seen.committed.setdefault(step, now)
         if next(folder.glob(".*.partial"), None) is not None:
             seen.saving.append(now)
         time.sleep(LOOK_S)

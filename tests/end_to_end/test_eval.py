@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.rewards.gsm8k import score
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 from hybridrl.workers.actor import ActorWorker
 from tests.distributed.export_cases import STEP, saved
 from tests.end_to_end.runs import Run, launched

@@ -11,6 +11,8 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from tests.end_to_end.faults import (
     RANKS,
     STALL_S,
@@ -161,8 +163,7 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text
         assert "the run goes on from" in run.text
-        kept = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
-        assert kept == f"step_{run.steps()[-1]:08d}"
+        assert newest_good(tmp_path / "run").manifest.step == run.steps()[-1]
         run.run.assert_nothing_left()
 
 
@@ -231,9 +232,9 @@ def hit_and_hear(run: Faulty, fault: Fault, earlier: set[int]) -> tuple[float, i
 
 def await_checkpoint(run: Faulty) -> None:
     """Wait until a checkpoint is there."""
-    latest = run.run.run_dir / "checkpoints" / "latest"
+    folder = checkpoints_folder(run.run.run_dir)
     deadline = time.monotonic() + TOLD_S
-    while not latest.exists():
+    while not steps_in(folder):
         assert time.monotonic() < deadline and run.reader.is_alive(), run.text
         time.sleep(0.1)
 

@@ -23,7 +23,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompt_sets import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.checkpointing.resume import Resume
-from hybridrl.trainer.tracking.manifest import versions
+from hybridrl.trainer.tracking.provenance import versions
 from hybridrl.trainer.tracking.tracker import METRICS_FILE
 from tests.end_to_end.kill_and_resume import (
     EVERYTHING,
@@ -244,7 +244,7 @@ def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):
     before = sorted(folder.iterdir())
     resume = taken_up(run_config(*CONFIG, f"resume={folder / f'step_{first:08d}'}"), copied)
     assert sorted(folder.iterdir()) == before
-    assert resume.take_up(copied) == resume
+    assert resume.quarantine(copied) == resume
     assert steps_in(copied) == [first]
     assert (folder / f"superseded_step_{last:08d}").is_dir()
 

@@ -143,14 +143,14 @@ def test_what_is_no_estimator_is_refused(advantage, words):
 
 def test_without_a_critic_nothing_is_called_and_the_policy_trains_at_once():
     nobody = NoCritic()
-    assert nobody.scores() == nobody.updates(1) == nobody.metrics(batch_of([1])) == {}
+    assert nobody.forward_calls() == nobody.update_calls(1) == nobody.metrics(batch_of([1])) == {}
     assert nobody.warmup_steps == 0
 
 
 def test_a_critic_computes_values_and_trains():
     critic = Critic(None, warmup_steps=3)  # the group is only named
-    assert [call.method for call in critic.scores().values()] == ["compute_values"]
-    (update,) = critic.updates(5).values()
+    assert [call.method for call in critic.forward_calls().values()] == ["compute_values"]
+    (update,) = critic.update_calls(5).values()
     assert (update.method, update.args) == ("update", (5,))
     batch = scored()
     batch = batch.adding(returns=batch.responses.like(torch.tensor([1.0, 2.0, 3.0, 6.0])))

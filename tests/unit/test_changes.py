@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from hybridrl.config.changes import MISSING, Change, changes
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 from tests.run_configs import run_config
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.app.process import exit_codes, set_up_process
-from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import Found, UnreadableCheckpoint
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.commands.running import (
     UsageError,
     checkpoint_at,
@@ -27,7 +27,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, Preempted
 from hybridrl.models.resolve import resolve_model
-from hybridrl.trainer.checkpointing import verifying
+from hybridrl.trainer.checkpointing import verification
 from hybridrl.trainer.checkpointing.base_models import trained_model
 from tests.unit.checkpoint.checkpoint_cases import save
 
@@ -79,7 +79,7 @@ def test_every_end_has_its_exit_code(error, code, told, capsys):
 
 
 def test_the_user_is_told_how_far_a_long_verification_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verifying, "FIRST_S", 0.0)
+    monkeypatch.setattr(verification, "FIRST_S", 0.0)
     folder = save(tmp_path, 20)
     assert checkpoint_at(tmp_path).folder == folder
     assert capsys.readouterr().err.startswith(f"Verifying {folder}: ")

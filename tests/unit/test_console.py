@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from hybridrl.data.sources.prompt_sets import DataSetSummary
-from hybridrl.trainer.tracking.columns import duration_text, step_line, step_row, title_row
 from hybridrl.trainer.tracking.console import RunConsole, pick_samples
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
-from hybridrl.trainer.tracking.progress import Eta
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+from hybridrl.trainer.tracking.steps import Eta, duration_text, step_line, step_row, title_row
 from hybridrl.trainer.tracking.summary import summarize
 from tests.run_configs import run_config
 

@@ -21,9 +21,9 @@ from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Opening, StepResult, Turn, environment_task
 from hybridrl.environments.pool import Reply
 from hybridrl.rewards.messages import FailureKind
-from hybridrl.trainer.multi_turn.conversation_failures import MAX_REASONS, Failures
-from hybridrl.trainer.multi_turn.conversations import Conversations, Limits
-from hybridrl.trainer.multi_turn.environment import EnvironmentJudge, turn_metrics
+from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
+from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
+from hybridrl.trainer.tracking.rollout_metrics import turn_metrics
 
 # Sampled pieces merge when they are read again: "a", "b" becomes "ab".
 VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}
@@ -120,16 +120,16 @@ def talk(
     """The rollout of a script with an environment; its engines and environments."""
     environments = environments or Here("environment_cases.Counts", turns=3)
     engines, asked = Engines(script), asked or request()
-    conversations = Conversations(
+    conversations = MultiTurn(
         engines,
         environments,
         TurnTokens(TOKENIZER, [END], ["="], "user"),
         decode,
         {prompt: {"greeting": greeting} for prompt in asked.prompt_id.tolist()},
         Limits(max_turns, max_tokens),
-        failures or Failures(),
+        failures or FailureReasons(),
     )
-    return conversations(asked), engines, environments
+    return conversations.generate(asked), engines, environments
 
 
 def always(*ids: int) -> Callable[[int, int, int], list[int]]:
@@ -260,14 +260,15 @@ def test_an_opening_is_heard_before_the_first_turn_and_counts_in_the_budget():
     assert batch.prompts.lengths.tolist() == [1, 1, 2, 2]
 
 
-def judge(environments, max_tokens: int = 40) -> EnvironmentJudge:
-    return EnvironmentJudge(
+def generator(sample_turn, environments, failures) -> MultiTurn:
+    return MultiTurn(
+        sample_turn,
         environments,
         TurnTokens(TOKENIZER, [END], ["="], "user"),
         decode,
         {0: {}, 1: {"fails": "init"}, 2: {"fails": "reset"}},
-        Limits(2, max_tokens),
-        failed_score=-7.0,
+        Limits(2, 40),
+        failures,
     )
 
 
@@ -280,13 +281,13 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
                 return Reply("", StepResult("", 0.0, True), FailureKind.timeout, "took too long")
             return super()._reply(item)
 
-    decider = judge(Fails("environment_cases.Misbehaves"))
+    environments, failures = Fails("environment_cases.Misbehaves"), FailureReasons()
     engines = Engines(lambda p, sample, turn: [AB, STOP] if turn and sample else [A, STOP])
-    batch = decider.in_turns(engines)(request((0, 1), each=2)).batch
+    batch = generator(engines, environments, failures).generate(request((0, 1), each=2)).batch
     assert [number > 0 for number in batch.environment_failures.tolist()] == [False] + [True] * 3
     assert batch.turns.tolist() == [2, 2, 1, 1]
     prompts = [Prompt(p, [A], "a", "q", {}, {}) for p in (0, 0, 1, 1)]
-    rewarded = decider.score(prompts, batch)
+    rewarded = EnvironmentRewards(decode, failures, -7.0).score(prompts, batch)
     assert rewarded.scores == [2.0, -7.0, -7.0, -7.0]
     assert [(f.index, f.kind, f.reason) for f in rewarded.failures] == [
         (1, FailureKind.timeout, "took too long"),
@@ -297,24 +298,24 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
 
 def test_an_opening_that_leaves_nothing_to_say_has_failed():
-    failures = Failures()
+    failures = FailureReasons()
     rollout, *_ = talk(always(A, STOP), greeting="b" * 40, failures=failures)
     (number,) = rollout.batch.environment_failures.tolist()
     reason = "its opening of 40 tokens leaves none of rollout.max_response_tokens=40"
-    assert failures.told(number) == (FailureKind.error, reason)
+    assert failures.look_up(number) == (FailureKind.error, reason)
     assert rollout.batch.responses.values.tolist() == [A, STOP]
 
 
 def test_reasons_are_counted_once_each_and_kept_in_bounds():
-    failures = Failures()
+    failures = FailureReasons()
     first = failures.number(FailureKind.error, "first")
     assert failures.number(FailureKind.error, "first") == first > 0
     assert failures.number(FailureKind.timeout, "first") != first
     numbers = [failures.number(FailureKind.timeout, f"took {k} s") for k in range(3 * MAX_REASONS)]
     assert len({*numbers}) < MAX_REASONS
-    kind, reason = failures.told(numbers[-1])
+    kind, reason = failures.look_up(numbers[-1])
     assert kind is FailureKind.timeout and "the log" in reason
-    assert failures.told(first) == (FailureKind.error, "first")
+    assert failures.look_up(first) == (FailureKind.error, "first")
 
 
 def test_stale_weights_between_turns_are_noticed():
@@ -326,7 +327,8 @@ def test_stale_weights_between_turns_are_noticed():
         return replace(rollout, batch=replace(rollout.batch, weight_version=version))
 
     with pytest.raises(AssertionError, match="the weights changed"):
-        judge(Here("environment_cases.Misbehaves")).in_turns(changing)(request((0,)))
+        environments = Here("environment_cases.Misbehaves")
+        generator(changing, environments, FailureReasons()).generate(request((0,)))
 
 
 def test_engines_and_environments_are_timed_over_all_turns():

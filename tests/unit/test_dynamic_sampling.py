@@ -12,7 +12,7 @@ from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import Failure, FailureKind
 from hybridrl.trainer.baseline import GreedyBaseline
-from hybridrl.trainer.rewarding import Rewarded, Rewarder, overlong_shaping
+from hybridrl.trainer.rewarding import FunctionRewards, Rewarded, overlong_shaping
 from hybridrl.trainer.sampling import DynamicSampling, PlainSampling, sampling_for
 from tests.run_configs import run_config
 from tests.unit.sampling_fakes import decode, generate, prompt
@@ -60,7 +60,7 @@ class Scorer:
 def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):
     source, scorer = Source(), Scorer(mixed)
     sampling = DynamicSampling(
-        config(rounds, prompts), source.take, generate, Rewarder(decode, scorer)
+        config(rounds, prompts), source.take, generate, FunctionRewards(decode, scorer)
     )
     return sampling.sample(step=1), source, scorer
 
@@ -139,7 +139,7 @@ def test_engines_are_timed_over_all_rounds():
 
 def test_one_round_scores_nothing_while_sampling():
     source = Source()
-    rewarder = Rewarder(decode, Scorer(set()))
+    rewarder = FunctionRewards(decode, Scorer(set()))
     plain = sampling_for(config(rounds=1), source.take, generate, rewarder)
     assert isinstance(plain, PlainSampling)
     result = plain.sample(1)
@@ -148,7 +148,7 @@ def test_one_round_scores_nothing_while_sampling():
 
 
 def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
-    baseline = GreedyBaseline(config(), greedy_only, Rewarder(decode, Scorer({2})))
+    baseline = GreedyBaseline(config(), greedy_only, FunctionRewards(decode, Scorer({2})))
     prompts = [prompt(number) for number in (1, 1, 2, 2, 3, 3)]
     baseline.generate(prompts, step=1)
     assert baseline.rewards().tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]

@@ -9,7 +9,7 @@ from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.evaluate import MAX_TAG_VALUES, Evaluator, tag_groups
-from hybridrl.trainer.rewarding import Rewarder
+from hybridrl.trainer.rewarding import FunctionRewards
 from tests.batches import batch_of
 
 
@@ -70,7 +70,7 @@ class Engine:
 def evaluator(greedy: bool = True, flexible: str = "right") -> Evaluator:
     return Evaluator(
         PROMPTS,
-        Rewarder(decode, Contains("#### right")),
+        FunctionRewards(decode, Contains("#### right")),
         {"flexible": Contains(flexible)},
         temperature=0.7,
         top_p=0.9,
@@ -133,7 +133,7 @@ def test_greedy_decoding_can_be_left_out():
 def test_scorers_get_prompt_response_and_example():
     scorer = Contains("right")
     judge = Evaluator(
-        PROMPTS, Rewarder(decode, scorer), {}, temperature=1.0, top_p=1.0, greedy=False
+        PROMPTS, FunctionRewards(decode, scorer), {}, temperature=1.0, top_p=1.0, greedy=False
     )
     judge.evaluate(0, Engine())
     assert scorer.items[0] == ("text 0", "#### right", {"answer": "0"})

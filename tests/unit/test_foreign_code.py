@@ -11,7 +11,7 @@ from hybridrl.config.user_code.foreign_code import (
     foreign_code,
     refuse_foreign_code,
 )
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 from tests.run_configs import run_config
 from tests.unit.deploy_stubs import REPO
 

@@ -34,13 +34,13 @@ TRACKER = """
 import json
 from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.tracking.best_effort_files import SpareFiles, replace_file
+from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles, replace_file
 from hybridrl.trainer.tracking.plot import plot_run
 from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
 from tests.run_configs import run_config
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 tracker = Tracker(disk, run_config())
-files = SpareFiles()
+files = BestEffortFiles()
 record = RolloutRecord(1, "p", "q", "r" * 9000, "a", 1.0, 4)
 def keep(step):
     files.attempt("rollouts/", lambda: write_rollouts(disk, step, [record]))

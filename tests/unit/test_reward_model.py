@@ -50,9 +50,9 @@ def test_a_score_that_is_no_number_ends_the_run(wrong):
 
 def test_it_is_asked_for_scores_and_nothing_else_is():
     group = Group()
-    (name, call), *others = WeightedRewardModel(group, 1.0).scores().items()
+    (name, call), *others = WeightedRewardModel(group, 1.0).forward_calls().items()
     assert (name, call.group, call.method, others) == ("model_scores", group, "compute_scores", [])
-    assert NoRewardModel().scores() == {}
+    assert NoRewardModel().forward_calls() == {}
     rewarded = Rewarded(["a"], [1.0], [])
     assert NoRewardModel().added(rewarded, {}) == (rewarded, {})
 

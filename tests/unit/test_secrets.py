@@ -24,7 +24,7 @@ from hybridrl.doctor.findings import warn
 from hybridrl.doctor.report import write_report
 from hybridrl.doctor.stages import StageReport
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 from tests.end_to_end.runs import ROOT
 
 SECRET = "xq7Zp0-unlikely"

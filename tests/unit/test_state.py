@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 from test_kl_control import control, scored
 
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt

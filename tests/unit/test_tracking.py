@@ -67,7 +67,7 @@ def test_rows_end_before_a_line_that_a_power_cut_spoilt(tmp_path, caplog, broken
     path.write_bytes(b'{"step": 0}\n' + broken + b'\n{"step": 2}\n')
     assert read_metrics(path) == [{"step": 0}]
     (record,) = caplog.records
-    assert f"{path}: line 2 of 3 is not one" in record.getMessage()
+    assert f"{path}: line 2 of 3 is damaged" in record.getMessage()
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path):
@@ -226,7 +226,7 @@ def test_kept_rollouts_tell_of_failed_rewards_without_secrets(tmp_path, monkeypa
     rewarded = Rewarded(["r hunter22"], [0.0], [Failure(0, FailureKind.error, reason, "")])
     prompt = Prompt(1, [1], "p", "q", {"answer": "2"}, {})
     reporter = Reporter(config, tmp_path, RunConsole(1), tracker, Throughput(None, 1, None))
-    reporter.saw_responses(1, [prompt], Ragged.from_rows([[1]], torch.int64), rewarded)
+    reporter.log_responses(1, [prompt], Ragged.from_rows([[1]], torch.int64), rewarded)
     tracker.close()
     (kept,) = read_metrics(tmp_path / "rollouts" / "step_1.jsonl")
     assert kept["failure"] == "error: ValueError: ***, ***, https://***@host/x"
@@ -252,7 +252,7 @@ def test_each_problem_whose_rewards_fail_is_named_once_with_its_row(tmp_path):
         ]
         rewarded = Rewarded(["r"] * 16, [0.0] * 16, failures)
         responses = Ragged.from_rows([[1]] * 16, torch.int64)
-        reporter.saw_responses(step, prompts, responses, rewarded)
+        reporter.log_responses(step, prompts, responses, rewarded)
         named.append(re.findall(r"a\.jsonl:(\d): ValueError: no \1", file.getvalue()))
         file.truncate(file.seek(0))
     tracker.close()

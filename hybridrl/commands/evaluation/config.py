@@ -24,7 +24,7 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.user_code.foreign_code import refuse_foreign_code
 from hybridrl.config.validate import run_evaluation_checks
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.tracking.manifest import HIDDEN
+from hybridrl.trainer.tracking.provenance import HIDDEN
 
 # What a run says of its evaluations.
 OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "eval", "rollout")

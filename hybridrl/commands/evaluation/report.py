@@ -15,7 +15,7 @@ from hybridrl.commands.evaluation.session import Answers, Case
 from hybridrl.commands.evaluation.statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.config.planner.machine import Machine
 from hybridrl.trainer.evaluate import tag_groups
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 
 RESULTS = "results.json"
 # What an evaluation reads of its config.

@@ -18,13 +18,13 @@ from hybridrl.commands.running import while_it_stays
 from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
-from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_sets import PromptSets
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.evaluate import Scored, judged, request_of
-from hybridrl.trainer.judges import open_judge, open_rules
+from hybridrl.trainer.evaluate import Scored, request_of, score_by_rules
+from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.workers.policy import PolicyConfig
 
@@ -109,19 +109,21 @@ def evaluate(case: Case, progress: Callable[[int, Answers], None]) -> Answers:
     config, options = case.config, case.options
     with ExitStack() as stack:
         decode = decoder(load_tokenizer(config.model.path))
-        judge = open_judge(config, case.prompts, decode, stack)
+        environment = open_environment(config, stack)
+        rewards = open_rewards(config, environment, decode, stack)
         rules = open_rules(config, stack)
         log = stack.enter_context(CompletionLog(case.output, options.correct_at))
-        generate = judge.in_turns(_engines(case, stack))
+        rollout = _rollout_engines(case, stack)
+        generator = generator_for(config, environment, rollout, case.prompts, decode)
         lengths = ResponseLengths()
         answers = Answers({rule: [[] for _ in case.asked] for rule in ("", *rules)})
         for first, count in passes(options.samples, len(case.asked), _responses_per_call(config)):
             start = time.perf_counter()
-            batch = generate(lengths.expect(_request(case, first, count))).batch
+            batch = generator.generate(lengths.expect(_request(case, first, count))).batch
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in case.asked for _ in range(count)]
-            rewarded, results = judged(judge, rules, each, batch)
+            rewarded, results = score_by_rules(rewards, rules, each, batch)
             log.write(_completions(each, first, count, batch, rewarded, results))
             answers.take(results, batch, seconds)
             progress(first + count, answers)
@@ -146,8 +148,8 @@ def _responses_per_call(config: RunConfig) -> int:
     return ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
 
 
-def _engines(case: Case, stack: ExitStack) -> Generate:
-    """What all engines write in one turn, with the subject's weights; `stack` ends them."""
+def _rollout_engines(case: Case, stack: ExitStack) -> WorkerGroup:
+    """Start rollout engines with the subject's weights; `stack` ends them."""
     config, folder = case.config, case.subject.folder
     policy = PolicyConfig(
         model=config.model,
@@ -161,11 +163,7 @@ def _engines(case: Case, stack: ExitStack) -> Generate:
     stack.enter_context(pool)
     rollout: WorkerGroup = groups["rollout"]
     rollout.call("reshard", case.subject.step)
-
-    def generate(prompts: PromptBatch) -> Rollout:
-        return rollout.call("generate", prompts)
-
-    return generate
+    return rollout
 
 
 def _request(case: Case, first: int, count: int) -> PromptBatch:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.distributed import position
 
 # Number of names that a message lists.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hybridrl.checkpoint.durable import exists, put_in_place, remove, sync_file, sync_folder
+from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
 from hybridrl.config.choices import DType
 from hybridrl.config.schema import LoRAConfig
 from hybridrl.distributed.storage.safetensors_file import header, pieces, write_parts

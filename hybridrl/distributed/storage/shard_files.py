@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hybridrl.checkpoint.durable import sync_folder
+from hybridrl.checkpoint.files import sync_folder
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.distributed.storage.safetensors_file import header, write_parts
 from hybridrl.distributed.storage.staging import StagedShard, Staging

@@ -1,1 +1,9 @@
-"""Checkpoints of a run as the trainer writes, verifies and resumes them."""
+"""Checkpoints of a run: when they are saved, and resuming from one.
+
+checkpointer.py: `Checkpointer`, called by the training loop; start reading there.
+resume.py: the checkpoint to resume from, and differences of config, model, data and versions.
+base_models.py: fingerprints of models that checkpoints do not hold.
+verification.py: progress of a verification, and its distribution over nodes.
+
+Elsewhere: checkpoint/ (files on disk), workers/saver.py and distributed/storage/ (tensors).
+"""

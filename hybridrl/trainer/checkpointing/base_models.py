@@ -1,7 +1,7 @@
-"""The models that a run takes from elsewhere: which files they have, and whether these changed.
+"""Base models of a run: fingerprints of their files, and changes of these.
 
-Checkpoints hold the trained weights alone. The reference, what adapters are added to, and the
-reward model are read from their paths again by each start.
+Checkpoints hold only the trained weights. The reference, the base of adapters and the reward model
+are read from their paths at each start.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from hybridrl.config.schema import ModelConfig, RunConfig
 from hybridrl.models.file_hashes import fingerprint
 from hybridrl.models.resolve import model_folder, plain_folder, resolve_model
 
-# By file (models/file_hashes.py), by the config's key of the path.
+# Config key of the path -> file -> fingerprint (models/file_hashes.py).
 Fingerprints = Mapping[str, Mapping[str, str]]
 
 
@@ -21,10 +21,10 @@ MODEL, REWARD_MODEL = "model.path", "reward_model.model.path"
 
 
 def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Fingerprints of all that a run reads of models' files.
+    """Compute the fingerprints of all models' files that a run reads.
 
     Raises:
-        ConfigError: there is no such model, or a file of it cannot be read.
+        ConfigError: a model does not exist, or a file cannot be read.
     """
     reward = config.reward_model
     found = trained_model(config.model, weights=config.model.init is Init.pretrained)
@@ -35,11 +35,11 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def trained_model(model: ModelConfig, *, weights: bool) -> dict[str, dict[str, str]]:
-    """Fingerprints of the files of the model that is trained.
+    """Compute the fingerprints of the trained model's files.
 
     Args:
-        model: it.
-        weights: whether its weights are read, too; else they need not be there.
+        model: its config.
+        weights: include its weights; else they need not exist.
 
     Raises:
         ConfigError: as `base_models`.
@@ -49,7 +49,7 @@ def trained_model(model: ModelConfig, *, weights: bool) -> dict[str, dict[str, s
 
 
 def other_files(before: Fingerprints, now: Fingerprints) -> dict[str, tuple[str, ...]]:
-    """The files that changed, came or went, by key: of models that a run had and has."""
+    """List files that were changed, added or removed, by key, for models in both."""
     changed = {
         key: tuple(
             name

@@ -1,13 +1,12 @@
-"""Checkpoints as the loop sees them: begun at the end of a step, committed when all is on disk.
+"""Asynchronous checkpoints: begun at the end of a step, committed when all shards are on disk.
 
-    step k       copy the state to host memory; the step goes on            begin
-    meanwhile    every rank writes its shards, in the background
-    step k + n   all ranks are done: manifest, rename, `latest`, retention  commit
-    meanwhile    the files of checkpoints that do not stay are removed, in the background
+    step k       copy the state to host memory; training continues  begin
+    meanwhile    every rank writes its shards in the background
+    step k + n   all ranks are done: manifest, rename, retention    commit
+    meanwhile    a thread removes the files of pruned checkpoints
 
-One checkpoint at a time is being written: the next waits for it, and for the room of those that
-go. What goes wrong on a disk costs that checkpoint alone: the run goes on, says so, and keeps the
-ones before.
+One save runs at a time: the next waits for it and for the removals. A disk error costs only that
+checkpoint: the run continues with a warning and keeps the earlier ones.
 """
 
 import difflib
@@ -18,11 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hybridrl.checkpoint import commit, retention
-from hybridrl.checkpoint.durable import write_file
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.commit import clean
+from hybridrl.checkpoint.files import write_file
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.leftovers import clean
-from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.schema import RunConfig
@@ -30,7 +28,7 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.distributed.storage.saving import SaveResult
 from hybridrl.trainer.checkpointing.base_models import Fingerprints
 from hybridrl.trainer.state import LoopState
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.trainer.tracking.report import is_due
 
 log = logging.getLogger(__name__)
@@ -39,13 +37,13 @@ Row = Mapping[str, float | None]
 
 
 @dataclass
-class Writing:
-    """A checkpoint on its way to the disk.
+class PendingSave:
+    """Checkpoint that is being written.
 
     Attributes:
         partial: its folder.
         step: after which it is taken.
-        driver: driver.json as it was written.
+        driver: size and checksum of driver.json.
         row: the step's metrics, once they are known.
     """
 
@@ -56,20 +54,20 @@ class Writing:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints.
+    """Asynchronous writer of a run's checkpoints.
 
     Args:
         config: the run.
-        run_dir: existing directory of the run, seen by all nodes.
-        saver: the role that keeps the workers' state.
-        sync: has the disk take the metrics so far; a checkpoint is not newer than they are.
-        warn: tells the user of a checkpoint that was lost.
-        models: fingerprints of those that the run takes from elsewhere.
+        run_dir: existing directory of the run, shared by all nodes.
+        saver: the role that saves the workers' state.
+        sync: flushes metrics to disk, so that no checkpoint is newer than they are.
+        warn: shows a warning.
+        models: fingerprints of the base models.
 
     Attributes:
-        failures: checkpoints that could not be written.
-        newest: the last one that was committed; None: none yet.
-        write_s: seconds that it took to be written.
+        failures: number of lost checkpoints.
+        newest: the last committed one; None: none yet.
+        write_s: seconds of its writing.
     """
 
     def __init__(
@@ -93,23 +91,23 @@ class Checkpointer:
         self._sync = sync
         self._warn = warn
         self._removal = retention.Removal(run_dir)
-        self._writing: Writing | None = None
+        self._writing: PendingSave | None = None
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
         self._clear_up()
 
     def step_ended(self) -> None:
-        """Have noted what the next step draws from, for a checkpoint that is taken amid it."""
+        """Record the random generators' state, for a checkpoint within the next step."""
         if self._config.checkpoint.every_steps:
             self._saver.call("note_generators")
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be taken after a step."""
+        """Return true if a checkpoint is due after a step."""
         every, last = self._config.checkpoint.every_steps, self._config.trainer.total_steps
         return is_due(every, step) or (every > 0 and step == last)
 
-    def leave(self, state: LoopState) -> Path | None:
-        """Have a checkpoint of the step on disk; None if that cannot be."""
+    def save_now(self, state: LoopState) -> Path | None:
+        """Save and wait; return the checkpoint of the step, None if it failed."""
         self.finish()
         if self.newest is None or step_of(self.newest.name) != state.step:
             self.begin(state)
@@ -118,17 +116,17 @@ class Checkpointer:
         return self.newest if written else None
 
     def load(self, found: Found) -> list[str]:
-        """Have the workers take up a checkpoint; what is not as it was, a sentence each."""
+        """Load a checkpoint into the workers; return notes on differences."""
         notes: list[str] = self._saver.call("load", str(found.folder))[0]
         self.newest = found.folder
         return notes
 
     def load_generators(self) -> None:
-        """Have the ranks' random generators as they were: going on has drawn from them."""
+        """Restore the ranks' random generators again, because resuming has drawn from them."""
         self._saver.call("load_generators", str(self.newest))
 
     def begin(self, state: LoopState) -> None:
-        """Copy the state, and begin to write it; waits for the checkpoint before."""
+        """Copy the state and start writing it, after the save before has ended."""
         self.finish()
         step = state.step
         try:
@@ -144,16 +142,16 @@ class Checkpointer:
             return
         self._saver.call("begin_save", str(partial))
         known, row = self._last
-        self._writing = Writing(partial, step, driver, row if known == step else {})
+        self._writing = PendingSave(partial, step, driver, row if known == step else {})
 
     def logged(self, step: int, row: Row) -> None:
-        """Know the metrics of a step, which may be that of the checkpoint being written."""
+        """Record a step's metrics, also for the pending save of that step."""
         self._last = (step, row)
         if self._writing is not None and self._writing.step == step:
             self._writing.row = row
 
     def poll(self) -> None:
-        """Commit the checkpoint that is being written if all ranks are done."""
+        """Commit the pending save if all ranks are done."""
         if self._writing is not None:
             results: list[SaveResult | None] = self._saver.call("poll_save")
             done = [result for result in results if result is not None]
@@ -162,19 +160,16 @@ class Checkpointer:
         self._look_at_removal(wait=False)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and commit it.
-
-        When this returns, old ones are gone from the disk.
-        """
+        """Wait for the pending save and commit it; wait for removals, too."""
         if self._writing is not None:
             self._end(self._writing, self._saver.call("finish_save"))
         self._look_at_removal(wait=True)
 
     def write_state(self, folder: Path) -> None:
-        """Write the workers' state alone, into a folder that is made; waits for it.
+        """Write the workers' state into a new folder, synchronously.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the write failed.
         """
         self.finish()
         folder.mkdir(parents=True)
@@ -183,7 +178,7 @@ class Checkpointer:
         if error is not None:
             raise OSError(error)
 
-    def _end(self, writing: Writing, results: list[SaveResult]) -> None:
+    def _end(self, writing: PendingSave, results: list[SaveResult]) -> None:
         self._writing = None
         error = results[0].error
         if error is None:
@@ -207,13 +202,13 @@ class Checkpointer:
     def _not_removed(self, failure: OSError) -> None:
         self._warn(f"old checkpoints could not be removed: {failure}")
 
-    def _look_for_best(self, writing: Writing) -> None:
-        """Say, once, that a checkpoint that was due has no such metric as the best is kept by."""
+    def _look_for_best(self, writing: PendingSave) -> None:
+        """Warn once if a due checkpoint lacks the metric of checkpoint.keep_best."""
         best = self._config.checkpoint.keep_best
         name = "" if best is None else best.removeprefix("-")
         if best is None or self._lacked_best or writing.row.get(name) is not None:
             return
-        if not self.is_due(writing.step):  # taken where SIGTERM came
+        if not self.is_due(writing.step):  # saved because of SIGTERM
             return
         self._lacked_best = True
         near = [] if name in writing.row else difflib.get_close_matches(name, writing.row, n=1)
@@ -223,8 +218,8 @@ class Checkpointer:
             f"checkpoint, and those of later steps without it, are not kept as the best.{hint}"
         )
 
-    def _commit(self, writing: Writing, results: list[SaveResult]) -> str | None:
-        """Give the checkpoint its name; why that failed, or None."""
+    def _commit(self, writing: PendingSave, results: list[SaveResult]) -> str | None:
+        """Commit the checkpoint; return the error, or None."""
         files = {DRIVER: writing.driver}
         for result in results:
             files |= result.files
@@ -249,13 +244,13 @@ class Checkpointer:
         return None
 
     def _clear_up(self) -> None:
-        """Remove what a run that was killed has left of a checkpoint: it may be large."""
+        """Remove leftovers of a killed run, which may be large."""
         folder = checkpoints_folder(self._run_dir)
         if folder.is_dir():
             try:
                 clean(folder)
             except OSError as error:
-                self._warn(f"what an earlier run left in {folder} could not be removed: {error}")
+                self._warn(f"leftovers of an earlier run in {folder} could not be removed: {error}")
 
     def _give_up(self, partial: Path, step: int, why: str) -> None:
         commit.abandon(partial)

@@ -1,4 +1,4 @@
-"""Taking a run up where a checkpoint has left it."""
+"""Resume of a run from a checkpoint."""
 
 import logging
 import math
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint.commit import restore_replaced
+from hybridrl.checkpoint.files import retried
 from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
-from hybridrl.checkpoint.leftovers import restore_replaced, steps_in
-from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name
-from hybridrl.checkpoint.quarantine import set_aside
-from hybridrl.checkpoint.reading import patiently
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name, steps_in
+from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE
@@ -20,7 +20,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
 from hybridrl.trainer.state import LoopState, read_state
-from hybridrl.trainer.tracking.manifest import plain, versions
+from hybridrl.trainer.tracking.provenance import plain, versions
 from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_rows
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run goes on from.
+    """Checkpoint that a run resumes from.
 
     Attributes:
-        found: the checkpoint, verified.
-        state: the loop's.
+        found: the verified checkpoint.
+        state: of the loop.
         rows: metrics of the steps up to it.
-        notes: what the user should know, a line each.
+        notes: lines for the user.
     """
 
     found: Found
@@ -47,33 +47,31 @@ class Resume:
 
     @property
     def last_accuracy(self) -> float:
-        """The held-out accuracy that was measured last; NaN if none was."""
+        """Last measured held-out accuracy; NaN without one."""
         known = [value for row in self.rows if (value := row.get("eval/accuracy")) is not None]
         return known[-1] if known else math.nan
 
-    def take_up(self, run_dir: Path) -> "Resume":
-        """Set aside what is in the run's way: only the course that goes on is left in its folder.
-
-        To be called when nothing can refuse the run any more for how it was asked for.
+    def quarantine(self, run_dir: Path) -> "Resume":
+        """Quarantine the run's checkpoints that it will not descend from; after all checks.
 
         Args:
             run_dir: the run's directory.
 
         Returns:
-            The same, with the checkpoint under the name that it has then.
+            The same, with the checkpoint's final path.
 
         Raises:
-            OSError: something cannot be renamed.
+            OSError: a rename failed.
         """
-        return replace(self, found=_take_up(run_dir, self.found))
+        return replace(self, found=_quarantine(run_dir, self.found))
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is gone on from, for the run's header."""
+        """Describe the checkpoint for the run's header."""
         manifest = self.found.manifest
         what = f"{self.found.folder}: step {self.state.step}, of {manifest.created}"
         size = sum(record.size for record in manifest.files.values()) / 2**20
         state = f"weights, optimizers, data order and counters, {size:,.1f} MiB"
-        told = f"metrics go on after step {self.state.step}"
+        told = f"metrics continue after step {self.state.step}"
         notes = [("", note) for note in self.notes]
         return [("resume", what), ("", f"{state}; {told}"), *notes]
 
@@ -86,23 +84,20 @@ def find_resume(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> Resume | None:
-    """What `resume` means; None: the run begins anew. Nothing is written.
+    """Find and verify the checkpoint of `resume`; None for a new run. Nothing is written.
 
-    Every file of the checkpoint is read and compared with its checksum. A newer one that is
-    damaged is passed over; `Found.damaged` names it.
+    All checksums are compared. Newer damaged checkpoints are skipped; `Found.damaged` names them.
 
     Args:
         config: the run.
-        run_dir: its directory, which may not be there yet.
-        models: fingerprints of those that it takes from elsewhere.
-        prompts: fingerprints of those that it is trained on.
-        watch: told how far the reading is; what it raises ends it.
-        confirm: reads files elsewhere.
+        run_dir: its directory, which may not exist yet.
+        models: fingerprints of the base models.
+        prompts: fingerprints of the training prompts.
+        watch, confirm: see `verification.verify`.
 
     Raises:
-        ConfigError: there is none at the path, all are damaged, it was not written by this version,
-            what is computed has changed with the config, a model or the training prompts, or a run
-            is to begin where another one has left checkpoints, or the disk fails, for seconds.
+        ConfigError: no checkpoint at the path, all damaged or unreadable, another format, a changed
+            config, model or prompts that matter, or a new run in a directory with checkpoints.
     """
     with as_unreadable():
         found = _find(config, run_dir, watch, confirm)
@@ -115,8 +110,8 @@ def find_resume(
         listed = "\n".join(f"  {text}" for text in differences.mattering)
         raise ConfigError(
             f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
-            f"This changes what is computed: steps before and after would not be of one run.\n"
-            f"Set what has changed back, or checkpoint.allow_config_changes=true."
+            f"The results would differ from those of the steps so far.\n"
+            f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
     notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
     return Resume(found, state, rows, notes)
@@ -135,13 +130,13 @@ def _find(config: RunConfig, run_dir: Path, watch: Watch, confirm: Confirm) -> F
     return found
 
 
-def _take_up(run_dir: Path, found: Found) -> Found:
-    """Set aside the run's checkpoints that the course from `found` on will not come from."""
+def _quarantine(run_dir: Path, found: Found) -> Found:
+    """Quarantine checkpoints; return `found` with its final path."""
     folder = checkpoints_folder(run_dir)
     if not folder.is_dir():
         return found
-    for moved in set_aside(run_dir, found):
-        log.warning("%s is kept, and taken up by its path alone", moved)
+    for moved in quarantine(run_dir, found):
+        log.warning("%s is kept; only resume=<path> uses it", moved)
     if found.folder.resolve().parent != folder.resolve():
         return found
     restore_replaced(folder)
@@ -150,20 +145,20 @@ def _take_up(run_dir: Path, found: Found) -> Found:
 
 def _state(found: Found) -> LoopState:
     try:
-        return patiently(lambda path: read_state(path.parent), found.folder / DRIVER)
+        return retried(lambda path: read_state(path.parent), found.folder / DRIVER)
     except DamagedCheckpoint as error:
         raise ConfigError(f"resume = {error}.\nName another checkpoint.") from error
 
 
 def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
-    """Metrics up to the checkpoint, of the run that it is of."""
+    """Read the metrics up to the checkpoint, of the run that wrote it."""
     source = found.folder.resolve().parent.parent
     known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
     return [row for row in known if (row["step"] or 0) <= state.step]
 
 
 def _notes(config: RunConfig, found: Found, state: LoopState, rows: list[Row]) -> list[str]:
-    notes = [f"{damaged}; it was set aside" for damaged in found.damaged]
+    notes = [f"{damaged}; it was quarantined" for damaged in found.damaged]
     missing = sorted(set(range(state.step + 1)) - {int(row["step"] or 0) for row in rows})
     if missing:
         notes.append(f"{METRICS_FILE} lacks {len(missing)} of these steps, from {missing[0]} on")
@@ -178,19 +173,19 @@ def _refuse_used(run_dir: Path) -> None:
     if steps:
         raise ConfigError(
             f"hydra.run.dir = {run_dir} holds a run with checkpoints, the newest of step "
-            f"{steps[-1]}: those of another course would mix with them.\n"
-            f"Set resume=auto to go on with that run, or another hydra.run.dir."
+            f"{steps[-1]}: a new run would mix its checkpoints with these.\n"
+            f"Set resume=auto to continue that run, or another hydra.run.dir."
         )
 
 
 class _Differences(NamedTuple):
-    """What is not as when a checkpoint was made, in words: what is computed, and the rest."""
+    """Differences from the run that wrote the checkpoint: those that matter, and the others."""
 
     mattering: list[str]
     free: list[str]
 
     def notes(self) -> list[str]:
-        """A line of each kind."""
+        """Describe each kind in one line."""
         named = (
             ("changed, as allowed", self.mattering),
             ("changed, without effect on the results", self.free),
@@ -202,18 +197,18 @@ def _differences(
     config: RunConfig, found: Found, models: Fingerprints, other_prompts: list[str]
 ) -> _Differences:
     before = found.manifest
-    told = _Differences([], [])
+    differences = _Differences([], [])
     for change in changes(before.config, plain(config), other_files(before.models, models)):
         if change.matters:
-            told.mattering.append(str(change))
+            differences.mattering.append(str(change))
         elif change.key not in NOT_TOLD:
-            told.free.append(str(change))
-    told.mattering.extend(other_prompts)
-    return told
+            differences.free.append(str(change))
+    differences.mattering.extend(other_prompts)
+    return differences
 
 
 def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In words what is not as it was of the prompts (`PromptSource.fingerprint`), if anything."""
+    """Describe changes of the training prompts (`PromptSource.fingerprint`)."""
     if before["tokens"] != now["tokens"]:
         return ["data: other training prompts (files, tokenizer or chat template)"]
     if before["rows"] != now["rows"]:
@@ -222,7 +217,7 @@ def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
 
 
 def _other_versions(found: Found) -> list[str]:
-    """A line on the packages that decide a run's numbers, where they are others than then."""
+    """Describe changed versions of packages that influence a run's numbers, in one line."""
     before, now = found.manifest.versions, versions()
     texts = [
         f"{name} {before.get(name, MISSING)} then, {now.get(name, MISSING)} now"

@@ -1,68 +1,72 @@
-"""Rewards that responses have earned from an environment while they were generated."""
+"""The environment of a run: its processes, its rewards, its failures and its stop strings."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.data.batch import Generate, Rollout, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import Decode, load_tokenizer
 from hybridrl.data.turns import TurnTokens
+from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.resolve import plain_folder
+from hybridrl.rewards.messages import FailureKind
 from hybridrl.rewards.scorer import Failure
 from hybridrl.rollout.sampling import stop_token_ids
-from hybridrl.trainer.multi_turn.conversation_failures import Failures
-from hybridrl.trainer.multi_turn.conversations import Conversations, Environments, Limits
 from hybridrl.trainer.rewarding import Rewarded
 
+# Distinct reasons of failures that are kept; an unbounded number could be one per conversation.
+MAX_REASONS = 1000
+MANY = "for one of many reasons; the log has the first of them"
 
-class EnvironmentJudge:
-    """The environment's part in a run: it answers the model's turns, and its rewards count.
+
+class FailureReasons:
+    """Numbered reasons of environment failures since the run began.
+
+    RolloutBatch.environment_failures holds one number per response, 0 for no failure.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[FailureKind, str], int] = {}
+
+    def number(self, kind: FailureKind, reason: str) -> int:
+        """Return the number of a reason, a new one for a new reason."""
+        if (kind, reason) not in self._numbers and len(self._numbers) >= MAX_REASONS:
+            reason = MANY
+        return self._numbers.setdefault((kind, reason), len(self._numbers) + 1)
+
+    def look_up(self, number: int) -> tuple[FailureKind, str]:
+        """Return the kind and reason of a number above 0."""
+        return list(self._numbers)[number - 1]
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """Environment processes of a run, and the failures that generation has met in them."""
+
+    processes: EnvironmentPool
+    failures: FailureReasons = field(default_factory=FailureReasons)
+
+
+class EnvironmentRewards:
+    """Rewards that responses earned from an environment while they were generated.
 
     Args:
-        environments: answer the turns.
-        tokens: makes token ids of the answers.
         decode: token ids of many responses -> their texts.
-        examples: prompt id -> the row of the data set.
-        limits: what ends a conversation that nobody has ended.
+        failures: reasons of the failures, filled by generation.
         failed_score: of a response whose environment failed.
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        tokens: TurnTokens,
-        decode: Decode,
-        examples: Mapping[int, dict[str, Any]],
-        limits: Limits,
-        failed_score: float,
-    ) -> None:
-        self._environments = environments
-        self._tokens = tokens
+    def __init__(self, decode: Decode, failures: FailureReasons, failed_score: float) -> None:
         self._decode = decode
-        self._examples = examples
-        self._limits = limits
+        self._failures = failures
         self._failed_score = failed_score
-        self._failures = Failures()
-
-    def in_turns(self, generate: Generate) -> Generate:
-        """Generation in turns with the environment."""
-        return Conversations(
-            generate,
-            self._environments,
-            self._tokens,
-            self._decode,
-            self._examples,
-            self._limits,
-            self._failures,
-        )
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """The responses' texts, the environment's among them, and the sums of their rewards."""
+        """Return each conversation's text and its sum of rewards."""
         assert batch.environment_rewards is not None and batch.environment_failures is not None
         failures = [
-            Failure(index, *self._failures.told(number), traceback="")
+            Failure(index, *self._failures.look_up(number), traceback="")
             for index, number in enumerate(batch.environment_failures.tolist())
             if number
         ]
@@ -73,22 +77,8 @@ class EnvironmentJudge:
         return Rewarded(texts, scores, failures)
 
 
-def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """What is known of a step's conversations as such; nothing without an environment."""
-    batch = rollout.batch
-    if batch.turns is None:
-        return {}
-    turns = batch.turns.float()
-    return {
-        "rollout/turns_mean": float(turns.mean()),
-        "rollout/turns_max": float(turns.max()),
-        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
-        "environment/seconds": rollout.environment_s,
-    }
-
-
 def turn_tokens(model_path: str, config: EnvironmentConfig) -> TurnTokens:
-    """Those of a model, as an environment's config asks.
+    """Return the turn encoder of a model, with the stop strings of the config.
 
     Raises:
         ConfigError: there is no such model, or a stop string is not one token of it.
@@ -98,7 +88,7 @@ def turn_tokens(model_path: str, config: EnvironmentConfig) -> TurnTokens:
 
 
 def stop_problems(model_path: str, config: EnvironmentConfig) -> list[str]:
-    """What is wrong with environment.stop for a model."""
+    """Return the problems of environment.stop with a model."""
     try:
         turn_tokens(model_path, config)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""The batch of an update on disk, with all that its forwards and losses are computed from.
+"""Files of an update's batch, with all inputs of its forward passes and losses.
 
-batch.safetensors   the responses and every field of theirs
-batch.json          step, role, schedule, config without secrets, and the texts for people
+batch.safetensors   the responses with all fields
+batch.json          step, role, schedule, config without secrets, decoded texts
 """
 
 import json
@@ -22,24 +22,24 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.tracking.best_effort_files import replace_file
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 
 REPLAY_FOLDER = "replay"
 TENSORS_FILE, FACTS_FILE = "batch.safetensors", "batch.json"
 FORMAT = 1
 PROMPT_LENGTHS, RESPONSE_LENGTHS = "lengths.prompts", "lengths.responses"
-# Fields by their types: their rows are as long as the prompts or responses.
+# Ragged fields, with the lengths of prompts or responses.
 _RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type))
 
 
 class ReplayBatch(NamedTuple):
-    """An update that was not finite.
+    """Update that was not finite.
 
     Attributes:
-        role: whose, "actor" or "critic".
+        role: "actor" or "critic".
         step: training step.
         kl_coef: weight of the KL penalty in the loss.
-        batch: the responses with all fields the update reads.
+        batch: the responses with all fields of the update.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
         config: of the run.
     """
@@ -53,7 +53,7 @@ class ReplayBatch(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """A response for people.
+    """Decoded prompt and response.
 
     Attributes:
         group_id: of the prompt.
@@ -66,10 +66,10 @@ class Texts(NamedTuple):
 
 
 def write_replay(folder: Path, replay: ReplayBatch) -> None:
-    """Write both files into `folder`, which is made.
+    """Write both files into a new `folder`.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the write failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.contiguous().clone() for name, t in _tensors(replay.batch).items()}
@@ -88,14 +88,14 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
 
 
 def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
-    """What `write_replay` wrote.
+    """Read the files of `write_replay`.
 
     Args:
         folder: of the batch.
-        runs_code: whether code may be imported that its config names, and is not hybridrl's.
+        runs_code: allow imports of code outside hybridrl that its config names.
 
     Raises:
-        ConfigError: there is no such batch, it is damaged, or it names code of others.
+        ConfigError: the batch is missing or damaged, or names foreign code.
     """
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
 
 
 def texts_of(replay: ReplayBatch) -> list[Texts]:
-    """Prompts and responses as people read them."""
+    """Decode prompts and responses."""
     decode, batch = decoder(load_tokenizer(replay.config.model.path)), replay.batch
     prompts = decode(row.tolist() for row in batch.prompts.rows())
     responses = decode(row.tolist() for row in batch.responses.rows())
@@ -126,12 +126,12 @@ def texts_of(replay: ReplayBatch) -> list[Texts]:
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # its way to say that the disk is full
+    except SafetensorError as error:  # also raised if the disk is full
         raise OSError(str(error)) from error
 
 
 def _tensors(batch: RolloutBatch) -> dict[str, Tensor]:
-    """A batch as flat tensors by name."""
+    """Flatten a batch to tensors by name."""
     tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
     for name, value in vars(batch).items():
         if value is not None:

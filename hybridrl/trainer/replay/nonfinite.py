@@ -1,4 +1,4 @@
-"""Stops a run whose optimizer steps are all skipped, and keeps the batch that shows why."""
+"""Guard against non-finite updates: stops the run and saves the batch for a replay."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from hybridrl.config.user_code.foreign_code import foreign_code
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.replay.batch import REPLAY_FOLDER, ReplayBatch, write_replay
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.provenance import plain
 
 WEIGHTS_FOLDER = "weights"
 ROLES = ("actor", "critic")
@@ -18,29 +18,29 @@ ROLES = ("actor", "critic")
 
 @dataclass
 class SkippedSteps:
-    """Optimizer steps skipped in a row, over training steps; a resumed run goes on counting.
+    """Optimizer steps skipped in a row, over training steps and resumes.
 
     Attributes:
-        count: by role, how many of the last ones.
-        since: by role, the training step in which these begin; only of roles with such steps.
+        count: by role.
+        since: by role, the training step of the first; only of roles with skipped steps.
     """
 
     count: dict[str, int] = field(default_factory=dict)
     since: dict[str, int] = field(default_factory=dict)
 
     def note(self, step: int, metrics: Mapping[str, float | None], num_steps: int) -> None:
-        """Count what an update skipped.
+        """Count the skipped steps of an update.
 
         Args:
             step: training step.
-            metrics: of it; those of roles that were not trained are missing.
-            num_steps: optimizer steps that each role was to take.
+            metrics: of it; those of untrained roles are missing.
+            num_steps: optimizer steps of each role in the update.
         """
         for role in ROLES:
             if f"{role}/skipped_last" not in metrics:
                 continue
             last = int(metrics[f"{role}/skipped_last"] or 0)
-            if last < num_steps:  # one was taken before them
+            if last < num_steps:  # an earlier one was not skipped
                 self.count[role] = 0
             if last and not self.count.get(role):
                 self.since[role] = step
@@ -50,15 +50,15 @@ class SkippedSteps:
 
 
 class NonFiniteGuard:
-    """Watches for updates that are skipped; keeps each step's batch until it is checked.
+    """Guard against skipped updates; it holds each step's batch until `check`.
 
     Args:
         config: the run.
         run_dir: of the run.
-        save_weights: writes the workers' state as it is into a folder that is not there yet.
+        save_weights: writes the workers' state into a new folder.
 
     Attributes:
-        skipped: what a resumed run must know.
+        skipped: counts, part of the loop's state.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class NonFiniteGuard:
         kl_coef: float,
         metrics: Mapping[str, float | None],
     ) -> None:
-        """Look at an update.
+        """Record an update.
 
         Args:
             step: training step.
-            scheduled: what the update was computed from.
+            scheduled: batch of the update.
             kl_coef: weight of the KL penalty in its loss.
             metrics: of the update.
         """
@@ -92,8 +92,7 @@ class NonFiniteGuard:
         """Stop the run if too many steps in a row were skipped.
 
         Raises:
-            RunStopped: as many as trainer.max_skipped_steps; the batch and the weights that met it
-                are kept.
+            RunStopped: trainer.max_skipped_steps was reached; batch and weights are saved.
         """
         limit = self._config.trainer.max_skipped_steps
         for role, count in self.skipped.count.items():
@@ -106,21 +105,21 @@ class NonFiniteGuard:
         self._met = None
 
     def _keep(self, role: str) -> str:
-        """Write what a replay needs; says where it is."""
+        """Save the inputs of a replay; return a message with their place."""
         assert self._met is not None
         step, scheduled, kl_coef = self._met
         folder = self._run_dir / REPLAY_FOLDER / f"step_{step}"
         kept = ReplayBatch(role, step, kl_coef, scheduled.batch, scheduled.ranks, self._config)
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that got here before
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
             write_replay(folder, kept)
-            # No step was taken since they met the last mini-batches that were skipped.
+            # Still the weights of the skipped mini-batches: no step was taken since.
             self._save_weights(folder / WEIGHTS_FOLDER)
         except OSError as error:
             return f"The batch could not be saved in {folder}: {error}"
         names_code = any(foreign_code(plain(self._config)))
         return (
-            f"The batch and the weights that met it are in {folder}.\n"
-            f"To see which responses do it: hybridrl replay {folder}"
+            f"The batch and the weights of that update are in {folder}.\n"
+            f"To find the responses that cause it: hybridrl replay {folder}"
             f"{' --run-code' if names_code else ''}"
         )

@@ -1,9 +1,9 @@
-"""Computes once more an update that was not finite, and finds the responses that make it so.
+"""Replay of a non-finite update, to find the responses that cause it.
 
-batch fields    looked at here, without a forward
-weights         looked at on the ranks
+batch fields    checked here, without a forward pass
+weights         checked on the ranks
 micro-batches   forward, loss and gradient of each, as in the update
-responses       the same for each response of the bad ones, alone
+responses       the same for each single response of non-finite micro-batches
 """
 
 import json
@@ -23,19 +23,19 @@ from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
-from hybridrl.trainer.replay.batch import ReplayBatch, Texts, texts_of
+from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
 from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 from hybridrl.workers.replaying import MicroBatchResult
 
 RESULT_FILE = "replay.json"
-# What the model says of the tokens, by role.
+# Outputs of the model, by role.
 OUTPUTS = {"actor": "log_probs", "critic": "values"}
 SHOWN_CHARACTERS = 40
 
 
 class Located(NamedTuple):
-    """A micro-batch of one rank, its responses as indices into the whole batch."""
+    """Micro-batch of one rank; rows are indices into the whole batch."""
 
     rank: int
     rows: list[int]
@@ -43,21 +43,21 @@ class Located(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing of it is NaN or infinite."""
+        """True if no value is NaN or infinite."""
         numbers = (self.result.loss, self.result.gradient_norm)
         return self.result.outputs_finite and all(map(math.isfinite, numbers))
 
 
 @dataclass
 class BadResponse:
-    """A response with something that is not finite.
+    """Response with a non-finite value.
 
     Attributes:
         response: index in the batch.
         group_id: of its prompt.
-        prompt, text: as people read them.
-        bad: what is not finite: fields of the batch, log_probs or values, loss, gradient.
-        loss, gradient_norm: of the response alone; None where its micro-batch was finite.
+        prompt, text: decoded.
+        bad: non-finite values: fields of the batch, log_probs or values, loss, gradient.
+        loss, gradient_norm: of the response alone; None if its micro-batch was finite.
     """
 
     response: int
@@ -71,13 +71,13 @@ class BadResponse:
 
 @dataclass
 class Findings:
-    """What a replay has found.
+    """Result of a replay.
 
     Attributes:
-        role, step: whose update, and of which training step.
-        weights: elements that are not finite, by weight.
-        micro_batches: those that are not finite.
-        responses: likewise.
+        role, step: of the update.
+        weights: name -> number of non-finite elements.
+        micro_batches: non-finite ones.
+        responses: non-finite ones.
     """
 
     role: str
@@ -88,24 +88,24 @@ class Findings:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything is."""
+        """True if everything is finite."""
         return not (self.weights or self.micro_batches or self.responses)
 
 
-class _Examined(ScheduledBatch):
-    """A batch whose results stay apart, by shard."""
+class _Unjoined(ScheduledBatch):
+    """Batch whose results are not joined over shards."""
 
     def join(self, results: Sequence[Any]) -> list[Any]:  # type: ignore[override]
-        """The results as they are."""
+        """Return the results unchanged."""
         return list(results)
 
 
 def replay(kept: ReplayBatch, folder: Path) -> Findings:
-    """Start the run's workers with the weights that met the batch, and look; inside `ray_runtime`.
+    """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`.
 
     Args:
-        kept: what `folder` holds.
-        folder: where the weights are; the workers' logs go there, too.
+        kept: content of `folder`.
+        folder: of the weights and of the workers' logs.
     """
     config = kept.config
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
@@ -119,11 +119,11 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
 
 
 def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
-    """What is not finite in an update.
+    """Find the non-finite values of an update.
 
     Args:
         kept: the update.
-        group: the role's workers, with the weights that met it.
+        group: the role's workers, with the weights of the update.
     """
     weights: dict[str, int] = {}
     for counts in group.call("nonfinite_weights"):
@@ -133,7 +133,7 @@ def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
     micros = _examined(kept, group, kept.ranks)
     bad = [micro for micro in micros if not micro.is_finite]
     suspects = sorted({row for micro in bad for row in micro.rows})
-    # All ranks compute the same response at the same time: each is a mini-batch of its own.
+    # All ranks compute the same response at the same time, as one mini-batch.
     alone: Epochs = [[[[row]] for row in suspects]]
     single = _examined(kept, group, [alone] * group.num_shards) if suspects else []
     return Findings(
@@ -146,7 +146,7 @@ def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
 
 
 def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> list[Located]:
-    scheduled = _Examined.of(kept.batch, ranks)
+    scheduled = _Unjoined.of(kept.batch, ranks)
     per_rank = group.call("examine_update", scheduled, kept.kl_coef)
     return [
         Located(rank, [scheduled.rows[rank][row] for row in result.rows], result)
@@ -156,12 +156,13 @@ def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> lis
 
 
 def _responses(kept: ReplayBatch, alone: dict[int, Located]) -> list[BadResponse]:
-    """The responses with anything that is not finite, in the batch's order."""
+    """List responses with non-finite values, in the batch's order."""
     texts, fields = texts_of(kept), nonfinite_fields(kept.batch)
     found = []
     for row in sorted({*fields, *alone}):
         bad = list(fields.get(row, []))
-        response = _bad_response(row, texts[row], bad)
+        text = texts[row]
+        response = BadResponse(row, text.group_id, text.prompt, text.response, bad)
         if row in alone:
             result = alone[row].result
             response.loss, response.gradient_norm = result.loss, result.gradient_norm
@@ -173,12 +174,8 @@ def _responses(kept: ReplayBatch, alone: dict[int, Located]) -> list[BadResponse
     return found
 
 
-def _bad_response(row: int, text: Texts, bad: list[str]) -> BadResponse:
-    return BadResponse(row, text.group_id, text.prompt, text.response, bad)
-
-
 def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:
-    """By response, the fields that are not finite on a token that the policy sampled."""
+    """List the fields that are non-finite on sampled tokens, by response."""
     found: dict[int, list[str]] = {}
     sampled = batch.response_mask.values
     row_of = batch.responses.row_ids()
@@ -192,7 +189,7 @@ def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:
 
 
 def write_findings(folder: Path, findings: Findings) -> Path:
-    """Write replay.json; returns its path."""
+    """Write replay.json; return its path."""
     plain = {
         "role": findings.role,
         "step": findings.step,
@@ -216,7 +213,7 @@ def write_findings(folder: Path, findings: Findings) -> Path:
 
 
 def show(console: Console, findings: Findings) -> None:
-    """Print what was found."""
+    """Print the findings."""
     title = f"update of the {findings.role} in training step {findings.step}"
     if findings.is_finite:
         console.print(f"{title}: everything is finite", soft_wrap=True)
@@ -233,7 +230,7 @@ def show(console: Console, findings: Findings) -> None:
             soft_wrap=True,
         )
     if not findings.responses:
-        console.print("no single response is to blame", soft_wrap=True)
+        console.print("each single response is finite on its own", soft_wrap=True)
         return
     console.print(_table(title, findings.responses))
 
@@ -267,7 +264,7 @@ def _plain_micro(result: MicroBatchResult) -> dict[str, Any]:
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """JSON knows neither NaN nor infinity: they are text there."""
+    """Convert NaN and infinity to text, which JSON lacks."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

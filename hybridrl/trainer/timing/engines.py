@@ -1,4 +1,4 @@
-"""How the rollout engines fared: their metrics, and an alarm for one that falls behind."""
+"""Rollout engines: speed metrics, straggler alarm, and their places."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,19 +9,19 @@ from hybridrl.controller.watch.waiting import by_node
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats
 
-# Steps in a row that an engine has to be slow, so that one hiccup raises no alarm.
+# Slow steps in a row that raise the alarm.
 WINDOW = 3
 # Share of the other engines' median tokens per second below which an engine is slow.
 SLOW = 0.5
-# Rollouts before the same engine is warned of again.
+# Rollouts until the next warning of the same engine.
 QUIET = 50
 
 
 def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
-    """Speeds of all engines and of each that had prompts, the slowest, the last first token.
+    """Compute speeds of all engines and of each with prompts, and the last first token.
 
     Args:
-        engines: how each fared, over all rounds of the step.
+        engines: statistics of each, over all rounds of the step.
         seconds: of the whole phase.
     """
     speeds = {k: engine.tokens_per_second for k, engine in enumerate(engines) if engine.tokens}
@@ -39,7 +39,7 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
 
 
 class StragglerAlarm:
-    """Warns of an engine that samples much slower than the others, several steps in a row.
+    """Straggler alarm: an engine much slower than the others in several steps in a row.
 
     Args:
         where: engine index -> ranks, node and GPUs it runs on, for the warning.
@@ -51,7 +51,7 @@ class StragglerAlarm:
         self._quiet: dict[int, int] = {}
 
     def warnings(self, engines: Sequence[EngineStats]) -> list[str]:
-        """Take in one rollout; what to tell the user, mostly nothing."""
+        """Record one rollout; return warnings, usually none."""
         self._last.append(engines)
         self._quiet = {k: left - 1 for k, left in self._quiet.items() if left > 1}
         if len(self._last) < WINDOW:
@@ -62,13 +62,13 @@ class StragglerAlarm:
             f"rollout engine {k} ({self._where(k)}) sampled {engines[k].tokens_per_second:,.0f} "
             f"tokens/s, the other engines {_median_of_others(engines, k):,.0f} in the median; for "
             f"{WINDOW} steps it has been below {SLOW:g} of that. "
-            f"They wait for it; look for another process on its GPU, a hot or throttled GPU, or a "
-            f"busy host."
+            f"They wait for it. Check for another process on its GPU, a throttled GPU, or a busy "
+            f"host."
             for k in slow
         ]
 
     def _is_slow(self, engine: int) -> bool:
-        """Whether it sampled in each step of the window, and always too slowly."""
+        """Return true if it sampled too slowly in each step of the window."""
         return all(
             step[engine].tokens > 0
             and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)
@@ -77,13 +77,13 @@ class StragglerAlarm:
 
 
 def _median_of_others(engines: Sequence[EngineStats], engine: int) -> float:
-    """Tokens per second of the other engines that sampled, their median; 0 without any."""
+    """Compute the median tokens per second of the other engines; 0 without any."""
     speeds = [e.tokens_per_second for k, e in enumerate(engines) if k != engine and e.tokens]
     return median(speeds) if speeds else 0.0
 
 
 def engine_place(rollout: WorkerGroup, engine: int) -> str:
-    """The ranks of an engine and each node's GPUs: 'ranks 3-4 on node a GPU 3, node b GPU 0'."""
+    """Describe an engine's ranks and GPUs: 'ranks 3-4 on node a GPU 3, node b GPU 0'."""
     per_engine = rollout.ranks_per_shard
     hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
     first, last = hosts[0].rank, hosts[-1].rank
@@ -100,6 +100,6 @@ def _gpus(numbers: Sequence[int]) -> str:
 
 
 def straddling(rollout: WorkerGroup) -> int:
-    """Engines whose ranks lie on several nodes, which placement.allow_straddle allows."""
+    """Count engines whose ranks are on several nodes (placement.allow_straddle)."""
     slots = [host.slot for host in rollout.pool.hosts]
     return len(straddling_engines(slots, rollout.ranks_per_shard))

@@ -1,4 +1,4 @@
-"""Whether SIGTERM leaves a run the time for a checkpoint."""
+"""Check of checkpoint.on_sigterm against measured times."""
 
 from collections.abc import Callable
 
@@ -6,36 +6,36 @@ from hybridrl.trainer.timing.timeline import Timeline
 
 
 class GraceCheck:
-    """Warns, once, of a run that SIGTERM would end without a checkpoint.
+    """Warning, once, if SIGTERM would end the run without a checkpoint.
 
-    Before the checkpoint is written, the phase that is under way comes to its end.
+    The running phase ends before the checkpoint is written.
 
     Args:
-        grace_s: checkpoint.on_sigterm, in seconds; 0: the run leaves at once, which is no surprise.
-        warn: tells the user.
+        grace_s: checkpoint.on_sigterm, in seconds; 0: no checkpoint is expected.
+        warn: prints a warning.
     """
 
     def __init__(self, grace_s: float, warn: Callable[[str], None]) -> None:
         self._grace_s = grace_s
         self._warn = warn
-        self._is_told = False
+        self._has_warned = False
 
     def look(self, timeline: Timeline, write_s: float | None) -> None:
-        """Compare a step's longest phase and the writing of a checkpoint with the grace.
+        """Compare a step's longest phase plus the writing of a checkpoint with the grace.
 
         Args:
             timeline: of the step.
-            write_s: seconds that the last checkpoint took; None: there is none yet.
+            write_s: seconds of writing the last checkpoint; None: none yet.
         """
-        if self._is_told or not self._grace_s or write_s is None or not timeline.sections:
+        if self._has_warned or not self._grace_s or write_s is None or not timeline.sections:
             return
         phase = max((section.span for section in timeline.sections), key=lambda span: span.seconds)
         if phase.seconds + write_s <= self._grace_s:
             return
-        self._is_told = True
+        self._has_warned = True
         self._warn(
             f"SIGTERM may end this run without a checkpoint: {phase.name} took "
             f"{phase.seconds:.1f} s and writing one {write_s:.1f} s, and checkpoint.on_sigterm is "
-            f"{self._grace_s:g} s. Raise it, and the time that whatever stops the run lets pass "
-            "before SIGKILL."
+            f"{self._grace_s:g} s. Raise it, and the time between SIGTERM and SIGKILL of your "
+            "scheduler."
         )

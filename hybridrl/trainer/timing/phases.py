@@ -1,4 +1,4 @@
-"""How long each phase of a step takes."""
+"""Wall time of each phase of a step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from hybridrl.trainer.timing.timeline import Section, Timeline
 
 
 class Phases:
-    """Wall seconds of a step's phases, on the driver's clock, and what the ranks did in them.
+    """Wall seconds of a step's phases on the driver's clock, with the ranks' calls in them.
 
     Args:
-        take_spans: the ranks' work since it was last asked for (`SpanLog.take`).
-        on_enter: told the name of each phase as it begins; for what the user sees.
+        take_spans: returns the ranks' calls since the last time (`SpanLog.take`).
+        on_enter: called with the name of each phase at its beginning.
 
     Attributes:
         timeline: the last whole step.
@@ -34,7 +34,7 @@ class Phases:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a whole step; phases of the step before are forgotten."""
+        """Time a whole step; clear the phases of the step before."""
         self._seconds, self._sections = {}, []
         self._take_spans()  # of work between steps
         with Stopwatch("step") as watch:
@@ -43,7 +43,7 @@ class Phases:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Time a phase; one that comes twice in a step counts together."""
+        """Time a phase; repetitions within a step are summed."""
         self._on_enter(name)
         with Stopwatch(name) as watch:
             yield
@@ -53,10 +53,9 @@ class Phases:
 
     @property
     def switch_s(self) -> float | None:
-        """From the end of a rank's last update until it began to sample in the last section.
+        """Seconds from a rank's last update to its sampling in the last section.
 
-        Of the rank that took longest, by its own clock; None if none sampled for the first time
-        since an update there.
+        Maximum over ranks, by their own clocks; None if no rank sampled there after an update.
         """
         return max(self._switches, default=None)
 
@@ -71,22 +70,22 @@ class Phases:
                     self._switches.append(span.start - self._updated.pop(rank))
 
     def split(self, name: str, parts: Mapping[str, float]) -> None:
-        """Count parts of a phase, timed elsewhere, as phases of their own; it keeps the rest.
+        """Count parts of a phase, timed elsewhere, as separate phases.
 
         Args:
-            name: a phase that has run.
-            parts: seconds of each part, by the phase's name that it is to have.
+            name: a finished phase; it keeps the rest.
+            parts: seconds of each part, by its name.
         """
         for part, seconds in parts.items():
             self._seconds[part] = self.seconds(part) + seconds
         self._seconds[name] = max(0.0, self.seconds(name) - sum(parts.values()))
 
     def seconds(self, name: str) -> float:
-        """Seconds of a phase in this step so far; 0 where it has not run."""
+        """Return the seconds of a phase in this step so far; 0 if it has not run."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float | None]:
-        """Of the step that has ended: time/<phase>_s, time/step_s, and `Timeline.metrics`."""
+        """Compute time/<phase>_s, time/step_s and `Timeline.metrics` of the finished step."""
         metrics: dict[str, float | None] = {
             f"time/{name}_s": seconds for name, seconds in self._seconds.items()
         }

@@ -1,4 +1,4 @@
-"""Chrome traces of the steps that trainer.profile_steps names: one per rank, and one of phases."""
+"""Chrome traces of trainer.profile_steps: one per rank, and one of the phases."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,13 @@ FOLDER = "profile"
 
 
 class StepProfiler:
-    """Has all ranks record the steps that are named; other steps cost nothing.
+    """Profiler of selected steps on all ranks; other steps cost nothing.
 
     Args:
         steps: counted from 1.
         pool: the ranks; each writes <run>/profile/step_<n>_rank<k>.json.gz where it runs.
         run_dir: of the run; the driver writes <run>/profile/phases_step_<n>.json.
-        timeline: of the step that has just ended.
+        timeline: returns that of the finished step.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds a whole step; starting and writing the recordings is not part of it."""
+        """Profile a whole step, without the start and the writing of the traces."""
         if step not in self._steps:
             yield
             return

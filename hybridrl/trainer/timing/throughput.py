@@ -1,4 +1,4 @@
-"""How fast a step's tokens went through the model, per second and as a share of the peak (MFU)."""
+"""Throughput of a step: tokens per second and MFU (model FLOPs utilization)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from hybridrl.config.planner.flops import forward_flops, training_flops
 from hybridrl.config.planner.model_shape import ModelShape
 
-# Metrics of the batch that a step computes on: tokens of all responses and of their prompts (a
-# prompt counts with each of its responses), and responses.
+# Metrics of the batch: tokens of all responses with their prompts, and responses.
 TOKENS, RESPONSES = "batch/tokens", "batch/responses"
 
-# Phases that run every sequence forward once, and phases that train on each `epochs` times; the
-# policy's have an MFU (a critic or a reward model has no head over the vocabulary, which the
-# formula counts).
+# Phases of one forward pass, and phases of `epochs` training passes. Only those of the policy have
+# an MFU: the formula counts the head over the vocabulary.
 FORWARDS = ("old_log_probs", "ref_log_probs", "values", "model_scores")
 UPDATES = ("update_actor", "update_critic")
 WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
@@ -20,13 +18,13 @@ WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second and MFU of the phases of a step.
+    """Throughput of the phases of a step.
 
     Attributes:
         shape: the model's.
         epochs: passes of an update over the batch.
-        peak: operations per second of all ranks together; None where unknown.
-        trains_all: whether the actor trains all of its weights, and not adapters alone.
+        peak: FLOP/s of all ranks together; None if unknown.
+        trains_all: the actor trains all weights, not only adapters.
     """
 
     shape: ModelShape
@@ -35,14 +33,12 @@ class Throughput:
     trains_all: bool = True
 
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
-        """tokens_per_s/<phase> and, where the peak is known, mfu/<phase> (config/planner/flops.py).
+        """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>.
 
-        The time of an update includes its optimizer steps; recomputed activations do not count as
-        operations.
+        The time of an update includes its optimizer steps; recomputed activations count no FLOPs.
 
         Args:
-            step: metrics of a step; phases without a time, and steps without a batch, have no
-                throughput.
+            step: metrics of a step; phases without a time have no throughput.
         """
         if TOKENS not in step:
             return {}
@@ -60,7 +56,7 @@ class Throughput:
         return metrics
 
     def _operations(self, phase: str, tokens: int, responses: int) -> float:
-        """Of one pass over the batch."""
+        """Compute the FLOPs of one pass over the batch."""
         if phase in UPDATES:
             return training_flops(self.shape, tokens, responses, trains_all=self.trains_all)
         return forward_flops(self.shape, tokens, responses)

@@ -1,9 +1,8 @@
-"""What a step's time went into: sections of the driver, work of the ranks, and what is left.
+"""Timeline of a step: sections of the driver, calls of the ranks, idle time.
 
-A rank is busy while it runs a worker's method, until its stream has drained; else it is idle:
-while the driver rewards, schedules or logs, while data travels, while it waits in a phase for a
-rank that takes longer. Waiting for others inside a collective counts as busy, because no process
-can tell it from communication. docs/metrics.md says what each number means.
+A rank is busy while it runs a worker's method, until its stream is synchronized; else it is idle,
+also while it waits for a straggler between calls. Waiting inside a collective counts as busy: it
+cannot be distinguished from communication. docs/metrics.md defines each number.
 """
 
 import json
@@ -14,47 +13,47 @@ from typing import Any
 
 from hybridrl.controller.spans import Span
 
-# Methods whose time a step is for: sampling, forwards and optimizer steps.
+# Methods that count as computation: sampling, forward passes and optimizer steps.
 COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
-# What is between the sections.
+# Name of the time between sections.
 BETWEEN = "between"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of the driver's time and what the ranks did in it.
+    """Section of the driver's time, with the ranks' worker calls.
 
     Attributes:
-        span: the driver's.
-        ranks: for each rank, its worker calls.
+        span: of the driver.
+        ranks: worker calls of each rank.
     """
 
     span: Span
     ranks: list[list[Span]]
 
     def idle(self, rank: int) -> float:
-        """Seconds in which a rank ran no worker call."""
+        """Compute the seconds in which a rank ran no worker call."""
         return self.span.seconds - _total(self.ranks[rank])
 
     def compute(self) -> float:
-        """Seconds of the rank that took longest over the calls in COMPUTE."""
+        """Compute the seconds of the calls in COMPUTE on the slowest rank."""
         return max(_total([span for span in spans if _computes(span)]) for spans in self.ranks)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: its span on the driver and its sections, which do not overlap."""
+    """Timeline of a step: its span on the driver and its disjoint sections."""
 
     step: Span
     sections: list[Section]
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that worked in it."""
+        """Number of ranks."""
         return max((len(section.ranks) for section in self.sections), default=0)
 
     def metrics(self) -> dict[str, float]:
-        """Idle seconds by rank and by section, and the seconds outside the calls in COMPUTE.
+        """Compute idle seconds by rank and section, and seconds outside the calls in COMPUTE.
 
         Returns:
             idle/rank<k>_s: seconds in which rank k ran no worker call; idle/mean_s and idle/max_s
@@ -84,8 +83,8 @@ class Timeline:
 def write_trace(path: Path, timeline: Timeline, title: str) -> None:
     """Write a step in the Chrome trace format (Perfetto, chrome://tracing).
 
-    One row for the driver's step and sections, one for each rank's worker calls. Times are
-    relative to the step's begin; ranks of other nodes are placed by their own clocks.
+    It has one row for the driver's step and sections, and one for each rank's worker calls. Times
+    are relative to the step's begin; ranks of other nodes use their own clocks.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -111,12 +110,12 @@ def _total(spans: Sequence[Span]) -> float:
 
 
 def _named(kind: str, row: int, name: str) -> dict[str, Any]:
-    """What a row, or all of them together, is called."""
+    """Build the name event of a row, or of the process."""
     return {"ph": "M", "name": kind, "pid": 0, "tid": row, "args": {"name": name}}
 
 
 def _event(span: Span, row: int, origin: float) -> dict[str, Any]:
-    """A span on a row; the format counts microseconds."""
+    """Build the event of a span; the format's unit is microseconds."""
     return {
         "ph": "X",
         "name": span.name,

@@ -1,1 +1,9 @@
-"""Metrics and what the user sees of them: console, files, trackers."""
+"""Output of a run: console, metrics, trackers, plot, rollouts, provenance.
+
+report.py: `Reporter`, called by the training loop; start reading there.
+tracker.py and *sink*.py: metrics.jsonl, TensorBoard, W&B, MLflow.
+console.py, steps.py, header.py, summary.py: texts on the terminal.
+provenance.py (manifest.json), rollout_log.py, plot.py, best_effort_files.py: files of a run.
+
+Elsewhere: timing/ (measured seconds); docs/metrics.md (meaning of each metric).
+"""

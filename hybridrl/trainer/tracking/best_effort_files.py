@@ -1,4 +1,4 @@
-"""Files that a run can do without: a full or failing disk costs their contents, never the run."""
+"""Best-effort files: a full or failing disk costs their contents, never the run."""
 
 import logging
 import os
@@ -8,16 +8,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-class GrowingFile:
-    """A file that grows by whole records; what the disk does not take waits until it does.
+class AppendOnlyFile:
+    """File of whole records; records that cannot be written wait in memory and are retried.
 
     Args:
         path: in a folder that exists.
-        end: bytes at its beginning that stay; what follows them is cut off.
+        end: bytes to keep of an existing file; the rest is truncated.
 
     Attributes:
         end: bytes of whole records on disk.
-        reason: why the last write failed, or None.
+        reason: of the last failed write, or None.
 
     Raises:
         OSError: it cannot be opened.
@@ -32,11 +32,11 @@ class GrowingFile:
 
     @property
     def waiting(self) -> int:
-        """Records that are not on disk."""
+        """Number of records not on disk."""
         return len(self._waiting)
 
     def append(self, record: bytes) -> None:
-        """Write a record behind those that wait, or let it wait with them."""
+        """Write the waiting records and this one; after an error all of them wait."""
         self._waiting.append(record)
         try:
             self.end += self._write(b"".join(self._waiting))
@@ -46,21 +46,21 @@ class GrowingFile:
             self._waiting, self.reason = [], None
 
     def sync(self) -> None:
-        """Wait until the disk has what was written.
+        """Fsync the file.
 
         Raises:
-            OSError: it does not take it.
+            OSError: fsync failed.
         """
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Try once more to write what waits, and close."""
+        """Retry the waiting records once, and close."""
         if self._waiting:
             self.append(b"")
         os.close(self._descriptor)
 
     def _write(self, data: bytes) -> int:
-        """All of it at the end, or nothing: a part would join with the next record."""
+        """Append all data or none: a part would corrupt the next record."""
         try:
             done = 0
             while done < len(data):
@@ -71,11 +71,11 @@ class GrowingFile:
         return done
 
 
-class SpareFiles:
-    """Writes whole files that a run can do without, and counts those that could not be written.
+class BestEffortFiles:
+    """Writer of whole files; failures are counted, not raised.
 
     Attributes:
-        failures: how many.
+        failures: number of failed writes.
     """
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ class SpareFiles:
         self._reasons: dict[str, list[str]] = {}
 
     def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Whether `write` went well; of files of one kind (`what`) only the first failure is told.
+        """Call `write`; return false after an OSError. The first one of a kind is logged.
 
         Args:
-            what: the kind of file, for people.
-            write: raises OSError if the disk does not take it.
+            what: the kind of file, for messages.
+            write: raises OSError on failure.
         """
         try:
             write()
@@ -100,7 +100,7 @@ class SpareFiles:
         return True
 
     def lines(self) -> list[str]:
-        """One line for each kind of file that was not always written."""
+        """Describe each kind of file with failures in one line."""
         return [
             f"{what} could not be written {len(reasons)} time{'s' if len(reasons) > 1 else ''}: "
             f"{reasons[0]}"
@@ -109,9 +109,9 @@ class SpareFiles:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
-    """Have `write` fill a new file that then takes `path`'s place; returns `path`.
+    """Replace a file atomically by one that `write` fills; return `path`.
 
-    Where that fails, the old file stays and nothing else is left.
+    After a failure the old file is unchanged.
     """
     new = path.with_name(f".{path.name}.new")
     try:

@@ -1,6 +1,6 @@
-"""What the user sees while a run works: header, steps, samples, warnings, summary.
+"""Console output of a run: header, steps, samples, warnings, summary.
 
-On a terminal a table grows above a live progress line; elsewhere every step is one plain line.
+A terminal shows a table above a live progress line; a log or pipe gets one plain line per step.
 """
 
 import logging
@@ -16,29 +16,34 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hybridrl.trainer.tracking.columns import Metrics, duration_text, short_name
-from hybridrl.trainer.tracking.progress import LiveSteps, StepLines, Steps
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+from hybridrl.trainer.tracking.steps import (
+    LiveSteps,
+    Metrics,
+    StepLines,
+    duration_text,
+    short_name,
+)
 from hybridrl.trainer.tracking.summary import Speeds, Summary
 
 MAX_SAMPLE_LINES = 8
 MAX_SHARES_SHOWN = 6
-# Texts are set in lines of at most this width, whatever the terminal's.
+# Maximum width of text, also on wider terminals.
 MAX_TEXT_WIDTH = 110
 
 
 class RunConsole:
-    """Everything a run prints. A context manager: leaving it gives the terminal back.
+    """Console output of a run; a context manager that restores the terminal on exit.
 
     Args:
         total_steps: of the run.
-        console: where to print; None: standard output.
+        console: output; None: standard output.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._total = total_steps
-        self._steps: Steps | None = None
+        self._steps: StepLines | LiveSteps | None = None
 
     def __enter__(self) -> "RunConsole":
         return self
@@ -52,7 +57,7 @@ class RunConsole:
         self.close()
 
     def logging_handler(self) -> logging.Handler:
-        """A handler whose lines do not break the live ones."""
+        """Return a log handler that does not break the live display."""
         if not self.console.is_terminal:
             return logging.StreamHandler(self.console.file)
         handler = RichHandler(console=self.console, show_path=False, markup=False)
@@ -60,20 +65,20 @@ class RunConsole:
         return handler
 
     def header(self, title: str, lines: Sequence[tuple[str, str]]) -> None:
-        """What the run is (trainer/tracking/header.py)."""
+        """Print the header (trainer/tracking/header.py)."""
         self._framed(title, lines)
 
     def phase(self, name: str) -> None:
-        """A phase begins; the first one starts the progress line."""
+        """Show the current phase; the first one starts the progress line."""
         self._shown_steps().phase(name)
 
     def step(self, metrics: Metrics) -> None:
-        """A step has ended."""
+        """Show a finished step."""
         self._shown_steps().step(metrics)
 
     def samples(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Some responses with their prompts and scores."""
-        # The labels below and their padding take ten columns.
+        """Print responses with their prompts and scores."""
+        # Labels and padding need ten columns.
         width = self._text_width() - 10
         for record in records:
             lines = [
@@ -85,12 +90,12 @@ class RunConsole:
             self._framed(title, lines)
 
     def warn(self, text: str) -> None:
-        """Something the user should look at; the run goes on."""
+        """Print a warning."""
         line = Text(f"warning: {text}", style="yellow")
         self.console.print(line, soft_wrap=not self.console.is_terminal)
 
     def summary(self, summary: Summary, run_dir: Path) -> None:
-        """What the run came to."""
+        """Print the summary."""
         self.close()
         if summary.changes:
             self.console.print(_accuracy_table(summary))
@@ -115,19 +120,19 @@ class RunConsole:
         self._framed("done", lines)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         if self._steps is not None:
             self._steps.stop()
             self._steps = None
 
-    def _shown_steps(self) -> Steps:
+    def _shown_steps(self) -> StepLines | LiveSteps:
         if self._steps is None:
             kind = LiveSteps if self.console.is_terminal else StepLines
             self._steps = kind(self.console, self._total)
         return self._steps
 
     def _framed(self, title: str, lines: Sequence[tuple[str, str]]) -> None:
-        """Labelled texts: in a panel on a terminal; elsewhere a title with lines below it."""
+        """Print labelled texts: a panel on a terminal, else a title with lines below."""
         if self.console.is_terminal:
             frame = Panel(
                 _grid(lines),
@@ -146,7 +151,7 @@ class RunConsole:
 
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """The best and the worst response of a step, the first of each; one if all score alike."""
+    """Pick the best and the worst response of a step; one if all scores are equal."""
     if not records:
         return []
     best = max(records, key=lambda record: record.score)
@@ -155,7 +160,7 @@ def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 
 def _grid(lines: Sequence[tuple[str, str]]) -> Table:
-    """Labels and texts in two columns; long texts are folded beside their label."""
+    """Build two columns, labels and folded texts."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
@@ -165,7 +170,7 @@ def _grid(lines: Sequence[tuple[str, str]]) -> Table:
 
 
 def _plain_lines(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """The same without a terminal: words are never broken, so paths stay whole."""
+    """Format labels and texts without a terminal; words, thus paths, are never broken."""
     indent = max((len(label) for label, _ in lines), default=0) + 2
     plain = []
     for label, text in lines:
@@ -182,7 +187,7 @@ def _plain_lines(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _speed_lines(speeds: Speeds) -> list[tuple[str, str]]:
-    """How well the devices were used, as far as it is known."""
+    """Format idle time and MFU, if known."""
     lines = []
     if speeds.idle is not None and speeds.outside is not None:
         outside = f"outside sampling, scoring and updates {speeds.outside:.0%}"
@@ -210,12 +215,12 @@ def _accuracy_table(summary: Summary) -> Table:
 
 
 def _with_interval(value: float, half_width: float | None) -> str:
-    """'0.934 +- 0.027', or the value alone."""
+    """Format as '0.934 +- 0.027', or the value alone."""
     return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"
 
 
 def _files(run_dir: Path) -> str:
-    """What stands in the run directory, folders with a slash."""
+    """List the run directory, folders with a slash."""
     if not run_dir.is_dir():
         return "(none)"
     there = sorted(path for path in run_dir.iterdir() if not path.name.startswith("."))
@@ -223,7 +228,7 @@ def _files(run_dir: Path) -> str:
 
 
 def _clip(text: str, width: int) -> str:
-    """A text in at most MAX_SAMPLE_LINES lines, without characters that move the cursor."""
+    """Wrap a text to at most MAX_SAMPLE_LINES lines, without control characters."""
     clean = "".join(c if c.isprintable() or c == "\n" else " " for c in text.strip())
     lines = [part for line in clean.split("\n") for part in textwrap.wrap(line, width) or [""]]
     shown = lines[:MAX_SAMPLE_LINES]

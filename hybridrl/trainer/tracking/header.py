@@ -1,4 +1,4 @@
-"""What a run is, in a few lines, before it starts."""
+"""Header of a run: model, data, method, batch, steps, in a few lines."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,21 +8,21 @@ from hybridrl.config.choices import Init, KLPlacement
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompt_sets import DataSetSummary
 
-# More evaluation steps than this are summed up.
+# More evaluation steps are shown as a count.
 MAX_STEPS_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the header says beyond the config.
+    """Content of the header beyond the config.
 
     Attributes:
-        run_dir: where everything is written.
+        run_dir: directory of the run.
         machine: cores, GPUs, memory and nodes in one line.
         num_ranks: worker processes.
         num_parameters: of the model; None if unknown.
-        data_sets: where the problems come from, and how many there are.
-        notes: more that the user should know.
+        data_sets: sources and sizes.
+        notes: further lines for the user.
         reward_parameters: of the reward model, in a run with one.
     """
 
@@ -36,7 +36,7 @@ class RunFacts:
 
 
 def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
-    """(label, text) pairs: what, where, which model and data, batches, steps."""
+    """Build the header as (label, text) pairs."""
     lines = [
         ("run", f"{config.run.name}, seed {config.seed}"),
         ("directory", str(facts.run_dir)),
@@ -56,7 +56,7 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
 
 
 def _environment(config: RunConfig) -> list[tuple[str, str]]:
-    """Who answers the model, if somebody does."""
+    """Describe the environment, if there is one."""
     environment = config.environment
     if environment is None:
         return []
@@ -66,7 +66,7 @@ def _environment(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def count_text(number: float) -> str:
-    """A count in three digits: 950, 5.12 k, 674 k, 7.62 B."""
+    """Format a count with three digits: 950, 5.12 k, 674 k, 7.62 B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         # 999.6 k would round to "1e+03 k".
         if number >= 0.9995 * size:
@@ -75,7 +75,7 @@ def count_text(number: float) -> str:
 
 
 def evaluation_steps(total: int, every: int) -> list[int]:
-    """Steps whose weights are evaluated; 0 is before training."""
+    """List the evaluated steps; 0 is before training."""
     between = range(every, total, every) if every > 0 else ()
     return sorted({0, *between, total})
 
@@ -89,7 +89,7 @@ def _model(config: RunConfig, num_parameters: int | None) -> str:
 
 
 def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[str, str]]:
-    """A line on the reward model, if there is one."""
+    """Describe the reward model, if there is one."""
     reward = config.reward_model
     if reward is None:
         return []
@@ -98,7 +98,7 @@ def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[s
 
 
 def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
-    """One line for each data set."""
+    """Describe each data set in one line."""
     lines: list[tuple[str, str]] = []
     for facts in data_sets:
         share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""

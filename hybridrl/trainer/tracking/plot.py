@@ -1,4 +1,4 @@
-"""A picture of a run: reward, KL, response length and held-out accuracy over the steps."""
+"""Plot of a run: reward, KL, response length and held-out accuracy over the steps."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 PLOT_FILE = "metrics.png"
 
 _COLORS = ("#1f6fb2", "#d1622b", "#2e8b57", "#8a5fb0", "#7a7a7a", "#b0a12c")
-# Those beyond the colours take them once more.
+# Line styles, so that colours can repeat.
 _STYLES = ("-", "--", ":")
 
 
 class Panel(NamedTuple):
-    """One small diagram.
+    """Panel of the plot.
 
     Attributes:
         title, unit: above it and beside it.
-        metrics: what is drawn, by its label.
-        bands: for some of these labels, the metric that says how far the truth may lie from it.
+        metrics: label -> metric.
+        bands: label -> metric with the half-width of its confidence interval.
     """
 
     title: str
@@ -45,21 +45,20 @@ PANELS = (
     Panel("vLLM against trainer", "nats per token", {"difference": "rollout/log_prob_diff_mean"}),
 )
 
-# Which rules and groups the last panel shows, where they were measured; rules of the user's own
-# come first.
+# Rules and groups in the last panel, if measured, after the user's own rules.
 ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
 INTERVAL = "eval/ci95"
 
 
 def plot_run(run_dir: Path, title: str) -> Path:
-    """Draw <run>/metrics.png from <run>/metrics.jsonl; returns its path.
+    """Draw <run>/metrics.png from <run>/metrics.jsonl; return its path.
 
     Raises:
-        OSError: the disk does not take it; an older one stays.
+        OSError: the write failed; an older plot is unchanged.
     """
-    # A user has no use for its messages, of the fonts it found for one.
+    # Hides messages on fonts.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    # Imported here: it takes most of a second, and only the end of a run needs it.
+    # Imported here: the import needs most of a second, only at the end of a run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,7 +73,7 @@ def plot_run(run_dir: Path, title: str) -> Path:
 
 
 def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
-    """Held-out accuracy by each rule and group that the run measured."""
+    """Build the panel of held-out accuracies, by rule and group."""
     measured = {name for row in rows for name, value in row.items() if value is not None}
     own = sorted(
         suffix
@@ -126,7 +125,7 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
 def _draw_band(
     axes: "Axes", color: str, rows: Sequence[Mapping[str, Any]], name: str, band: str
 ) -> None:
-    """Where the truth may lie, around a curve, at the steps that say so."""
+    """Draw the confidence interval of a curve."""
     known = [row for row in rows if band in row and row[band] is not None]
     if known:
         middle, width = np.array([[row[name], row[band]] for row in known]).T

@@ -1,4 +1,4 @@
-"""Trackers that keep a run elsewhere, Weights & Biases and MLflow; their ids of it stay with it."""
+"""Remote trackers: Weights & Biases and MLflow; a run stores its ids in trackers.json."""
 
 import json
 import os
@@ -10,30 +10,28 @@ from typing import Any
 
 from hybridrl.trainer.tracking.best_effort_files import replace_file
 
-# Ids of the run.
+# Holds the ids of the run.
 TRACKERS_FILE = "trackers.json"
 # A metric that every step has.
 EVERY_STEP = "time/step_s"
 _REMEMBERING = Lock()
-# W&B knows one run of an id in a process at a time, also while it is being finished.
+# W&B supports one run per id and process at a time, also while it finishes.
 _ONE_WANDB_RUN = Lock()
 
 
 class WandbSink:
-    """A run in a Weights & Biases project.
+    """Run in a Weights & Biases project.
 
-    A run that goes on sends the steps after its checkpoint again; those that are there already stay
-    as they are, for W&B takes no step twice.
-
-    Of what W&B notes by itself the versions of packages and the machine's load are kept. Command
-    line, git state and program may hold secrets.
+    A resumed run sends the steps after its checkpoint again; W&B ignores known steps.
+    W&B also records package versions and the machine's load. Command line, git state and program
+    are disabled, because they may hold secrets.
 
     Args:
         project: of the run.
         name: of the run.
         folder: of the run; its W&B id is kept there.
         config: kept beside the metrics.
-        goes_on: whether the run of that id, if there is one, is continued.
+        goes_on: continue the run of that id, if there is one.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class WandbSink:
 
         settings = wandb.Settings(
             init_timeout=60,
-            login_timeout=10,  # a prompt would wait for an answer that nobody gives
+            login_timeout=10,  # a prompt would wait forever
             console="off",
             silent=True,
             x_disable_meta=True,
@@ -60,7 +58,7 @@ class WandbSink:
                 settings=settings,
                 id=known,
                 resume=None if known is None else "allow",
-                # W&B would give back a run of this process that was given up before its end.
+                # Else W&B returns an unfinished run of this process.
                 reinit="finish_previous",
             )
         remember_run(folder, "wandb", self._run.id)
@@ -70,27 +68,26 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the rest and finish."""
         with _ONE_WANDB_RUN:
             self._run.finish()
 
 
 class MLflowSink:
-    """A run of an MLflow experiment named like the run.
+    """Run of an MLflow experiment named like the run.
 
     Args:
         uri: of the tracking server.
         name: of the experiment.
         folder: of the run; its MLflow id is kept there.
         config: kept as parameters.
-        goes_on: whether the run of that id, if there is one, is continued; steps that it has are
-            not sent again.
+        goes_on: continue the run of that id, if there is one; known steps are not sent again.
     """
 
     def __init__(
         self, uri: str, name: str, folder: Path, config: dict[str, Any], *, goes_on: bool
     ) -> None:
-        # MLflow's own defaults keep trying a dead server for minutes.
+        # MLflow's defaults retry a dead server for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.tracking import MlflowClient
@@ -131,13 +128,13 @@ class MLflowSink:
 
 
 def known_run(folder: Path, tracker: str) -> str | None:
-    """The id that a run has with a tracker, as `remember_run` has kept it; None: it has none."""
+    """Read the run's id in a tracker; None if there is none."""
     path = folder / TRACKERS_FILE
     return json.loads(path.read_text(encoding="utf-8")).get(tracker) if path.is_file() else None
 
 
 def remember_run(folder: Path, tracker: str, run_id: str) -> None:
-    """Keep the id that a run has with a tracker, so that it can go on under it."""
+    """Store the run's id in a tracker, for resumes."""
     path = folder / TRACKERS_FILE
     with _REMEMBERING:
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -146,7 +143,7 @@ def remember_run(folder: Path, tracker: str, run_id: str) -> None:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Leaves by their dotted names."""
+    """Flatten a config to dotted names."""
     leaves: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

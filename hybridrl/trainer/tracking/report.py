@@ -1,4 +1,4 @@
-"""Everything a run tells its user and keeps, behind one object that the loop talks to."""
+"""Reporter of a run: console, trackers and files behind one object."""
 
 from collections.abc import Sequence, Set
 from dataclasses import asdict
@@ -12,30 +12,30 @@ from hybridrl.data.sources.rows import MAX_FAULTS_SHOWN, first_faults
 from hybridrl.rewards.scorer import Failure
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
-from hybridrl.trainer.tracking.best_effort_files import SpareFiles
+from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole, pick_samples
 from hybridrl.trainer.tracking.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.tracking.summary import summarize
 from hybridrl.trainer.tracking.tracker import Row, Tracker
 
-# Counts that stop no run but should not pass unseen.
+# Counts that cause a warning.
 WORTH_A_WARNING = {
     "actor/skipped_steps": "updates of the actor skipped: loss or gradient was not finite",
     "critic/skipped_steps": "updates of the critic skipped: loss or gradient was not finite",
-    "eval/failed": "judgements of held-out responses failed: the accuracies count them as wrong",
+    "eval/failed": "rewards of held-out responses failed: the accuracies count them as wrong",
 }
 
 
 class Reporter:
-    """Shows steps and samples, keeps metrics and rollouts, sums the run up.
+    """Reporter of steps, samples, rollouts and the summary.
 
     Args:
         config: the run.
         run_dir: existing directory of the run.
-        console: where the user looks.
-        tracker: where metrics go.
-        throughput: what a step's times say of its speed.
+        console: prints.
+        tracker: stores metrics.
+        throughput: computes tokens per second and MFU from a step's times.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Reporter:
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
-        self._files = SpareFiles()
+        self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Show the current phase."""
         self._console.phase(name)
 
     def warn(self, text: str) -> None:
-        """Something the user should look at; the run goes on."""
+        """Print a warning."""
         self._console.warn(text)
 
     def log(self, step: int, metrics: Row) -> Row:
-        """Keep and show one step's metrics, and say what went wrong in it; returns the row."""
+        """Store and show one step's metrics, with warnings; return the row."""
         lost = float(self._tracker.lost + self._files.failures)
         metrics = metrics | self._throughput.metrics(metrics) | {"run/lost_writes": lost}
         row = self._tracker.log(step, metrics)
@@ -74,10 +74,10 @@ class Reporter:
                 self._console.warn(f"step {step}: {count:.0f} {what}")
         return row
 
-    def saw_responses(
+    def log_responses(
         self, step: int, prompts: list[Prompt], responses: Ragged, rewarded: Rewarded
     ) -> None:
-        """Keep and show the step's rollouts where they are due; warn of failed rewards."""
+        """Store and show the step's rollouts if due; warn of failed rewards."""
         if rewarded.failures:
             self._warn_of_failures(step, prompts, rewarded.failures)
         if not is_due(self._config.trainer.samples_every_steps, step):
@@ -89,7 +89,7 @@ class Reporter:
     def _warn_of_failures(
         self, step: int, prompts: list[Prompt], failures: Sequence[Failure]
     ) -> None:
-        """Say how many rewards failed, and of problems not named before where they stand."""
+        """Warn of failed rewards, with the places of problems not named before."""
         first = failures[0]
         text = (
             f"step {step}: {len(failures)} of {len(prompts)} rewards failed and got "
@@ -104,7 +104,7 @@ class Reporter:
         self._console.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
-        """The trained model was written by the first rank, on `node`, or could not be."""
+        """Warn if the trained model could not be written, or only on `node`."""
         if problem is not None:
             self._console.warn(
                 f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "
@@ -112,15 +112,15 @@ class Reporter:
             )
         elif not (folder / "config.json").is_file():
             self._console.warn(
-                f"{folder} is not to be seen here: it lies on {node}. Let the run directory be on "
-                "storage that all nodes share."
+                f"{folder} does not exist on this node: it is on {node}. Set hydra.run.dir to a "
+                "directory that all nodes share."
             )
 
     def finish(self, failed_checkpoints: int) -> None:
-        """Draw the curves and sum the run up.
+        """Draw the curves and print the summary.
 
         Args:
-            failed_checkpoints: that could not be written since the run was started.
+            failed_checkpoints: number lost since the start.
         """
         self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
@@ -129,19 +129,19 @@ class Reporter:
 
 
 def draw(config: RunConfig, run_dir: Path) -> None:
-    """Draw the curves of the steps so far."""
+    """Draw the curves of the finished steps."""
     plot_run(run_dir, f"{config.run.name}, seed {config.seed}")
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something done every so many steps (0: never) falls on this one."""
+    """Return true if something done every n steps (0: never) is due after this step."""
     return every > 0 and step % every == 0
 
 
 def _records(
     prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
 ) -> list[RolloutRecord]:
-    """The step's rollouts; `secrets` and those of the environment are hidden in reasons."""
+    """Build the step's rollout records; secrets are hidden in reasons of failures."""
     reasons = {
         failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
         for failure in rewarded.failures

@@ -1,4 +1,4 @@
-"""Rollouts of chosen steps as JSONL, for reading and for other tools."""
+"""Rollouts of some steps as JSONL."""
 
 import json
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ from hybridrl.trainer.tracking.best_effort_files import replace_file
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """One response and what it was worth.
+    """Record of one response.
 
     Attributes:
         prompt_id: of the training prompt.
-        prompt: as the model read it.
-        question: as people read it.
+        prompt: with the chat template.
+        question: without it.
         response: decoded, special tokens left out.
-        answer: what was expected.
+        answer: the expected one.
         score: reward before the KL penalty.
         length: tokens of the response, its end token included.
-        failure: why the reward function failed, or None.
+        failure: reason of a failed reward, or None.
     """
 
     prompt_id: int
@@ -34,10 +34,10 @@ class RolloutRecord:
 
 
 def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -> Path:
-    """Write <run>/rollouts/step_<n>.jsonl, one response a line; returns its path.
+    """Write <run>/rollouts/step_<n>.jsonl, one response a line; return its path.
 
     Raises:
-        OSError: the disk does not take it; no part of it is left.
+        OSError: the write failed; no partial file is left.
     """
     path = run_dir / "rollouts" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,12 @@
-"""What is known of a step's rollout as such: lengths, speeds, turns."""
+"""Metrics of a step's rollout: lengths, speeds, turns."""
 
 from hybridrl.data.batch import Rollout, RolloutBatch
-from hybridrl.trainer.multi_turn.environment import turn_metrics
 from hybridrl.trainer.timing.engines import engine_metrics
 from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS
 
 
 def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float | None]:
-    """Metrics of the responses, of the engines that wrote them, and of conversations.
+    """Compute metrics of the responses, the engines and the turns.
 
     Args:
         rollout: of a step.
@@ -18,7 +17,7 @@ def rollout_metrics(rollout: Rollout, seconds: float) -> dict[str, float | None]
 
 
 def response_metrics(batch: RolloutBatch) -> dict[str, float | None]:
-    """Tokens, responses and their lengths."""
+    """Count tokens, responses and their lengths."""
     lengths = batch.responses.lengths.float()
     return {
         TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
@@ -26,4 +25,18 @@ def response_metrics(batch: RolloutBatch) -> dict[str, float | None]:
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": float(batch.truncated.float().mean()),
+    }
+
+
+def turn_metrics(rollout: Rollout) -> dict[str, float]:
+    """Compute metrics of multi-turn responses; none without an environment."""
+    batch = rollout.batch
+    if batch.turns is None:
+        return {}
+    turns = batch.turns.float()
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
+        "environment/seconds": rollout.environment_s,
     }

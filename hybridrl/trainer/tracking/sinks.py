@@ -1,15 +1,16 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Each works in a thread of its own: imports and slow servers delay no step, and what goes wrong
-there is counted and logged once instead of stopping the run.
+Each has its own thread, so that imports and slow servers delay no step. Failures are counted and
+logged once; they do not stop the run.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.config.schema import TrackingConfig
 from hybridrl.trainer.tracking.remote_sinks import MLflowSink, WandbSink
@@ -17,33 +18,24 @@ from hybridrl.trainer.tracking.tensorboard_sink import Known, TensorBoardSink
 
 log = logging.getLogger(__name__)
 
-# Steps that may wait for a slow server; later ones are dropped and counted.
+# Length of the queue for a slow server; further steps are dropped and counted.
 MAX_WAITING = 200
-# Characters of a failure that are shown.
+# Characters shown of a failure.
 MAX_REASON = 200
 
 
-class Sink(Protocol):
-    """Something that keeps metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one step's finite metrics."""
-        ...
-
-    def close(self) -> None:
-        """Write out what is left."""
-        ...
+Sink = TensorBoardSink | WandbSink | MLflowSink
 
 
 class BackgroundSink:
-    """A sink that is opened and fed in a thread of its own and may fail without harm.
+    """Sink in its own thread, whose failures do not stop the run.
 
     Args:
         name: for messages.
-        open_sink: imports what it needs and makes the sink.
+        open_sink: imports the package and builds the sink.
 
     Attributes:
-        failures: calls that raised or were dropped.
+        failures: number of calls that raised or were dropped.
         reason: the first failure, in one line, or None.
     """
 
@@ -51,14 +43,14 @@ class BackgroundSink:
         self.name = name
         self.failures = 0
         self.reason: str | None = None
-        # Of the standard pools the one whose threads do not keep a program from ending.
+        # Its threads are daemons, which do not delay the end of the process.
         self._pool = ThreadPool(1)
         self._sink = self._pool.apply_async(open_sink)
         self._waiting: list[AsyncResult[None]] = []
         self._errors: list[BaseException] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over one step's metrics; returns at once."""
+        """Queue one step's metrics; return at once."""
         self._collect()
         if len(self._waiting) >= MAX_WAITING:
             self._failed(f"{MAX_WAITING} steps are waiting for it")
@@ -66,11 +58,11 @@ class BackgroundSink:
         self._submit(lambda: self._sink.get().log(step, metrics))
 
     def start_closing(self) -> None:
-        """Let the sink end when it has taken what waits; returns at once."""
+        """Queue the close of the sink; return at once."""
         self._submit(lambda: self._sink.get().close())
 
     def finish_closing(self, timeout_s: float) -> None:
-        """Wait for the end, but no longer than `timeout_s`; then what is left is given up."""
+        """Wait up to `timeout_s` for the close; drop the rest."""
         self._waiting[-1].wait(timeout_s)
         if not self._waiting[-1].ready():
             self._failed(f"it did not end within {timeout_s:.0f} s")
@@ -81,7 +73,7 @@ class BackgroundSink:
         self._waiting.append(self._pool.apply_async(call, error_callback=self._errors.append))
 
     def _collect(self) -> None:
-        """Note what has ended since the last look. A failed opening fails every call."""
+        """Count the failures of finished calls. A failed opening fails every call."""
         while self._waiting and self._waiting[0].ready():
             ended = self._waiting.pop(0)
             if not ended.successful():
@@ -97,7 +89,7 @@ class BackgroundSink:
 
 
 def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
-    """End all sinks at the same time, within `timeout_s` together."""
+    """Close all sinks concurrently, within `timeout_s` in all."""
     for sink in sinks:
         sink.start_closing()
     deadline = time.monotonic() + timeout_s
@@ -114,27 +106,25 @@ def open_sinks(
     *,
     goes_on: bool = False,
 ) -> list[BackgroundSink]:
-    """The sinks that conf/tracking asks for.
+    """Open the sinks of conf/tracking.
 
     Args:
-        config: which.
+        config: the tracking section.
         run_name: run.name.
-        run_dir: where files go.
-        resolved: the run's config as plain data without secrets, to be kept beside the metrics.
-        before: steps that the run goes on from.
-        goes_on: whether it is the run that began in `run_dir`, from however early a step.
+        run_dir: directory of the run.
+        resolved: the run's config as plain data without secrets, stored beside the metrics.
+        before: steps up to the checkpoint of a resumed run.
+        goes_on: the run is resumed in `run_dir`, from any step.
     """
+    folder = run_dir / "tensorboard"
+    remote = (run_name, run_dir, resolved)
     sinks = []
     if config.tensorboard:
-        sinks.append(
-            BackgroundSink("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", before))
-        )
+        sinks.append(BackgroundSink("TensorBoard", partial(TensorBoardSink, folder, before)))
     if config.wandb_project is not None:
-        project = config.wandb_project
-        open_wandb = lambda: WandbSink(project, run_name, run_dir, resolved, goes_on=goes_on)  # noqa: E731
-        sinks.append(BackgroundSink("W&B", open_wandb))
+        wandb = partial(WandbSink, config.wandb_project, *remote, goes_on=goes_on)
+        sinks.append(BackgroundSink("W&B", wandb))
     if config.mlflow_uri is not None:
-        uri = config.mlflow_uri
-        open_mlflow = lambda: MLflowSink(uri, run_name, run_dir, resolved, goes_on=goes_on)  # noqa: E731
-        sinks.append(BackgroundSink("MLflow", open_mlflow))
+        mlflow = partial(MLflowSink, config.mlflow_uri, *remote, goes_on=goes_on)
+        sinks.append(BackgroundSink("MLflow", mlflow))
     return sinks

@@ -1,11 +1,11 @@
-"""What a run came to, from its metrics: accuracy before and after, where the time went."""
+"""Summary of a run from its metrics: accuracy before and after, time by phase."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 ACCURACY = "eval/accuracy"
-# Times that are of no phase: the whole step, and what is outside its computations.
+# Times that are not of a phase: the whole step, and the time outside computation.
 OUTSIDE = "time/outside_s"
 NO_PHASES = frozenset({"time/step_s", OUTSIDE})
 
@@ -13,12 +13,12 @@ Metrics = Mapping[str, float | None]
 
 
 class Change(NamedTuple):
-    """One accuracy before training and after it.
+    """Accuracy before and after training.
 
     Attributes:
         name: of the rule or group.
         before, after: mean scores.
-        before_ci, after_ci: half the widths of their 95 % intervals, where they were computed.
+        before_ci, after_ci: half-widths of their 95 % intervals, if computed.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One phase's seconds over the whole run and its share of the steps' time."""
+    """Seconds of a phase over the whole run, and its share of the steps' time."""
 
     phase: str
     seconds: float
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a run came to."""
+    """Summary of a run."""
 
     steps: int
     seconds: float
@@ -49,11 +49,11 @@ class Summary(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """How well the devices were used over the whole run; None where it is not known.
+    """Utilization of the devices over the whole run; None if unknown.
 
     Attributes:
         idle: share of the steps' time in which a rank ran no worker call, mean over ranks.
-        outside: share of it outside sampling, forwards and updates.
+        outside: share of the steps' time outside sampling, forward passes and updates.
         mfu: by phase, mean over the steps.
     """
 
@@ -63,11 +63,11 @@ class Speeds(NamedTuple):
 
 
 def summarize(rows: Sequence[Metrics], failed_checkpoints: int = 0) -> Summary:
-    """The sums and ends of all steps' metrics.
+    """Summarize all steps' metrics.
 
     Args:
         rows: as in metrics.jsonl; row 0 is the evaluation before training.
-        failed_checkpoints: that could not be written; of the last one no row tells.
+        failed_checkpoints: number of lost ones; no row counts a loss of the last one.
     """
     seconds = _total(rows, "time/step_s")
     return Summary(
@@ -86,7 +86,7 @@ def summarize(rows: Sequence[Metrics], failed_checkpoints: int = 0) -> Summary:
 
 
 def phase_shares(rows: Sequence[Metrics]) -> list[Share]:
-    """Phases by the time they took, longest first; `other` is what no phase covers."""
+    """Sum the time by phase, longest first; `other` is the rest."""
     total = _total(rows, "time/step_s")
     names = {name for row in rows for name in row if name.startswith("time/")} - NO_PHASES
     seconds = {name.removeprefix("time/").removesuffix("_s"): _total(rows, name) for name in names}
@@ -96,7 +96,7 @@ def phase_shares(rows: Sequence[Metrics]) -> list[Share]:
 
 
 def _changes(rows: Sequence[Metrics]) -> list[Change]:
-    """Every accuracy of the first and the last evaluation, the plain one first."""
+    """Compare each accuracy of the first and the last evaluation, the plain one first."""
     evaluated = [row for row in rows if ACCURACY in row and row[ACCURACY] is not None]
     if not evaluated:
         return []
@@ -114,12 +114,12 @@ def _changes(rows: Sequence[Metrics]) -> list[Change]:
 
 
 def accuracy_label(suffix: str) -> str:
-    """What readers call eval/accuracy<suffix>."""
+    """Return the label of eval/accuracy<suffix>."""
     return suffix.strip("_").replace("_", " ") or "sampled"
 
 
 def _mean_mfu(rows: Sequence[Metrics]) -> dict[str, float]:
-    """The mean MFU of each phase that has one, over the steps that have it."""
+    """Compute the mean MFU of each phase over the steps that have it."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,7 @@
-"""TensorBoard's event files, through kills and full disks."""
+"""TensorBoard event files that survive kills and full disks.
+
+SummaryWriter writes in a thread that a full disk ends; here rows wait for room.
+"""
 
 import io
 import os
@@ -8,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.trainer.tracking.best_effort_files import GrowingFile
+from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -18,14 +21,14 @@ Known = tuple[int, Mapping[str, float]]
 
 
 class TensorBoardSink:
-    """TensorBoard event files, record by record (torch's writer imports far more).
+    """Writer of TensorBoard event files.
 
-    Raises OSError for each step that the disk does not take; it is written with a later one.
+    Each failed write raises OSError; the step is written with a later one.
 
     Args:
         folder: of the files.
-        before: steps of a run that goes on; what a kill has kept from the earlier files is written
-            now. Of other steps that these have, readers are told to forget them.
+        before: steps up to the checkpoint of a resumed run. Those missing in earlier files are
+            written now; a START event purges later steps of these.
     """
 
     def __init__(self, folder: Path, before: Sequence[Known]) -> None:
@@ -35,7 +38,7 @@ class TensorBoardSink:
         shown = min(_last_shown(folder), before[-1][0]) if before else -1
         seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
-        self._file = GrowingFile(folder / name)
+        self._file = AppendOnlyFile(folder / name)
         self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
         begins = SessionLog(status=SessionLog.START)
         self._file.append(_record(Event(wall_time=seconds, step=shown + 1, session_log=begins)))
@@ -63,7 +66,7 @@ class TensorBoardSink:
 
 
 def _last_shown(folder: Path) -> int:
-    """The last step that readers of the event files in a folder see; -1: none."""
+    """Return the last step that TensorBoard shows of a folder; -1: none."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -78,7 +81,7 @@ def _last_shown(folder: Path) -> int:
 
 
 def _record(event: "Event") -> bytes:
-    """An event as it stands in an event file, with its length and checksums."""
+    """Encode an event with its length and checksums."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     record = io.BytesIO()

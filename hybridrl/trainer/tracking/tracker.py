@@ -1,4 +1,4 @@
-"""metrics.jsonl, one object a step, and the other places metrics go."""
+"""Metrics of each step: metrics.jsonl and the other trackers."""
 
 import json
 import logging
@@ -9,15 +9,15 @@ from typing import Any
 
 from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.best_effort_files import GrowingFile, replace_file
-from hybridrl.trainer.tracking.manifest import plain
+from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
+from hybridrl.trainer.tracking.provenance import plain
 from hybridrl.trainer.tracking.sinks import BackgroundSink, close_all, open_sinks
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
-# In every row, null where a step has no such number: readers need no "is it there".
+# Metrics of every row; null if a step has no such number.
 PROMISED = (
     "reward/mean",
     "eval/accuracy",
@@ -41,12 +41,12 @@ Row = dict[str, float | None]
 
 
 class Tracker:
-    """Keeps the metrics of every step.
+    """Store of every step's metrics.
 
     Args:
         run_dir: existing directory of the run.
-        config: the run; says which trackers, and is kept beside the metrics.
-        before: steps of a run that goes on; what is known of later ones is given up.
+        config: the run; selects the trackers, and is stored beside the metrics.
+        before: steps up to the checkpoint of a resumed run; later ones are removed.
 
     Attributes:
         rows: all steps so far, as in metrics.jsonl.
@@ -60,7 +60,7 @@ class Tracker:
         path, kept = run_dir / METRICS_FILE, b"".join(map(_line, before))
         if not (path.is_file() and path.read_bytes().startswith(kept)):
             replace_file(path, lambda new: new.write_bytes(kept))
-        self._file = GrowingFile(path, len(kept))
+        self._file = AppendOnlyFile(path, len(kept))
         resolved = plain(config)
         assert isinstance(resolved, dict)
         told = [_known(row) for row in before]
@@ -69,9 +69,9 @@ class Tracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
-        """Write one step's metrics; numbers that are not finite become null. Returns the row.
+        """Write one step's metrics; non-finite numbers become null. Return the row.
 
-        A row that the disk does not take is written with a later one.
+        A row that cannot be written is written with a later one.
         """
         row: Row = {"step": step} | dict.fromkeys(PROMISED)
         row |= {name: _finite(value) for name, value in metrics.items()}
@@ -88,15 +88,15 @@ class Tracker:
 
     @property
     def lost(self) -> int:
-        """Rows that are not on disk, and calls of other trackers that failed."""
+        """Number of rows not on disk plus failed calls of other trackers."""
         return self._file.waiting + sum(sink.failures for sink in self._sinks)
 
     def sync(self) -> None:
-        """Wait until the disk has the rows so far, but for those that wait for room."""
+        """Fsync metrics.jsonl, except rows that wait for room."""
         self._file.sync()
 
     def failures(self) -> list[str]:
-        """One line for metrics.jsonl and each other tracker that did not get everything."""
+        """Describe each incomplete tracker in one line."""
         waiting = self._file.waiting
         rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
         unwritten = f"{rows} could not be written: {self._file.reason}"
@@ -105,16 +105,16 @@ class Tracker:
         ]
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Write out what is left; other trackers get `timeout_s` for that together."""
+        """Flush and close; other trackers have `timeout_s` in all."""
         self._file.close()
         close_all(self._sinks, timeout_s)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a crash cut off is left out.
+    """Read a metrics.jsonl without an incomplete last line.
 
-    A power cut may spoil lines that the disk had not been asked to take yet: rows up to the first
-    of these count, and a warning names it.
+    A power cut may damage lines that were not synced. Reading stops at the first of these, with a
+    warning.
     """
     rows = []
     *lines, _ = path.read_bytes().split(b"\n")
@@ -124,7 +124,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            text = "%s: line %d of %d is not one that a run has written: rows end before it"
+            text = "%s: line %d of %d is damaged: it and later rows are ignored"
             log.warning(text, path, number, len(lines))
             break
         rows.append(row)
@@ -132,7 +132,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a run's metrics.jsonl, in order; none where there is no such file."""
+    """Read the rows of a run's metrics.jsonl; empty if it does not exist."""
     return read_metrics(path) if path.is_file() else []
 
 
@@ -141,7 +141,7 @@ def _line(row: Row) -> bytes:
 
 
 def _known(row: Row) -> tuple[int, dict[str, float]]:
-    """The step of a row and its finite metrics."""
+    """Split a row into its step and its finite metrics."""
     known = {name: value for name, value in row.items() if value is not None}
     return int(known.pop("step")), known
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint import commit, names
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.leftovers import finish_deletions
+from hybridrl.checkpoint.commit import finish_deletions
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
 from hybridrl.checkpoint.retention import prune
 from hybridrl.checkpoint.verification import digest

@@ -157,7 +157,7 @@ def full_disks(run_dir: Path) -> dict[str, After]:
         found["driver.json"] = run.save(3)
     with run.filled(room=2**16):
         found["shards"] = run.save(4)
-        assert run.checkpoints.leave(state(5)) is None
+        assert run.checkpoints.save_now(state(5)) is None
     found["at the end"] = run.after()
     run.begin(6)
     run.writer.wait(60.0)
@@ -165,7 +165,7 @@ def full_disks(run_dir: Path) -> dict[str, After]:
         run.checkpoints.poll()
         found["manifest"] = run.after()
     found["after"] = run.save(7)
-    assert run.checkpoints.leave(state(7)) == run.checkpoints.newest
+    assert run.checkpoints.save_now(state(7)) == run.checkpoints.newest
     return found
 
 
@@ -207,5 +207,5 @@ def without_the_metric(run_dir: Path) -> list[list[str]]:
     run = OneProcess(run_dir, "checkpoint.keep_last=1", "checkpoint.keep_best=a/good")
     rows = [{"a/good": 3.0}, {"a/goods": 2.0}, {"a/good": None}, {"a/good": 1.0}, {}]
     said = [run.save(step, **row).warnings for step, row in enumerate(rows, start=1)]
-    assert run.after().names == ["latest", "step_00000001", "step_00000005"]
+    assert run.after().names == ["step_00000001", "step_00000005"]
     return said

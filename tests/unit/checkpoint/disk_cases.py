@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.checkpoint import commit, latest
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.names import PARTIAL, hidden_name
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
@@ -26,7 +26,6 @@ class Outcome(NamedTuple):
     newest: int
     generation: float
     damaged: tuple[DamagedCheckpoint, ...]
-    latest: int | None
     has_remains: bool
 
 
@@ -76,7 +75,6 @@ def on_read_only(disk: Path) -> dict[str, int]:
             errors[name] = error.errno
     commit.abandon(partial)
     assert newest_good(disk) == found
-    assert latest.named_step(disk / "checkpoints") == 20
     return errors
 
 
@@ -99,8 +97,6 @@ def rename_refused(run_dir: Path) -> tuple[int, list[str]]:
 def _outcome(run_dir: Path, step: int, phase: str, error: OSError) -> Outcome:
     assert error.errno == errno.ENOSPC, error
     partial = run_dir / "checkpoints" / hidden_name(step, PARTIAL)
-    if phase == "commit" and (partial.parent / ".latest.new").exists():
-        phase = "latest"
     commit.abandon(partial)
     found = newest_good(run_dir)
     return Outcome(
@@ -109,7 +105,6 @@ def _outcome(run_dir: Path, step: int, phase: str, error: OSError) -> Outcome:
         found.manifest.step,
         found.manifest.metrics["generation"],
         found.damaged,
-        latest.named_step(partial.parent),
         partial.exists(),
     )
 

@@ -10,11 +10,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from hybridrl.checkpoint import files
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint import reading
 from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.quarantine import set_aside
+from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
@@ -31,7 +31,7 @@ def unreadable_files(disk: Path) -> dict[str, list[str]]:
     Returns:
         By file and way; each way must have left all names as they were.
     """
-    reading.PAUSES_S = (0.01, 0.01)
+    files.PAUSES_S = (0.01, 0.01)
     newest = _two_checkpoints(disk)
     ways: dict[str, Callable[[], object]] = {
         "auto": lambda: newest_good(disk),
@@ -52,7 +52,7 @@ def unreadable_folders() -> dict[str, str]:
 
     The working directory is an empty file system: nobody but root gets to its path.
     """
-    reading.PAUSES_S = (0.01, 0.01)
+    files.PAUSES_S = (0.01, 0.01)
     disk = Path()
     newest = _two_checkpoints(disk)
     told = {}
@@ -68,7 +68,7 @@ def unreadable_folders() -> dict[str, str]:
 
 def mended_meanwhile(disk: Path) -> tuple[str, list[Path]]:
     """A file can be read again while its reader waits: what is found then, and set aside."""
-    reading.PAUSES_S = (0.5, 60.0)
+    files.PAUSES_S = (0.5, 60.0)
     newest, looks = _two_checkpoints(disk), itertools.count(1)
     _break(newest / EMPTY)
 
@@ -78,12 +78,12 @@ def mended_meanwhile(disk: Path) -> tuple[str, list[Path]]:
 
     found = newest_good(disk, watch=watch)
     assert found is not None
-    return found.folder.name, set_aside(disk, found)
+    return found.folder.name, quarantine(disk, found)
 
 
 def left_by_pruning(disk: Path) -> list[str]:
     """What stays of three checkpoints, of which one is to stay, while the newest is unreadable."""
-    reading.PAUSES_S = (0.01, 0.01)
+    files.PAUSES_S = (0.01, 0.01)
     save(disk, 5)
     newest = _two_checkpoints(disk)
     _break(newest / "manifest.json")

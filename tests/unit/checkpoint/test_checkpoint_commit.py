@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint import commit, latest
-from hybridrl.checkpoint.durable import sync_file, sync_folder
-from hybridrl.checkpoint.errors import DamagedCheckpoint
+from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.files import sync_file, sync_folder
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import verify
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, content, hidden, manifest_of, save
 
@@ -20,21 +20,20 @@ def written(run_dir: Path, step: int) -> Path:
     return partial
 
 
-def test_a_checkpoint_appears_under_its_name_and_latest_names_it(tmp_path):
+def test_a_checkpoint_appears_under_its_name(tmp_path):
     partial = written(tmp_path, 20)
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.iterdir()] == [".step_00000020.partial"]
     manifest = manifest_of(partial, 20, loss=0.5)
     final = commit.commit(partial, manifest)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000020"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000020"]
     assert final == folder / "step_00000020"
-    assert (folder / "latest").read_text() == "step_00000020\n"
     assert verify(final) == manifest
     assert (final / SHARDS[1]).read_bytes() == content(20, SHARDS[1])
 
 
 def test_all_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
-    """Files, the folders that name them, the rename, its folder, and then `latest` likewise."""
+    """Files, the folders that name them, the rename, and then its folder."""
     partial = written(tmp_path, 20)
     calls = []
 
@@ -58,9 +57,7 @@ def test_all_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     folders = [("fsync", "state"), ("fsync", partial.name)]
     last_file = max(calls.index(file) for file in files)
     assert all(last_file < calls.index(folder) < named for folder in folders)
-    assert ("fsync", ".latest.new") in calls[:named]
-    after = [("fsync", "checkpoints"), ("replace", "latest"), ("fsync", "checkpoints")]
-    assert calls[named + 1 :] == after
+    assert calls[named + 1 :] == [("fsync", "checkpoints")]
 
 
 def test_the_folder_of_checkpoints_itself_is_on_the_disk(tmp_path, monkeypatch):
@@ -98,11 +95,10 @@ def test_begin_removes_what_crashes_left_and_nothing_else(tmp_path):
     kept = ("damaged_step_00000030", ".git", ".step_1.partial", "step_00000040.partial", "mine")
     for name in (*left, *kept):
         (folder / name / "state").mkdir(parents=True)
-    (folder / ".latest.new").touch()
     partial = commit.begin(tmp_path, 20)
     assert [path.name for path in partial.iterdir()] == ["state"]
     names = {path.name for path in folder.iterdir()}
-    assert names == {partial.name, "latest", "step_00000010", *kept}
+    assert names == {partial.name, "step_00000010", *kept}
 
 
 def test_begin_gives_a_checkpoint_whose_successor_never_came_its_name_back(tmp_path):
@@ -130,8 +126,7 @@ def test_what_differs_from_its_manifest_is_not_committed(tmp_path, change, says)
         commit.commit(partial, manifest)
     commit.abandon(partial)
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000010"]
-    assert latest.named_step(folder) == 10
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000010"]
 
 
 def test_a_manifest_of_another_step_is_not_committed(tmp_path):

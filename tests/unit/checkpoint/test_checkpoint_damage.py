@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import NoWholeCheckpoint, newest_good
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, SIZE, save
 

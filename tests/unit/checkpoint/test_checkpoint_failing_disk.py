@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint import reading, verification
+from hybridrl.checkpoint import files, verification
+from hybridrl.checkpoint.files import UnreadableFile, retried
 from hybridrl.checkpoint.manifest import FileRecord
-from hybridrl.checkpoint.reading import UnreadableFile, patiently
 from hybridrl.checkpoint.verification import digest
 from tests.unit.checkpoint.checkpoint_cases import FILES, SIZE, save
 from tests.unit.doctor.host_cases import probe_mounted
@@ -28,7 +28,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_passed_over(tmp_path
         path = tmp_path / "checkpoints" / "step_00000020" / file
         for text in texts:
             assert f"{path} cannot be read: Input/output error (EIO)" in text
-            assert "give the same command again" in text
+            assert "run the same command again" in text
 
 
 def test_a_folder_that_may_not_be_read_is_named_and_nothing_is_passed_over(tmp_path):
@@ -61,7 +61,7 @@ def test_bytes_of_an_attempt_that_failed_do_not_count(tmp_path, monkeypatch):
 
 def test_what_cannot_be_read_is_not_pruned_nor_pushes_out_another(tmp_path):
     left = on_a_disk(tmp_path, f"left_by_pruning(Path('{tmp_path}'))")
-    assert left == ["latest", "step_00000010", "step_00000020"]
+    assert left == ["step_00000010", "step_00000020"]
 
 
 @pytest.mark.parametrize("absent", [errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG])
@@ -70,7 +70,7 @@ def test_what_is_not_there_is_not_waited_for(absent):
         raise OSError(absent, "no such thing", "elsewhere")
 
     with pytest.raises(FileNotFoundError, match="'here'"):
-        patiently(read, Path("here"), wait=pytest.fail)
+        retried(read, Path("here"), wait=pytest.fail)
 
 
 def test_attempts_are_over_after_some_seconds_and_the_last_error_is_told():
@@ -82,5 +82,5 @@ def test_attempts_are_over_after_some_seconds_and_the_last_error_is_told():
         raise OSError(number, f"error {number}")
 
     with pytest.raises(UnreadableFile, match=f"error {errno.EACCES}: 'here'"):
-        patiently(read, Path("here"), waited.append)
-    assert waited == list(reading.PAUSES_S) and 2 < sum(waited) < 10
+        retried(read, Path("here"), waited.append)
+    assert waited == list(files.PAUSES_S) and 2 < sum(waited) < 10

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint import commit, latest
+from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.quarantine import set_aside
+from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.errors import ConfigError
 from tests.unit.checkpoint.checkpoint_cases import SHARDS, save
@@ -55,11 +55,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
     assert newest_good(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["step_00000010\n", "step_00000099\n", "\0", None])
-def test_the_newest_is_found_whatever_latest_says(run_dir, folder, text):
-    (folder / "latest").unlink()
-    if text is not None:
-        (folder / "latest").write_text(text)
+def test_the_newest_is_found(run_dir, folder):
     assert newest_good(run_dir) == Found(folder / "step_00000030", verify(folder / "step_00000030"))
 
 
@@ -96,7 +92,6 @@ def test_without_checksums_a_flipped_bit_goes_by(run_dir, folder):
         (".", 30),
         ("checkpoints", 30),
         ("checkpoints/", 30),
-        ("checkpoints/latest", 30),
         ("checkpoints/step_00000010", 10),
         ("checkpoints/../checkpoints/step_00000020/", 20),
     ],
@@ -123,11 +118,10 @@ def test_a_run_directory_falls_back_and_a_named_checkpoint_does_not(run_dir, fol
     damage(folder, 30)
     found = named(run_dir)
     assert (found.manifest.step, found.damaged[0].file) == (20, SHARDS[0])
-    for path in (folder / "step_00000030", folder / "latest"):
-        text = refused(path)
-        assert f"resume = {folder / 'step_00000030'}: this checkpoint is damaged" in text
-        assert f"{SHARDS[0]} has 5 bytes, the manifest says 4,096.\n" in text
-        assert "Name another one, or the run's directory" in text
+    text = refused(folder / "step_00000030")
+    assert f"resume = {folder / 'step_00000030'}: this checkpoint is damaged" in text
+    assert f"{SHARDS[0]} has 5 bytes, the manifest says 4,096.\n" in text
+    assert "Name another one, or the run's directory" in text
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_damaged_not_unknown(folder):
@@ -146,10 +140,6 @@ def test_paths_without_a_checkpoint_say_what_is_there_and_what_to_type(run_dir, 
     for path, says in cases.items():
         text = refused(path, key="export")
         assert f"export = {path}" in text and says in text and expected in text
-    (folder / "latest").write_text("step_00000099\n")
-    assert "this names step_00000099, which is not there" in refused(folder / "latest")
-    (folder / "latest").write_text("/etc/passwd\n")
-    assert "this names no checkpoint" in refused(folder / "latest")
     for step in (10, 20, 30):
         shutil.rmtree(folder / f"step_{step:08d}")
     assert "this is a folder, and checkpoints/ in it has no step_..." in refused(run_dir)
@@ -158,20 +148,19 @@ def test_paths_without_a_checkpoint_say_what_is_there_and_what_to_type(run_dir, 
 def test_damaged_ones_are_set_aside_so_that_later_saves_take_their_names(run_dir, folder):
     damage(folder, 30)
     found = newest_good(run_dir)
-    assert set_aside(run_dir, found) == [folder / "damaged_step_00000030"]
-    assert latest.named_step(folder) == 20
+    assert quarantine(run_dir, found) == [folder / "damaged_step_00000030"]
     assert newest_good(run_dir) == Found(found.folder, found.manifest)
     save(run_dir, 30)
     damage(folder, 30)
-    again = set_aside(run_dir, newest_good(run_dir))
+    again = quarantine(run_dir, newest_good(run_dir))
     assert again == [folder / "damaged_step_00000030.2"]
     kept = ["damaged_step_00000030", "damaged_step_00000030.2"]
-    assert names(folder) == [*kept, "latest", "step_00000010", "step_00000020"]
+    assert names(folder) == [*kept, "step_00000010", "step_00000020"]
 
 
 def test_whole_later_ones_are_set_aside_where_an_older_one_was_named(run_dir, folder):
     found = named(folder / "step_00000010")
-    moved = set_aside(run_dir, found)
+    moved = quarantine(run_dir, found)
     assert [path.name for path in moved] == [
         "superseded_step_00000020",
         "superseded_step_00000030",
@@ -179,12 +168,11 @@ def test_whole_later_ones_are_set_aside_where_an_older_one_was_named(run_dir, fo
     assert verify(moved[1]).step == 30
     assert named(moved[1]).manifest.step == 30
     assert newest_good(run_dir).manifest.step == 10
-    assert latest.named_step(folder) == 10
 
 
 def test_with_nothing_newer_nothing_is_set_aside(run_dir, folder):
     before = names(folder)
-    assert set_aside(run_dir, newest_good(run_dir)) == []
+    assert quarantine(run_dir, newest_good(run_dir)) == []
     assert names(folder) == before
 
 
@@ -193,9 +181,8 @@ def test_a_course_from_another_run_sets_later_steps_aside(run_dir, folder, tmp_p
     other = tmp_path / "other"
     other.mkdir()
     save(other, 3)
-    set_aside(run_dir, named(other))
+    quarantine(run_dir, named(other))
     assert newest_good(run_dir) is None
-    assert "latest" not in names(folder)
 
 
 def test_the_one_before_in_the_same_step_gets_its_name_back(run_dir, folder):
@@ -204,5 +191,5 @@ def test_the_one_before_in_the_same_step_gets_its_name_back(run_dir, folder):
     damage(folder, 30)
     found = newest_good(run_dir)
     assert found.folder.name == ".step_00000030.replaced"
-    assert set_aside(run_dir, found) == [folder / "damaged_step_00000030"]
+    assert quarantine(run_dir, found) == [folder / "damaged_step_00000030"]
     assert newest_good(run_dir).folder == folder / "step_00000030"

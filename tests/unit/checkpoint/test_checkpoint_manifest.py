@@ -8,8 +8,7 @@ import os
 import pytest
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.manifest import FileRecord, Manifest
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from hybridrl.checkpoint.verification import digest
 from tests.unit.checkpoint.checkpoint_cases import manifest
 

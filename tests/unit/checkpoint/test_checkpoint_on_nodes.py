@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.errors import DamagedCheckpoint
 from hybridrl.checkpoint.find import newest_good
+from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.controller.ray.node_calls import Answer, LocalAgents
-from hybridrl.trainer.checkpointing import verifying_nodes
-from hybridrl.trainer.checkpointing.verifying_nodes import OnNodes
+from hybridrl.trainer.checkpointing import verification as on_cluster
+from hybridrl.trainer.checkpointing.verification import ClusterVerification
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, save
 
 
@@ -46,17 +46,17 @@ class Nodes:
         return answers
 
 
-def on_nodes(nodes: Nodes) -> OnNodes:
+def on_nodes(nodes: Nodes) -> ClusterVerification:
     agents: Future[Any] = Future()
     agents.set_result(nodes)
-    return OnNodes(agents)
+    return ClusterVerification(agents)
 
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch) -> Path:
     """A run with two checkpoints, whose files are a share each."""
-    monkeypatch.setattr(verifying_nodes, "SHARE_FILES", 1)
-    monkeypatch.setattr(verifying_nodes, "SHARE_BYTES", 1)
+    monkeypatch.setattr(on_cluster, "SHARE_FILES", 1)
+    monkeypatch.setattr(on_cluster, "SHARE_BYTES", 1)
     save(tmp_path, 10)
     save(tmp_path, 20)
     return tmp_path
@@ -100,5 +100,5 @@ def test_waiting_for_the_nodes_ends_with_the_watch(run_dir):
         raise Left
 
     with pytest.raises(Left):
-        newest_good(run_dir, watch=watch, confirm=OnNodes(Future()))
+        newest_good(run_dir, watch=watch, confirm=ClusterVerification(Future()))
     assert os.path.exists(run_dir / "checkpoints" / "step_00000020" / SHARDS[0])

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: newest, best, and what `latest` names."""
+"""Which checkpoints stay: the newest and the best."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.leftovers import finish_deletions
+from hybridrl.checkpoint.commit import finish_deletions
 from hybridrl.checkpoint.retention import Removal, prune
 from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
 
@@ -19,7 +19,7 @@ METRIC = "eval/accuracy"
 DAMAGED = "damaged"
 
 
-def make(run_dir: Path, scores: dict[int, object], latest: int | None = None) -> Path:
+def make(run_dir: Path, scores: dict[int, object]) -> Path:
     """A run with a checkpoint for each step, of this score; None for a null, "" for no metric."""
     folder = run_dir / "checkpoints"
     for step, score in scores.items():
@@ -29,8 +29,6 @@ def make(run_dir: Path, scores: dict[int, object], latest: int | None = None) ->
         (one / "manifest.json").write_bytes(manifests.encode(manifest(step, {}, **metrics)))
         if score == DAMAGED:
             os.truncate(one / "manifest.json", 100)
-    if latest is not None:
-        (folder / "latest").write_text(f"step_{latest:08d}\n")
     return run_dir
 
 
@@ -39,7 +37,7 @@ def steps(paths) -> list[int]:
 
 
 def left(run_dir: Path) -> list[int]:
-    return steps(path for path in (run_dir / "checkpoints").iterdir() if path.name != "latest")
+    return steps((run_dir / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -81,16 +79,14 @@ def test_what_stays(tmp_path, scores, arguments, stay):
     keep_last=st.integers(0, 4),
     keep_best=st.integers(0, 3),
     sign=st.sampled_from(["", "-"]),
-    data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_newest_best_and_latest_stay_and_no_others(scores, keep_last, keep_best, sign, data):
-    latest = data.draw(st.sampled_from([None, *scores]))
+def test_newest_and_best_stay_and_no_others(scores, keep_last, keep_best, sign):
     whole = {step: score for step, score in scores.items() if score != DAMAGED}
     numbers = [step for step, score in whole.items() if score not in ("", None)]
     better = -1 if sign else 1
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = make(Path(folder), scores, latest)
+        run_dir = make(Path(folder), scores)
         pruned(run_dir, keep_last, sign + METRIC, keep_best)
         stay = set(left(run_dir)) if scores else set()
         again = pruned(run_dir, keep_last, sign + METRIC, keep_best)
@@ -102,7 +98,7 @@ def test_newest_best_and_latest_stay_and_no_others(scores, keep_last, keep_best,
             if step in numbers
         )
         is_best = step in numbers and beaten_by < keep_best
-        is_kept = step not in whole or keep_last == 0 or newer < keep_last or step == latest
+        is_kept = step not in whole or keep_last == 0 or newer < keep_last
         assert (step in stay) == (is_kept or is_best)
     assert again == []
 
@@ -131,7 +127,6 @@ def test_a_checkpoint_that_lost_a_file_does_not_push_out_a_whole_one(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     (tmp_path / "checkpoints" / "step_00000030" / "driver.json").unlink()
-    (tmp_path / "checkpoints" / "latest").unlink()
     assert steps(pruned(tmp_path, keep_last=1)) == [10]
     assert left(tmp_path) == [20, 30]
 
@@ -144,10 +139,3 @@ def test_a_checkpoint_behind_a_link_goes_without_what_it_points_to(tmp_path):
     assert pruned(run_dir, keep_last=1) == [one]
     assert left(run_dir) == [2]
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()
-
-
-@pytest.mark.parametrize("text", [b"", b"\xff" * 99, b"step_2\n", b"../step_00000001\n"])
-def test_a_latest_that_names_nothing_protects_nothing(tmp_path, text):
-    make(tmp_path, {1: "", 2: ""})
-    (tmp_path / "checkpoints" / "latest").write_bytes(text)
-    assert steps(pruned(tmp_path, keep_last=1)) == [1]

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.errors import DamagedCheckpoint
-from hybridrl.checkpoint.manifest import FileRecord
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord
 from hybridrl.checkpoint.verification import verify
-from hybridrl.trainer.checkpointing.verifying import VerificationEnded, Verifying
+from hybridrl.trainer.checkpointing.verification import VerificationEnded, VerificationProgress
 from tests.unit.checkpoint.checkpoint_cases import FILES, SIZE, huge_checkpoint, manifest, save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +64,7 @@ def test_leaving_the_block_ends_a_verification_of_another_thread(huge):
 
     clock = iter(range(0, 10**9, 5)).__next__
     with ThreadPoolExecutor(1) as pool:
-        with Verifying(tell, clock) as watch:
+        with VerificationProgress(tell, clock) as watch:
             verifying = pool.submit(verify, huge, watch=watch)
             assert reading.wait(30)
         start = time.monotonic()
@@ -97,7 +96,7 @@ def test_the_watch_sees_all_bytes_go_by_once(tmp_path):
 def test_lines_come_after_three_seconds_and_then_every_ten():
     lines: list[tuple[int, str]] = []
     clock = iter(range(100)).__next__
-    watch = Verifying(lambda line: lines.append((second, line)), clock)
+    watch = VerificationProgress(lambda line: lines.append((second, line)), clock)
     for second in range(30):
         watch(Path("run/step_00000020"), second * 2**30, 40 * 2**30)
     told = "Verifying run/step_00000020:"
@@ -110,7 +109,7 @@ def test_lines_come_after_three_seconds_and_then_every_ten():
 
 def test_the_time_of_another_checkpoint_is_its_own():
     lines: list[str] = []
-    watch = Verifying(lines.append, iter([0, 9, 12]).__next__)
+    watch = VerificationProgress(lines.append, iter([0, 9, 12]).__next__)
     watch(Path("run/step_00000020"), 2**30, 2**31)
     watch(Path("run/step_00000010"), 0, 2**30)
     assert lines == []
@@ -120,5 +119,5 @@ def test_the_time_of_another_checkpoint_is_its_own():
 
 def test_nothing_is_told_of_a_small_checkpoint(tmp_path):
     lines: list[str] = []
-    verify(save(tmp_path, 20), watch=Verifying(lines.append))
+    verify(save(tmp_path, 20), watch=VerificationProgress(lines.append))
     assert lines == []

@@ -45,14 +45,14 @@ def test_a_save_without_room_is_counted_and_told_and_leaves_nothing(
     folder = disk / "full_disks" / "checkpoints" / f"step_{last:08d}" if last else None
     assert warning.endswith(f"the last one is {folder}" if last else "there is none yet")
     assert after.failures == failures
-    assert after.names == (["latest", folder.name] if folder else [])
+    assert after.names == ([folder.name] if folder else [])
     assert after.newest == last
 
 
 def test_once_there_is_room_saves_are_whole(found):
     outcomes = found["full_disks"]
-    assert outcomes["before"] == After(1, [], ["latest", "step_00000002"], 2)
-    assert outcomes["after"] == After(5, [], ["latest", "step_00000002", "step_00000007"], 7)
+    assert outcomes["before"] == After(1, [], ["step_00000002"], 2)
+    assert outcomes["after"] == After(5, [], ["step_00000002", "step_00000007"], 7)
 
 
 @pytest.mark.parametrize("place", ["", "driver.json"])
@@ -67,8 +67,8 @@ def test_an_old_checkpoint_that_cannot_go_is_told_and_new_ones_are_whole(found, 
 def test_the_loop_does_not_wait_for_the_removal_of_an_old_checkpoint(found):
     meanwhile, at_the_end = found["slowly_removed"]
     removed = ".step_00000001.removed"
-    assert meanwhile == After(0, [], [removed, "latest", "step_00000002"], 2)
-    assert at_the_end == After(0, [], ["latest", "step_00000002"], 2)
+    assert meanwhile == After(0, [], [removed, "step_00000002"], 2)
+    assert at_the_end == After(0, [], ["step_00000002"], 2)
 
 
 def test_a_checkpoint_without_the_metric_to_keep_the_best_by_is_told_once(found):

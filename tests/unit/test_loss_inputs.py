@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.trainer.loss_inputs import LossFields
+from hybridrl.trainer.loss_inputs import LossInputs
 from tests.batches import batch_of
 from tests.run_configs import run_config
 
@@ -29,7 +29,7 @@ def batch(**fields) -> RolloutBatch:
 
 def fields_of(*overrides: str, step: int = 1, **fields):
     config = run_config(*overrides)
-    return LossFields(config.algorithm, config.seed).of_step(batch(**fields), step)
+    return LossInputs(config.algorithm, config.seed).of_step(batch(**fields), step)
 
 
 def test_by_default_ratios_are_truncated_at_two_and_all_tokens_count():

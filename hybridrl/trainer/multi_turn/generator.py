@@ -1,18 +1,18 @@
-"""Generation in turns: the model writes, its environment answers, until one of them ends it.
+"""Multi-turn generation: the policy and an environment take turns, until a limit or the end.
 
-    turn 1      all prompts, as without an environment
-    turn k      every unfinished conversation: prompt = all its tokens so far, one sample each, on
-                the engine that has them cached
-    between     the environments answer, in processes of their own
+    turn 1      all prompts, as in single-turn generation
+    turn k      every open conversation: prompt = all its tokens so far, one sample, on the
+                engine that has them cached
+    between     the environments reply, in their own processes
 
-What comes out is a rollout as of any generation: the sampled tokens and the environment's between
-them, of which response_mask is false and rollout_log_probs are 0.
+The result is a rollout like any other. It holds the sampled tokens and, between them, those of the
+environment, where response_mask is false and rollout_log_probs are 0.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,30 +22,18 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.data.turns import TurnTokens
 from hybridrl.environments.base import Turn
-from hybridrl.environments.pool import Reply
+from hybridrl.environments.pool import EnvironmentPool, Reply
 from hybridrl.rewards.messages import FailureKind
-from hybridrl.trainer.multi_turn.conversation_failures import Failures
-
-
-class Environments(Protocol):
-    """The environments of many conversations (environments/pool.py)."""
-
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
-        """A new environment for each example, and the text it begins with."""
-        ...
-
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """The answers to turns of as many conversations, in order."""
-        ...
+from hybridrl.trainer.multi_turn.environment import FailureReasons
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a conversation that nobody has ended.
+    """Limits that end a conversation.
 
     Attributes:
-        max_turns: turns of the model's.
-        max_tokens: tokens after the prompt, the environment's included.
+        max_turns: turns of the policy.
+        max_tokens: tokens after the prompt, those of the environment included.
     """
 
     max_turns: int
@@ -54,18 +42,18 @@ class Limits:
 
 @dataclass
 class _Conversation:
-    """One response in the making.
+    """State of an unfinished response.
 
     Attributes:
         prompt: index of its prompt in the request.
         sample: index among all samples of that prompt; seeds derive from it.
         state: of its environment; empty if that failed before the first turn.
         tokens, log_probs, masks: parts in their order, [n] each.
-        turns: of the model's, so far.
-        reward: sum of what they earned.
-        failure, reason: how and why the environment failed.
-        truncated: whether a limit has ended it.
-        is_open: whether it goes on.
+        turns: of the policy, so far.
+        reward: sum over the turns.
+        failure, reason: of the environment.
+        truncated: ended by a limit.
+        is_open: more turns may follow.
     """
 
     prompt: int
@@ -83,105 +71,104 @@ class _Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return sum(map(len, self.tokens))
 
-    def sampled(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Take in a turn of the model's."""
+    def add_turn(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Append a turn of the policy."""
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
         self.masks.append(torch.ones(len(tokens), dtype=torch.bool))
         self.turns += 1
 
-    def heard(self, ids: list[int]) -> None:
-        """Take in what the environment said."""
+    def add_reply(self, ids: list[int]) -> None:
+        """Append text of the environment."""
         self.tokens.append(torch.tensor(ids, dtype=torch.int32))
         self.log_probs.append(torch.zeros(len(ids)))
         self.masks.append(torch.zeros(len(ids), dtype=torch.bool))
 
     def end(self, *, truncated: bool) -> None:
-        """Nobody goes on."""
+        """Close the conversation."""
         self.is_open, self.truncated = False, truncated
 
 
-class Conversations:
-    """Generates in turns with an environment; to be called as a `Generate` is.
+class MultiTurn:
+    """Generator of conversations with an environment.
 
     Args:
-        generate: samples one turn.
-        environments: answer the turns.
-        tokens: makes token ids of the answers.
+        sample_turn: samples one turn of the policy.
+        environments: reply to turns.
+        tokens: encodes replies.
         decode: token ids of many turns -> their texts.
         examples: prompt id -> the row of the data set.
-        limits: what ends a conversation that nobody has ended.
-        failures: numbers the reasons for which environments fail.
+        limits: end a conversation that neither side has ended.
+        failures: numbers the reasons of failures.
     """
 
     def __init__(
         self,
-        generate: Generate,
-        environments: Environments,
+        sample_turn: Generate,
+        environments: EnvironmentPool,
         tokens: TurnTokens,
         decode: Decode,
         examples: Mapping[int, dict[str, Any]],
         limits: Limits,
-        failures: Failures,
+        failures: FailureReasons,
     ) -> None:
-        self._generate = generate
+        self._sample_turn = sample_turn
         self._environments = environments
         self._tokens = tokens
         self._decode = decode
         self._examples = examples
         self._limits = limits
         self._failures = failures
-        self._seconds = 0.0
+        self._environment_s = 0.0
 
-    def __call__(self, request: PromptBatch) -> Rollout:
-        """Conversations from each prompt, `responses_per_prompt` of them, in its order."""
-        self._seconds = 0.0
-        request = replace(request, stop_token_ids=self._tokens.stop_token_ids)
+    def generate(self, prompts: PromptBatch) -> Rollout:
+        """Generate `responses_per_prompt` conversations from each prompt, in order."""
+        self._environment_s = 0.0
+        request = replace(prompts, stop_token_ids=self._tokens.stop_token_ids)
         first, conversations = self._open(request)
-        rollouts = [self._generate(first)]
-        self._take(conversations, rollouts[0].batch)
+        rollouts = [self._sample_turn(first)]
+        self._add(conversations, rollouts[0].batch)
         engine_of = rollouts[0].batch.engine
         while unfinished := [c for c in conversations if c.is_open]:
             turn = _continued(request, unfinished, len(rollouts), engine_of)
             left = [self._limits.max_tokens - c.length for c in unfinished]
-            rollouts.append(self._generate(replace(turn, max_tokens=torch.tensor(left))))
-            self._take(unfinished, rollouts[-1].batch)
+            rollouts.append(self._sample_turn(replace(turn, max_tokens=torch.tensor(left))))
+            self._add(unfinished, rollouts[-1].batch)
         versions = torch.cat([rollout.batch.weight_version for rollout in rollouts])
         assert (versions == versions[0]).all(), "the weights changed within a conversation"
+        batch = _batch(request, conversations, int(versions[0]), self._failures)
         return Rollout(
-            replace(
-                _batch(request, conversations, int(versions[0]), self._failures), engine=engine_of
-            ),
+            replace(batch, engine=engine_of),
             tuple(_over_turns(each) for each in zip(*(r.engines for r in rollouts), strict=True)),
-            self._seconds,
+            self._environment_s,
         )
 
     def _open(self, request: PromptBatch) -> tuple[PromptBatch, list[_Conversation]]:
-        """The first turn's prompts, and the conversations before it.
+        """Return the request of the first turn, and the conversations before it.
 
         All conversations of a prompt begin with the same environment and the same text.
         """
         start = time.perf_counter()
         examples = [self._examples[number] for number in request.prompt_id.tolist()]
         replies = self._environments.open(examples)
-        self._seconds += time.perf_counter() - start
+        self._environment_s += time.perf_counter() - start
         openings = self._tokens.encode([reply.result.text for reply in replies])
         samples = range(request.responses_per_prompt)
         first = [0] * len(request) if request.first_sample is None else request.first_sample
         conversations = []
         for prompt, (reply, ids) in enumerate(zip(replies, openings, strict=True)):
             failure, reason = reply.failure, reply.reason
-            if len(ids) >= self._limits.max_tokens:  # nothing could be said to it
+            if len(ids) >= self._limits.max_tokens:  # no room for the policy's turn
                 failure, reason = FailureKind.error, _too_long(len(ids), self._limits.max_tokens)
                 openings[prompt] = ids = []
             for sample in samples:
                 state = "" if failure else reply.state
                 new = _Conversation(prompt, int(first[prompt]) + sample, state, failure, reason)
                 if ids:
-                    new.heard(ids)
+                    new.add_reply(ids)
                 conversations.append(new)
         if not any(openings):
             return request, conversations
@@ -191,18 +178,18 @@ class Conversations:
         opened = Ragged.from_rows(prompts, torch.int32)
         return replace(request, prompts=opened, max_tokens=left), conversations
 
-    def _take(self, conversations: list[_Conversation], batch: RolloutBatch) -> None:
-        """Take in one turn of each conversation and its environment's answer."""
+    def _add(self, conversations: list[_Conversation], batch: RolloutBatch) -> None:
+        """Add one turn to each conversation, and the reply of its environment."""
         rows = batch.responses.rows()
         fields = zip(conversations, rows, batch.rollout_log_probs.rows(), strict=True)
         for conversation, tokens, log_probs in fields:
-            conversation.sampled(tokens, log_probs)
+            conversation.add_turn(tokens, log_probs)
         texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
         turns = [Turn(conversations[i].state, texts[i]) for i in asked]
         start = time.perf_counter()
         replies = dict(zip(asked, self._environments.step(turns), strict=True))
-        self._seconds += time.perf_counter() - start
+        self._environment_s += time.perf_counter() - start
         going_on = []
         for i, conversation in enumerate(conversations):
             cut = bool(batch.truncated[i])
@@ -210,13 +197,13 @@ class Conversations:
                 going_on.append(i)
             elif conversation.is_open:
                 conversation.end(truncated=cut)
-        self._answer(
+        self._add_replies(
             [conversations[i] for i in going_on],
             [replies[i].result.text for i in going_on],
         )
 
     def _goes_on(self, conversation: _Conversation, reply: Reply, cut: bool) -> bool:
-        """Take in what a turn earned; whether there may be another."""
+        """Add the reward of a turn; return true if another turn may follow."""
         conversation.state = reply.state
         conversation.failure, conversation.reason = reply.failure, reply.reason
         conversation.reward += reply.result.reward
@@ -226,12 +213,12 @@ class Conversations:
             conversation.end(truncated=True)
         return conversation.is_open
 
-    def _answer(self, conversations: list[_Conversation], texts: list[str]) -> None:
-        """Let the models hear the answers, as far as these leave them a token to say."""
+    def _add_replies(self, conversations: list[_Conversation], texts: list[str]) -> None:
+        """Add replies that leave room for another token; end the other conversations."""
         last = [int(conversation.tokens[-1][-1]) for conversation in conversations]
         for conversation, ids in zip(conversations, self._tokens.answers(texts, last), strict=True):
             if conversation.length + len(ids) < self._limits.max_tokens:
-                conversation.heard(ids)
+                conversation.add_reply(ids)
             else:
                 conversation.end(truncated=True)
 
@@ -247,13 +234,13 @@ def _continued(
     turn: int,
     engine_of: Tensor | None,
 ) -> PromptBatch:
-    """The prompts of a later turn: each conversation's tokens so far.
+    """Return the request of a later turn, whose prompts are the conversations so far.
 
     Args:
         request: of the first turn.
-        conversations: those that go on.
-        turn: which it is.
-        engine_of: who answered in the first turn, by response; None: that is not known.
+        conversations: those that are open.
+        turn: its index.
+        engine_of: engine of each response in the first turn; None: unknown.
     """
     rows = request.prompts.rows()
     which = [conversation.prompt for conversation in conversations]
@@ -273,7 +260,10 @@ def _continued(
 
 
 def _batch(
-    request: PromptBatch, conversations: Sequence[_Conversation], version: int, failures: Failures
+    request: PromptBatch,
+    conversations: Sequence[_Conversation],
+    version: int,
+    failures: FailureReasons,
 ) -> RolloutBatch:
     which = [conversation.prompt for conversation in conversations]
     lengths = torch.tensor([conversation.length for conversation in conversations])
@@ -297,7 +287,7 @@ def _batch(
 
 
 def _over_turns(stats: Sequence[EngineStats]) -> EngineStats:
-    """One engine over all turns; its first token is that of the first turn."""
+    """Sum one engine over all turns; its first token is that of the first turn."""
     return EngineStats(
         tokens=sum(turn.tokens for turn in stats),
         seconds=sum(turn.seconds for turn in stats),

@@ -1,4 +1,4 @@
-"""The run manifest: what ran, on what, with which versions; no secrets."""
+"""Provenance of a run (manifest.json): config, command, versions, hardware; no secrets."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from hybridrl.trainer.tracking.best_effort_files import replace_file
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
-# What is kept of a start when the run is resumed.
+# Fields kept of each earlier start when the run is resumed.
 START = ("started", "argv", "resumed_from", "versions", "git", "hardware")
 
 PACKAGES = (
@@ -54,15 +54,14 @@ def write_manifest(
     found: Found | None = None,
     argv: Sequence[str] = tuple(sys.argv),
 ) -> Path:
-    """Write <run>/manifest.json; returns its path.
+    """Write <run>/manifest.json; return its path.
 
     Args:
         run_dir: existing directory of the run.
         config: the run, resolved.
-        facts: `hardware` that it runs on and what it begins from, by name: dataclasses, mappings
-            and plain values.
-        started: when the run began, with its time zone.
-        found: the checkpoint it goes on from; earlier starts stay listed.
+        facts: `hardware` and inputs, by name: dataclasses, mappings and plain values.
+        started: time of the start, with time zone.
+        found: checkpoint it resumes from; earlier starts stay listed.
         argv: the command line.
     """
     manifest = {
@@ -84,20 +83,20 @@ def write_manifest(
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
-    """The starts that a run's manifest knows, its own last."""
+    """Read the earlier starts from a run's manifest, the last one included."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         return [*known["earlier_starts"], {name: known[name] for name in START}]
     except (OSError, ValueError, KeyError) as error:
-        log.warning("%s tells nothing of earlier starts (%s)", path, type(error).__name__)
+        log.warning("%s holds no readable earlier starts (%s)", path, type(error).__name__)
         return []
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Dataclasses, enums, paths and containers as JSON knows them; secrets hidden.
+    """Convert dataclasses, enums, paths and containers to JSON values; hide secrets.
 
-    A value is a secret by its key (`api_key`, `password`, `token` as the last word); logins in URIs
-    and what secret environment variables hold are hidden inside texts.
+    A key marks a secret (`api_key`, `password`, `token` as the last word). Logins in URIs and
+    values of secret environment variables are hidden inside texts.
     """
     if value is not None and is_secret_key(name):
         return HIDDEN
@@ -115,7 +114,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that decide a run's numbers, where installed."""
+    """Return the versions of Python and of installed packages that influence a run's numbers."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -126,7 +125,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it, or None where `folder` is not tracked."""
+    """Return the commit and a flag for uncommitted changes; None outside a repository."""
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
@@ -137,7 +136,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, or None where it cannot tell."""
+    """Return git's output, or None after a failure."""
     try:
         answer = subprocess.run(
             ["git", "-C", str(folder), *arguments],

@@ -1,0 +1,138 @@
+"""Durable writes, removal, and reads with retries.
+
+A failed read is no damage: the file may be intact behind a network that fails for a moment.
+"""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+# Seconds between the attempts to read something.
+PAUSES_S = (0.2, 1.0, 3.0)
+# Errors of names that do not exist, or cannot.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
+
+_T = TypeVar("_T")
+
+
+class UnreadableFile(OSError):
+    """A file or folder that could not be read in any attempt; `filename` is its path."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and fsync a file; the caller syncs its folder.
+
+    Raises:
+        OSError: the disk is full, read-only or broken.
+    """
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Fsync a file.
+
+    Raises:
+        OSError: fsync failed.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Fsync the names in a folder.
+
+    Raises:
+        OSError: fsync failed.
+    """
+    try:
+        sync_file(path)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def exists(path: Path) -> bool:
+    """Return true if the name exists, also as a dangling link."""
+    return os.path.lexists(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its content, a file or a link, if it exists.
+
+    Other processes may remove the same path concurrently.
+
+    Raises:
+        OSError: something in it cannot be removed.
+    """
+    while exists(path):
+        try:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:  # removed by another process
+            continue
+
+
+def put_in_place(new: Path, final: Path, aside: Path) -> None:
+    """Rename a new folder to its final name; an existing folder is renamed to `aside` first.
+
+    Raises:
+        OSError: a rename failed; the old folder has its name.
+    """
+    replaces = exists(final)
+    if replaces:
+        os.rename(final, aside)
+    try:
+        os.rename(new, final)
+    except OSError:
+        if replaces:
+            os.rename(aside, final)
+        raise
+
+
+def retried(
+    read: Callable[[Path], _T], path: Path, wait: Callable[[float], None] = time.sleep
+) -> _T:
+    """Return `read(path)`, retried for some seconds after an OSError.
+
+    Args:
+        read: reads a file or folder, from its beginning.
+        path: of it.
+        wait: waits the given seconds until the next attempt; an exception from it ends them.
+
+    Raises:
+        FileNotFoundError: the name does not exist.
+        UnreadableFile: each attempt failed; with the last error's number and text.
+    """
+    pauses = iter(PAUSES_S)
+    while True:
+        try:
+            return read(path)
+        except OSError as error:
+            details = (error.errno, error.strerror, str(path))
+            if error.errno in _ABSENT:
+                raise FileNotFoundError(*details) from error
+            pause = next(pauses, None)
+            if pause is None:
+                raise UnreadableFile(*details) from error
+        wait(pause)
+
+
+def names_in(folder: Path) -> list[str]:
+    """List a folder, with retries; empty if it does not exist."""
+    try:
+        return retried(os.listdir, folder)
+    except FileNotFoundError:
+        return []
