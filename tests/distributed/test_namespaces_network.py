@@ -175,7 +175,7 @@ def test_a_sick_spare_node_warns_and_the_others_are_measured_without_it(head, ho
     assert failures(findings) == []
     found = only(findings, "network.ports", f"{first.name} -> {last.name}")
     assert found.verdict is Verdict.warn
-    assert f"the run finds room without {last.name}" in found.evidence
+    assert f"the run fits without {last.name}" in found.evidence
     assert "2 pairs: median" in only(findings, "network.bandwidth").evidence
     assert "2 ranks, 2 node(s): gloo" in only(findings, "network.collective").evidence
 

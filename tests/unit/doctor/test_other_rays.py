@@ -23,7 +23,7 @@ HEAD = """
 import sys
 import hybridrl.doctor.main
 from hybridrl.doctor.joined import JoinedAgents
-from hybridrl.doctor.ray.services import examine
+from hybridrl.doctor.ray.stage import examine
 
 with JoinedAgents(sys.argv[1], 2, 30) as agents:
     for finding in examine(agents, 2):
