@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import hybridrl
 from hybridrl.controller.processes import SHARED_MEMORY
 from hybridrl.doctor.host.cgroup import CgroupFacts, cgroup_facts
 
@@ -163,7 +164,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["hybridrl sources"] = _fingerprint(Path(__file__).resolve().parents[1])
+    found["hybridrl sources"] = _fingerprint(Path(hybridrl.__file__).parent)
     version = DRIVER / "version"
     if version.is_file() and (match := re.search(r"\s(\d+\.[\d.]+)\s", version.read_text())):
         found["driver"] = match[1]

@@ -2,10 +2,12 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from host_cases import assert_finds, case, facts, of, the
 
+import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.controller.ray.node_calls import Answer
 from hybridrl.doctor.catalog import CHECKS
@@ -18,7 +20,7 @@ from hybridrl.doctor.host.cluster import (
     judge_communication,
     judge_versions,
 )
-from hybridrl.doctor.host.facts import Ulimits
+from hybridrl.doctor.host.facts import Ulimits, versions
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, judge_gpus, parse
 from hybridrl.doctor.host.limits import judge_ulimits
 from hybridrl.doctor.host.variables import (
@@ -382,6 +384,13 @@ def test_cgroup_v2_is_read_up_to_its_root(tmp_path):
     assert (found.memory.limit, found.memory.used, found.memory.left) == (8000, 5000, 3000)
     assert found.cores == 2.5
     assert found.threads.left == 370
+
+
+def test_the_fingerprint_is_of_all_sources_of_the_package(monkeypatch):
+    found = []
+    monkeypatch.setattr(Path, "rglob", lambda self, _: found.append(self) or [])
+    versions()
+    assert found == [Path(hybridrl.__file__).parent]
 
 
 H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
