@@ -65,11 +65,11 @@ def driver(hosts: list[Host]) -> Iterator[Driver]:
 
 def drive(place: str, nodes: str) -> None:
     """The head's process: calls come on stdin and are answered on stdout, pickled."""
-    from hybridrl.doctor.joined import JoinedAgents
+    from hybridrl.doctor.joined import joined_probes
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with JoinedAgents(place, int(nodes), timeout_s=30) as agents:
+    with joined_probes(place, int(nodes), timeout_s=30) as agents:
         while True:
             try:
                 function, arguments, named = pickle.load(sys.stdin.buffer)

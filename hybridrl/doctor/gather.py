@@ -1,12 +1,28 @@
-"""Calls of a probe on all nodes; a node without an answer is a failure of the check."""
+"""Calls of a probe on nodes; a node without an answer is a failure of the check."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_calls import Agents, Answer
 from hybridrl.doctor.findings import Finding, fail
 
 Gathered = tuple[dict[str, Any], list[Finding]]
+
+
+@dataclass(frozen=True)
+class ProbeGroup:
+    """Nodes with given names, addresses and calls (`Agents`)."""
+
+    nodes: list[str]
+    addresses: dict[str, str]
+    call_each: Callable[..., dict[str, Answer]]
+
+
+def subset(agents: Agents, nodes: Container[str]) -> Agents:
+    """Return the same probes for some nodes only."""
+    kept = [node for node in agents.nodes if node in nodes]
+    return ProbeGroup(kept, {node: agents.addresses[node] for node in kept}, agents.call_each)
 
 
 def gather(

@@ -32,7 +32,7 @@ from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.doctor.joined import joined_probes, listens_here, serve
 from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, left_out, run_stages
@@ -112,7 +112,7 @@ def _agents(options: argparse.Namespace) -> Iterator[Agents]:
     If the cluster cannot be joined or Ray cannot be imported, the stage ray reports it.
     """
     if options.join is not None:
-        with JoinedAgents(options.join, options.nodes, JOIN_S) as joined:
+        with joined_probes(options.join, options.nodes, JOIN_S) as joined:
             yield joined
         return
     if ray_address() is None or ray_problem(ray_version()):

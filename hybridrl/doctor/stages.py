@@ -2,12 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hybridrl.config.checks.sizes import slots_on_nodes
-from hybridrl.controller.ray.node_calls import Agents, Answer
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, Verdict, skipped
@@ -36,12 +34,7 @@ def run_stages(
 ) -> Iterator[StageReport]:
     """Run stages until one finds a failure; yield a report of each, later ones as skipped.
 
-    Failures of nodes that the run does not need become warnings.
-
-    Args:
-        context: run and nodes.
-        stages: in their order.
-        show: called before each stage.
+    Failures of nodes that the run does not need become warnings. `show` is called before a stage.
     """
     failed: Stage | None = None
     for stage, check in stages:
@@ -85,11 +78,7 @@ def dispensable(findings: Iterable[Finding], context: CheckContext) -> frozenset
 
 
 def cover(failures: Iterable[frozenset[str]]) -> set[str]:
-    """Return nodes that cover all failures, greedily those with most failures.
-
-    Args:
-        failures: the one or two nodes of each failure.
-    """
+    """Return nodes that cover all failures (one or two nodes each), greedily by their number."""
     left = list(failures)
     chosen = {node for nodes in left if len(nodes) == 1 for node in nodes}
     while left := [nodes for nodes in left if not nodes & chosen]:
@@ -120,35 +109,3 @@ def _reduced(finding: Finding, unfit: frozenset[str], context: CheckContext) -> 
         evidence = "no rank of the run is placed here"
     evidence = f"{finding.evidence}; {evidence}"
     return replace(finding, verdict=Verdict.warn, evidence=evidence, advice=advice)
-
-
-class SomeAgents:
-    """Agents of a subset of the nodes.
-
-    Args:
-        agents: of all nodes.
-        nodes: names of the subset.
-    """
-
-    def __init__(self, agents: Agents, nodes: Collection[str]) -> None:
-        self._agents = agents
-        self._nodes = [node for node in agents.nodes if node in nodes]
-
-    @property
-    def nodes(self) -> list[str]:
-        """Names, in the same order."""
-        return self._nodes
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """IP addresses by node."""
-        return {node: self._agents.addresses[node] for node in self._nodes}
-
-    def call_each(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, tuple[Any, ...]],
-        timeout_s: float,
-    ) -> dict[str, Answer]:
-        """Run a function on the nodes that have arguments (`Agents.call_each`)."""
-        return self._agents.call_each(function, arguments, timeout_s)

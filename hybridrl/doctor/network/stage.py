@@ -11,7 +11,7 @@ from hybridrl.controller.ray.node_calls import Agents, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
-from hybridrl.doctor.gather import gather, gather_each
+from hybridrl.doctor.gather import gather, gather_each, subset
 from hybridrl.doctor.network import (
     address,
     bandwidth,
@@ -24,7 +24,7 @@ from hybridrl.doctor.network import (
 from hybridrl.doctor.network.nodes import look, rank_zero_node
 from hybridrl.doctor.network.ray_ports import service_ports
 from hybridrl.doctor.network.server import Opened, close_ports, open_ports
-from hybridrl.doctor.stages import SomeAgents, dispensable
+from hybridrl.doctor.stages import dispensable
 
 LOOK_S = 15.0
 
@@ -34,7 +34,7 @@ Dispensable = Callable[[Sequence[Finding]], frozenset[str]]
 
 def check(context: CheckContext) -> list[Finding]:
     """Make all checks network.*."""
-    hosts = SomeAgents(context.agents, [node for node, slots in context.slots.items() if slots])
+    hosts = subset(context.agents, [node for node, slots in context.slots.items() if slots])
     cluster = context.config.cluster
     if cluster.nvlink_multicast is NVLinkMulticast.off:
         call_all(hosts, turn_off_multicast)
@@ -81,7 +81,7 @@ def examine(
     if failures:
         why = "the failures above would make it hang"
         return [*found, skipped(collective.CHECK, "all", why)]
-    some, of_rest = SomeAgents(agents, rest), {node: views[node] for node in rest}
+    some, of_rest = subset(agents, rest), {node: views[node] for node in rest}
     return found + collective.check(some, of_rest, rest, on_gpu=on_gpu)
 
 

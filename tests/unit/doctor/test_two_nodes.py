@@ -18,7 +18,7 @@ from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.inputs.models import judge_model, model_facts
 from hybridrl.doctor.inputs.run_directory import check_run_directory
-from hybridrl.doctor.joined import JoinedAgents
+from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
 
@@ -55,7 +55,7 @@ def nodes(tmp_path_factory, home):
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NCCL_ALGO", "Ring")
-                with JoinedAgents(address, 2, timeout_s=30) as agents:
+                with joined_probes(address, 2, timeout_s=30) as agents:
                     yield agents
             assert node.wait(10) == 0
         finally:
