@@ -109,13 +109,9 @@ def fits(wanted: Iterable[float], capacity: Iterable[float]) -> bool:
 
 
 def max_ranks(wanted: Sequence[int], capacity: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest number of ranks that each node may get; Ray chooses where several fit.
+    """Return the largest number of ranks that each node may get, from those wanted on nodes.
 
-    If the ranks do not fit, the largest nodes get the largest numbers.
-
-    Args:
-        wanted: ranks on each node of the run.
-        capacity: by node.
+    Ray chooses where several fit. If the ranks do not fit, the largest nodes get the most.
     """
     demand = sorted(wanted, reverse=True)
     if not fits(wanted, capacity.values()):

@@ -76,9 +76,19 @@ def skipped(check: str, node: str, why: str) -> Finding:
     return Finding(check, node, Verdict.skipped, why)
 
 
-def severity(fails: bool, warns: bool = False) -> Verdict | None:
+def severity(fails: bool, warns: bool) -> Verdict | None:
     """Return the severity of a rule from its two conditions; None if neither holds."""
     return Verdict.fail if fails else Verdict.warn if warns else None
+
+
+def fails_if(condition: bool) -> Verdict | None:
+    """Return the severity of a rule that fails."""
+    return severity(condition, False)
+
+
+def warns_if(condition: bool) -> Verdict | None:
+    """Return the severity of a rule that warns."""
+    return severity(False, condition)
 
 
 def apply(check: str, node: str, rules: Iterable[Rule], passed: str) -> list[Finding]:

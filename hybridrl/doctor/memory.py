@@ -19,7 +19,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
 )
 from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Finding, Rule, Verdict, first, severity, skipped
+from hybridrl.doctor.findings import Finding, Rule, fails_if, first, skipped, warns_if
 from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host.cgroup import Limit, cgroup_facts
 from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
@@ -95,12 +95,12 @@ def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slot
         remedy = "fsdp.offload=none (or idle_optimizer)"
     rules: list[Rule] = [
         (
-            severity(needed > memory.left),
+            fails_if(needed > memory.left),
             f"{evidence}: the kernel would kill workers",
             f"{remedy}, a lower cluster.gpus_per_node, or {MORE_RAM}",
         ),
         (
-            severity(False, warns=needed > TIGHT * memory.left),
+            warns_if(needed > TIGHT * memory.left),
             evidence,
             f"End other processes with much memory there, or {MORE_RAM}",
         ),
@@ -165,9 +165,9 @@ def judge_gpu_memory(
         end = f"kill {' '.join(p.pid for p in others)}" if others else "End what uses that GPU"
         fix = "or lower rollout.gpu_memory_utilization and actor.max_tokens_per_gpu"
         rules: list[Rule] = [
-            (severity(peak.total > free), evidence, f"{end}; {fix}, or fsdp.offload=idle_all"),
+            (fails_if(peak.total > free), evidence, f"{end}; {fix}, or fsdp.offload=idle_all"),
             (
-                Verdict.warn if others else None,
+                warns_if(bool(others)),
                 evidence,
                 f"{end}, unless it shall share the GPU",
             ),

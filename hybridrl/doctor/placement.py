@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.doctor.context import CheckContext, fits
-from hybridrl.doctor.findings import Finding, Verdict, first, ok, severity, skipped
+from hybridrl.doctor.findings import Finding, Verdict, fails_if, first, ok, skipped
 
 if TYPE_CHECKING:
     from hybridrl.controller.ray.free_slots import FreeNode
@@ -50,7 +50,7 @@ def judge_slots(nodes: "Sequence[FreeNode]", wanted: Sequence[int], *, on_gpu: b
         "End that run, start Ray on more nodes, or lower cluster.nodes or cluster.gpus_per_node."
     )
     lacking = not fits(demand, [free for free, _ in counts])
-    return first(SLOTS, "all", [(severity(lacking), evidence, advice)], evidence)
+    return first(SLOTS, "all", [(fails_if(lacking), evidence, advice)], evidence)
 
 
 def judge_engines(wanted: Sequence[int], ranks_per_engine: int, *, allow_straddle: bool) -> Finding:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hybridrl.config.checks.sizes import warm_ups, world_size
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Finding, first, severity, skipped
+from hybridrl.doctor.findings import Finding, fails_if, first, skipped
 
 CHECK = "training.steps"
 STEPS = 2
@@ -92,7 +92,7 @@ def _outcome(command: list[str], log: Path) -> Finding:
     kept = [part for part in command[1:] if not part.startswith("hydra.run.dir=")]
     advice = f"Run the same command and read the logs of the workers: python {shlex.join(kept)}"
     passed = f"{STEPS} steps in {seconds:.0f} s, start included: {''.join(steps[-1:])}"
-    return first(CHECK, "all", [(severity(code != 0 or not steps), evidence, advice)], passed)
+    return first(CHECK, "all", [(fails_if(code != 0 or not steps), evidence, advice)], passed)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

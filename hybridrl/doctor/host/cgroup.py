@@ -27,13 +27,7 @@ class Limit(NamedTuple):
 
 
 class CgroupFacts(NamedTuple):
-    """Narrowest limits of this process's groups and their parents; None: no limit.
-
-    Attributes:
-        memory: in bytes; page cache does not count as used.
-        threads: processes and threads.
-        cores: CPU time per time, from the quota.
-    """
+    """Narrowest limits of memory (bytes, without page cache), threads and CPU time per time."""
 
     memory: Limit | None
     threads: Limit | None

@@ -69,13 +69,7 @@ def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
 
 
 def differing(name: str, values: Mapping[str, str], sign: str = " ") -> dict[str, str]:
-    """Return the nodes whose value is not the most common one, with both as a text.
-
-    Args:
-        name: of the version or variable.
-        values: by node.
-        sign: between name and value.
-    """
+    """Return a text for each node whose value is not the most common one."""
     usual = _most_common(values)
     others = [node for node, value in values.items() if value == usual]
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""

@@ -9,7 +9,16 @@ from typing import NamedTuple
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner import nvidia_smi
 from hybridrl.config.schema import RunConfig
-from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fail, severity, skipped
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    fail,
+    fails_if,
+    skipped,
+    warns_if,
+)
 
 LOOK_S = 60.0
 FIELDS = (
@@ -20,7 +29,7 @@ FIELDS = (
     "memory.free",
     "ecc.errors.uncorrected.volatile.total",
 )
-# A query of its own: drivers name it in two ways.
+# A separate query: drivers have two names for it.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
 # Program that prints the UUIDs of the GPUs visible to CUDA, without torch.
 LOOK = """
@@ -45,12 +54,7 @@ print(json.dumps(found))
 
 
 class Smi(NamedTuple):
-    """A GPU by nvidia-smi.
-
-    Attributes:
-        ecc_errors: uncorrected since the driver was loaded; 0 without ECC.
-        slowed: slowed down by heat or a power brake.
-    """
+    """A GPU by nvidia-smi: uncorrected ECC errors since boot, slowed by heat or a power brake."""
 
     uuid: str
     name: str
@@ -62,15 +66,7 @@ class Smi(NamedTuple):
 
 
 class GPUFacts(NamedTuple):
-    """GPUs of a node.
-
-    Attributes:
-        smi: all GPUs; None without nvidia-smi.
-        error: of nvidia-smi.
-        seen: UUIDs that CUDA shows to a child process.
-        look_error: of that process.
-        visible: CUDA_VISIBLE_DEVICES; None: unset.
-    """
+    """GPUs by nvidia-smi (None without it), and UUIDs that CUDA shows to a child process."""
 
     smi: list[Smi] | None
     error: str = ""
@@ -136,12 +132,12 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
     for name, gpu in zip(named, facts.smi, strict=True):
         rules += [
             (
-                severity(False, warns=gpu.slowed),
+                warns_if(gpu.slowed),
                 f"{name} is slowed down by its hardware (heat or power)",
                 "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
             ),
             (
-                severity(False, warns=gpu.ecc_errors > 0),
+                warns_if(gpu.ecc_errors > 0),
                 f"{name} has {gpu.ecc_errors} uncorrected memory errors",
                 "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the node "
                 "out",
@@ -166,7 +162,7 @@ def _visibility(smi: list[Smi], facts: GPUFacts, slots: int) -> Rule:
         return Verdict.fail, evidence, remedy
     variable = "(unset)" if facts.visible is None else facts.visible
     return (
-        severity(len(facts.seen) < slots),
+        fails_if(len(facts.seen) < slots),
         f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run wants "
         f"{slots} here",
         f"{remedy}; or lower cluster.gpus_per_node or placement.slots_on_nodes",

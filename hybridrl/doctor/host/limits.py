@@ -6,7 +6,17 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.memory import MIB, gib
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.processes import STORE_BYTES
-from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fail, first, severity
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    fail,
+    fails_if,
+    first,
+    severity,
+    warns_if,
+)
 from hybridrl.doctor.host.cgroup import CgroupFacts
 from hybridrl.doctor.host.facts import DiskSpace, HostFacts, Temporary, Ulimits
 
@@ -57,12 +67,12 @@ def judge_shm(node: str, space: DiskSpace | None, accelerator: Accelerator) -> F
     store = gib(space.free / STORE_SHARE)
     rules: list[Rule] = [
         (
-            severity(space.free < SHM_NEEDED),
+            fails_if(space.free < SHM_NEEDED),
             f"{has}; Ray's object store, NCCL and vLLM need {gib(SHM_NEEDED)}",
             MORE_SHM,
         ),
         (
-            severity(False, warns=space.free < STORE_SHARE * wanted),
+            warns_if(space.free < STORE_SHARE * wanted),
             f"{has}; Ray's object store gets {store} of it and wants {gib(wanted)}",
             MORE_SHM,
         ),
@@ -95,7 +105,7 @@ def judge_ulimits(
             "in /etc/security/limits.conf",
         ),
         (
-            severity(bool(infiniband) and limits.locked_bytes is not None),
+            fails_if(bool(infiniband) and limits.locked_bytes is not None),
             f"locked memory is limited to {locked} (ulimit -l); NCCL registers its buffers with "
             f"{', '.join(infiniband)}",
             "docker run --ulimit memlock=-1; Slurm: LimitMEMLOCK=infinity in slurmd.service; "
@@ -122,7 +132,7 @@ def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[
         used = f"{gib(memory.used)} of {gib(memory.limit)} of memory used"
         rules.append(
             (
-                severity(False, warns=memory.used > NEARLY_FULL * memory.limit),
+                warns_if(memory.used > NEARLY_FULL * memory.limit),
                 f"{gib(memory.used)} of the {gib(memory.limit)} that {memory.group} allows are "
                 "used; the kernel kills processes above it",
                 "End other processes, or ask for more: Slurm: sbatch --mem=0; docker run "
@@ -135,7 +145,7 @@ def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[
         why = f"CPU quota: {usable:g} of {cores} cores"
     rules.append(
         (
-            severity(False, warns=usable < slots),
+            warns_if(usable < slots),
             f"{why}, for {slots} worker processes and those of Ray",
             "Slurm: sbatch --cpus-per-task=...; docker run --cpus=...; Kubernetes: "
             "resources.limits.cpu; or lower cluster.gpus_per_node",
@@ -162,18 +172,18 @@ def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
         length = len(path.encode())
         rules += [
             (
-                severity(bool(error)),
+                fails_if(bool(error)),
                 f"no file can be written in {path}: {error}",
                 f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder",
             ),
             (
-                severity(False, warns=not error and free < TEMPORARY_NEEDED),
+                warns_if(not error and free < TEMPORARY_NEEDED),
                 f"{path} has {gib(free)} free; logs, spilled objects and compiled kernels need "
                 f"{gib(TEMPORARY_NEEDED)}",
                 f"Delete old files there (du -xsh {path}/*), or set TMPDIR to a larger local disk",
             ),
             (
-                severity(length > LONGEST_TEMPORARY),
+                fails_if(length > LONGEST_TEMPORARY),
                 f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
                 f"{LONGEST_TEMPORARY}",
                 "Set TMPDIR to a shorter path: export TMPDIR=/tmp",

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RunConfig
-from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, first, ok, severity, skipped
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    first,
+    ok,
+    severity,
+    skipped,
+    warns_if,
+)
 from hybridrl.doctor.host.facts import HostFacts
 
 Environment = Mapping[str, str]
@@ -70,13 +80,7 @@ OPPOSITES = {
 def judge_variables(
     facts: Mapping[str, HostFacts], driver: Environment, config: RunConfig
 ) -> list[Finding]:
-    """Judge host.variables of each node.
-
-    Args:
-        facts: by node, the driver's first.
-        driver: environment of the process that starts the run, without Ray's additions.
-        config: of the run.
-    """
+    """Judge host.variables of each node, the first with the environment of the driver."""
     found: list[Finding] = []
     for node, fact in facts.items():
         others = [other.address for name, other in facts.items() if name != node]
@@ -104,7 +108,7 @@ def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
         value, other = environment.get(name), OPPOSITES.get(name, "")
         opposite = environment.get(other, "0")
         beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
-        verdict = severity(False, warns=_is_bad(value, bad))
+        verdict = warns_if(_is_bad(value, bad))
         yield verdict, f"{name}={value}: {effect}{beside}", advice or f"unset {name}"
 
 
@@ -117,14 +121,14 @@ def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]
     assert slots is not None
     return [
         (
-            severity(False, warns=launched),
+            warns_if(launched),
             f"RANK={rank}, WORLD_SIZE={size} of {'torchrun' if by_torchrun else 'a launcher'}: "
             "hybridrl starts its processes by itself, and each rank would be a run of its own",
             "Start hybridrl once, without a launcher; if these are left over: unset RANK "
             "WORLD_SIZE LOCAL_RANK TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
         ),
         (
-            severity(False, warns=driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots),
+            warns_if(driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots),
             f"OMP_NUM_THREADS=1 (torchrun and some clusters set it): each of {slots} workers "
             f"uses one core, the node has {cores}",
             "unset OMP_NUM_THREADS",
@@ -142,7 +146,7 @@ def _proxy(environment: Environment, others: list[str]) -> Rule:
     ray = _is_bad(lower.get("ray_grpc_enable_http_proxy"), ON)
     more = f" and {len(uncovered) - 3} more" if len(uncovered) > 3 else ""
     return (
-        severity(False, warns=bool(proxies and uncovered)),
+        warns_if(bool(proxies and uncovered)),
         f"{' and '.join(proxies)} set, and no_proxy={direct or '(unset)'} leaves out "
         f"{', '.join(uncovered[:3])}{more}: HTTP between nodes (Ray's dashboard and jobs, a reward "
         f"server{', RAY_grpc_enable_http_proxy: all of Ray' if ray else ''}) uses the proxy",
@@ -242,13 +246,7 @@ def judge_allocator(node: str, environment: Environment, config: RunConfig) -> F
 
 
 def judge_terminal(driver: str, environment: Environment, *, buffered: bool) -> Finding:
-    """Judge host.terminal of the process that prints; ranks write files, line by line.
-
-    Args:
-        driver: node of that process.
-        environment: of that process.
-        buffered: Python buffers its output, unlike in hybridrl's own commands.
-    """
+    """Judge host.terminal of the driver's process; hybridrl's own commands do not buffer."""
     job = environment.get("SLURM_JOB_ID")
     evidence = f"output of Slurm job {job} is buffered: it appears late, and its end is lost if "
     evidence += "the job is killed"
@@ -256,5 +254,5 @@ def judge_terminal(driver: str, environment: Environment, *, buffered: bool) -> 
     advice += "hybridrl.main, which prints each line at once"
     where = f"Slurm job {job}" if job else "not under Slurm"
     passed = f"{where}, output {'buffered' if buffered else 'line by line'}"
-    rules = [(severity(False, warns=bool(job) and buffered), evidence, advice)]
+    rules = [(warns_if(bool(job) and buffered), evidence, advice)]
     return first("host.terminal", driver, rules, passed)

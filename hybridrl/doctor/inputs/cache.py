@@ -9,7 +9,7 @@ from typing import NamedTuple
 from huggingface_hub import constants
 
 from hybridrl.config.planner.memory import gib
-from hybridrl.doctor.findings import Finding, Rule, Verdict, first
+from hybridrl.doctor.findings import Finding, Rule, Verdict, first, warns_if
 from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
 from hybridrl.doctor.inputs.models import lacks
 from hybridrl.models.cache import cache_folder
@@ -40,12 +40,7 @@ class CacheFacts(NamedTuple):
 def hub_cache_facts(
     wanted: Mapping[str, str], weightless: Collection[str] = frozenset()
 ) -> CacheFacts:
-    """Examine the Hugging Face cache.
-
-    Args:
-        wanted: model or dataset, by name on the hub.
-        weightless: models without a need for weights.
-    """
+    """Examine the Hugging Face cache for `wanted` names with their kind, model or dataset."""
     lacking = [name for name, kind in wanted.items() if lacks(name, kind, name not in weightless)]
     folder = Path(constants.HF_HUB_CACHE)
     return _facts("Hugging Face cache (HF_HOME)", folder)._replace(lacking=tuple(lacking))
@@ -99,7 +94,7 @@ def judge_cache(
                 "nodes",
             ),
             (
-                Verdict.warn if elsewhere else None,
+                warns_if(elsewhere),
                 f"{evidence}; the driver uses {drivers.space.folder if drivers else ''}",
                 f"export {variable}=... the same on all nodes, before `ray start`",
             ),

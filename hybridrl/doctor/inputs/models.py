@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
-from hybridrl.doctor.findings import Finding, Rule, Verdict, first, severity
+from hybridrl.doctor.findings import Finding, Rule, Verdict, fails_if, first
 from hybridrl.models import smollm2
 from hybridrl.models.fingerprint import fingerprint
 from hybridrl.models.resolve import EMBEDDED, absolute_path, plain_folder
@@ -164,12 +164,7 @@ def _torn(file: Path) -> str:
 
 
 def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
-    """Judge inputs.model: complete on each node, and equal on all.
-
-    Args:
-        name: of the model in the config.
-        facts: by node, the driver's first.
-    """
+    """Judge inputs.model: complete on each node, and equal to the first node's, the driver's."""
     driver, source = next(iter(facts.items()))
     copy = (
         f"Copy it from a node where it is complete: rsync -a --checksum <node>:{source.folder}/ "
@@ -181,12 +176,12 @@ def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
         where = f"{name} in {folder.folder}"
         rules: list[Rule] = [
             (
-                severity(bool(folder.error)),
+                fails_if(bool(folder.error)),
                 folder.error,
                 copy if source.folder else "Correct model.path",
             ),
-            (severity(bool(folder.faults)), f"{where}: {some(folder.faults)}", copy),
-            (severity(bool(different)), f"{where} differs from {driver}'s: {different}", copy),
+            (fails_if(bool(folder.faults)), f"{where}: {some(folder.faults)}", copy),
+            (fails_if(bool(different)), f"{where} differs from {driver}'s: {different}", copy),
         ]
         passed = f"{name}: {len(folder.files)} files, {gib(sum(folder.files.values()))} in "
         found.append(first("inputs.model", node, rules, f"{passed}{folder.folder}"))
@@ -194,12 +189,7 @@ def judge_model(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
 
 
 def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
-    """Judge inputs.cache_contents: a hub's model or dataset, complete and equal on all nodes.
-
-    Args:
-        name: on the hub.
-        facts: by node, the driver's first.
-    """
+    """Judge inputs.cache_contents: a repository of the hub, complete and equal on all nodes."""
     cached = {node: folder for node, folder in facts.items() if not folder.error}
     source_node, source = next(iter(cached.items()), ("", FolderFacts("", {}, (), "")))
     fetch = f"hf download {name} on that node, or one HF_HOME that all nodes share"
@@ -213,16 +203,16 @@ def judge_cached(name: str, facts: Mapping[str, FolderFacts]) -> list[Finding]:
         rules: list[Rule] = [
             (absent if folder.error else None, f"{folder.error}; {then}", fetch),
             (
-                severity(bool(folder.faults)),
+                fails_if(bool(folder.faults)),
                 f"{name} in {folder.folder}: {some(folder.faults)}",
                 fetch,
             ),
             (
-                severity(commit != other),
+                fails_if(commit != other),
                 f"{name} at commit {commit[:8]}, on {source_node} at {other[:8]}",
                 f"{fetch}: all nodes need the same commit",
             ),
-            (severity(bool(different)), f"{name} differs from {source_node}'s: {different}", fetch),
+            (fails_if(bool(different)), f"{name} differs from {source_node}'s: {different}", fetch),
         ]
         passed = f"{name} at commit {commit[:8]}, complete"
         found.append(first("inputs.cache_contents", node, rules, passed))

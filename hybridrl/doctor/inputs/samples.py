@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
-from hybridrl.doctor.findings import Finding, Rule, apply, fail, first, ok, severity, skipped
+from hybridrl.doctor.findings import Finding, Rule, apply, fail, first, ok, skipped, warns_if
 from hybridrl.environments.base import Turn
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.process import RewardProcessError
@@ -55,12 +55,12 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
     endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(path))
     rules: list[Rule] = [
         (
-            severity(False, warns=not renderer.has_template),
+            warns_if(not renderer.has_template),
             f"there is no chat template: plain prompts; {facts}",
             "Choose an instruct model, or add chat_template.jinja to the model's folder",
         ),
         (
-            severity(False, warns=endless),
+            warns_if(endless),
             "no token ends a response: all have rollout.max_response_tokens",
             "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
         ),
@@ -157,7 +157,7 @@ def _try_rule(
     )
     useless = best <= empty and function != NO_REWARD
     advice = "Check that data.answer_key and reward.args match the function's form of answers"
-    return first(REWARD, node, [(severity(False, warns=useless), evidence, advice)], evidence)
+    return first(REWARD, node, [(warns_if(useless), evidence, advice)], evidence)
 
 
 def _response(form: str, prompt: "Prompt") -> str:

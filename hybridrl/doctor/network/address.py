@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridrl.doctor.findings import Finding, Rule, Verdict, first, severity
+from hybridrl.doctor.findings import Finding, Rule, fails_if, first, warns_if
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
 
 CHECK = "network.address"
@@ -11,13 +11,7 @@ CHECK = "network.address"
 def judge(
     views: Mapping[str, NodeView], addresses: Mapping[str, str], master: str
 ) -> list[Finding]:
-    """Judge the views of all nodes.
-
-    Args:
-        views: by node.
-        addresses: of the nodes, as the others use them.
-        master: MASTER_ADDR on the driver; empty if unset.
-    """
+    """Judge the addresses of all nodes, and MASTER_ADDR of the driver, if it is set."""
     on_one_machine = len({view.host_name for view in views.values()}) == 1
     found = [_judge_node(n, view, addresses[n], on_one_machine) for n, view in views.items()]
     if master and views:
@@ -32,13 +26,13 @@ def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -
     hosts = f" and set {view.host_name} to {own} in its /etc/hosts" if misleading else ""
     rules: list[Rule] = [
         (
-            severity(is_loopback(address) and not on_one_machine),
+            fails_if(is_loopback(address) and not on_one_machine),
             f"the others know {view.host_name} by {address}, which leads each of them to itself; "
             f"its interfaces: {view.describe()}",
             f"Start Ray there with --node-ip-address={own}{hosts}.",
         ),
         (
-            severity(False, warns=view.interface_of(address) is None and not is_loopback(address)),
+            warns_if(view.interface_of(address) is None and not is_loopback(address)),
             f"the others know it by {address}, but none of its interfaces has that address: "
             f"{view.describe()}",
             "Behind NAT or in a container network, NCCL and gloo announce an address that the "
@@ -70,19 +64,19 @@ def _judge_master(
     elsewhere = zero not in owners and not loopback
     what = f"MASTER_ADDR={master}"
     rules: list[Rule] = [
-        (severity(bool(unknown)), f"{what} is unknown on {', '.join(unknown)}", advice),
+        (fails_if(bool(unknown)), f"{what} is unknown on {', '.join(unknown)}", advice),
         (
-            severity(len(set(seen.values())) > 1),
+            fails_if(len(set(seen.values())) > 1),
             f"{what} is not the same everywhere: {each}",
             advice,
         ),
         (
-            severity(len(views) > 1 and loopback and not is_loopback(own)),
+            fails_if(len(views) > 1 and loopback and not is_loopback(own)),
             f"{what} is {address}, which leads each node to itself",
             advice,
         ),
         (
-            Verdict.fail if elsewhere else None,
+            fails_if(elsewhere),
             f"{what} is {address}, which {owner}; rank 0 is on {zero}, which has "
             f"{views[zero].describe()}",
             advice,

@@ -40,14 +40,7 @@ GLOO_FAILED = (
 
 
 class RankResult(NamedTuple):
-    """Result of a rank.
-
-    Attributes:
-        rank: number.
-        step: last step that it reached.
-        error: last error that it wrote; empty if it succeeded.
-        measured: values of the last step.
-    """
+    """Last step of a rank, its error (empty if it succeeded), and its measurements."""
 
     rank: int
     step: str
@@ -104,12 +97,7 @@ def _judge_speeds(
 def _pairs(
     results: Mapping[str, Sequence[RankResult]], received: str
 ) -> tuple[dict[Pair, Speed], dict[Pair, Speed], dict[str, str]]:
-    """Return speeds between nodes, speeds between GPUs of a node, and the node of each GPU.
-
-    Args:
-        results: of the ranks of all nodes.
-        received: key of a rank's measurements by sender.
-    """
+    """Return speeds between nodes, speeds between GPUs of a node, and the node of each GPU."""
     place_of = {
         rank.rank: (node, f"{node} GPU {index}")
         for node, ranks in results.items()

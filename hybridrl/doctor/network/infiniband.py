@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.ray.node_calls import Agents
-from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, severity, skipped, warn
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    fails_if,
+    severity,
+    skipped,
+    warn,
+)
 from hybridrl.doctor.gather import gather
 
 CHECK = "network.infiniband"
@@ -51,13 +60,7 @@ class HCAPort(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """InfiniBand and RoCE of a node.
-
-    Attributes:
-        ports: in /sys.
-        variables: of NCCL that are set.
-        closed: why no device can be opened; empty if one can, or without ports.
-    """
+    """Ports of a node, NCCL's variables for them, and why no device can be opened, if so."""
 
     ports: list[HCAPort]
     variables: dict[str, str]
@@ -144,7 +147,7 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
                 "NCCL_IB_DISABLE=1.",
             ),
             (
-                severity(wrong and not down),
+                fails_if(wrong and not down),
                 f"NCCL_IB_GID_INDEX={index} is {kind} on {port.name}; RoCE v2 needs one of "
                 f"{', '.join(good) or 'none, as the port has no address'}",
                 f"Unset NCCL_IB_GID_INDEX (NCCL finds it since 2.21){export}; `show_gids` lists "

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.controller.rendezvous import listen
-from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, severity, warn
+from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, warn, warns_if
 from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.nodes import (
     LAST_CHOICES,
@@ -41,9 +41,9 @@ class Attempt(NamedTuple):
 
 
 def check(agents: Agents, views: Mapping[str, NodeView]) -> list[Finding]:
-    """Connect all nodes to each chosen interface with an address of its own.
+    """Connect all nodes to each chosen interface with another address than the node.
 
-    network.ports covers the address by which Ray knows a node.
+    network.ports covers the address of the node in Ray.
     """
     choices = [
         choice
@@ -62,13 +62,7 @@ def judge(
     attempts: Sequence[Attempt] = (),
     addresses: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Judge the interfaces of all nodes.
-
-    Args:
-        views: by node.
-        attempts: connections to interfaces with addresses of their own.
-        addresses: of the nodes, as the others use them; only needed with attempts.
-    """
+    """Judge the interfaces of all nodes, and the attempts to connect to them."""
     found = [
         _judge_unusable(node, view, name)
         for node, view in views.items()
@@ -186,7 +180,7 @@ def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
     each = "; ".join(f"{node}: {view.describe()}" for node, view in views.items())
     if len(views) == 1:
         (view,) = views.values()
-        return ok(CHECK, "all", f"one node: {each}; NCCL would take {nccl_choice(view)}")
+        return ok(CHECK, "all", f"one node: {each}; NCCL would use {nccl_choice(view)}")
     subnets = {node: _subnets(view) for node, view in views.items()}
     common = set.intersection(*(set(found) for found in subnets.values()))
     sizes = [ipaddress.ip_network(net).num_addresses for found in subnets.values() for net in found]
@@ -208,7 +202,7 @@ def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
     names = sorted({found[subnet] for found in subnets.values()}) if common else [""]
     rules: list[Rule] = [
         (
-            severity(False, warns=not common),
+            warns_if(not common),
             "no subnet has all nodes; traffic between them passes routers, which may be slow or "
             f"drop packets. {each}",
             "See network.bandwidth for the speed of the routes. If the nodes share another "
@@ -216,19 +210,19 @@ def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
             "GLOO_SOCKET_IFNAME with their name (`ip -br addr` lists them).",
         ),
         (
-            severity(False, warns=_hosts(views) > 1 and any(astray.values())),
-            f"{_list(astray, 'would take')}, outside of {subnet}, which has all nodes. {each}",
+            warns_if(_hosts(views) > 1 and any(astray.values())),
+            f"{_list(astray, 'would use')}, outside of {subnet}, which has all nodes. {each}",
             f"export NCCL_SOCKET_IFNAME={','.join(names)} GLOO_SOCKET_IFNAME={names[0]} for the "
             "run.",
         ),
     ]
     tried = f"; {connections} connections to interfaces of their own" if connections else ""
-    passed = f"all nodes are in {', '.join(sorted(common))}; {_list(used, 'takes')}{tried}"
+    passed = f"all nodes are in {', '.join(sorted(common))}; {_list(used, 'uses')}{tried}"
     return first(CHECK, "all", rules, passed)
 
 
 def _list(used: Used, verb: str) -> str:
-    """Format 'NCCL takes a eth0, b eth0; gloo takes a eth1'."""
+    """Format 'NCCL uses a eth0, b eth0; gloo uses a eth1'."""
     return "; ".join(
         f"{library} {verb} {', '.join(f'{node} {name}' for node, name in those)}"
         for library, those in used.items()

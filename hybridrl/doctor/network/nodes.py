@@ -57,15 +57,7 @@ class NodeView(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An interface of a node on which NCCL or gloo listens.
-
-    Attributes:
-        node: of the interface.
-        variable: NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME.
-        value: of the variable; None: NCCL's default.
-        interface: name.
-        address: first address of the interface, which the peers get.
-    """
+    """An interface of a node for NCCL or gloo, from a variable or (value None) by default."""
 
     node: str
     variable: str
@@ -75,9 +67,9 @@ class Choice(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why it is used: 'GLOO_SOCKET_IFNAME=eth1'."""
+        """Reason of the choice: 'GLOO_SOCKET_IFNAME=eth1'."""
         if self.value is None:
-            return f"NCCL takes {self.interface} by itself"
+            return f"NCCL uses {self.interface} by default"
         return f"{self.variable}={self.value}"
 
 

@@ -30,14 +30,7 @@ def check(
     addresses: Mapping[str, str],
     meeting: Mapping[str, str],
 ) -> list[Finding]:
-    """Connect every node to every other, all at the same time.
-
-    Args:
-        agents: the nodes.
-        opened: their sockets.
-        addresses: of the nodes, as the others use them.
-        meeting: addresses for the port of the rendezvous.
-    """
+    """Connect every node to every other at the same time; `meeting` is for the rendezvous port."""
     of_node = _targets(opened, addresses, meeting)
     targets = {
         node: [

@@ -26,8 +26,7 @@ class RayService(NamedTuple):
 def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
     """Return the ports of Ray's services under deploy/ by node; none if Ray is up or not needed.
 
-    Args:
-        addresses: by node; nodes with the same address, as in tests, get no ports.
+    Nodes that share an address, as in tests, get no ports.
 
     Raises:
         ConfigError: HYBRIDRL_RAY_PORT is no port.

@@ -1,6 +1,6 @@
 """Check network.rendezvous: a free port for the rendezvous, outside ip_local_port_range."""
 
-from hybridrl.doctor.findings import Finding, Rule, first, severity
+from hybridrl.doctor.findings import Finding, Rule, fails_if, first, warns_if
 from hybridrl.doctor.network.server import Opened
 
 CHECK = "network.rendezvous"
@@ -11,15 +11,7 @@ MAX_HOLDERS = 4
 def judge(
     node: str, opened: Opened, wanted: tuple[int, int], band: range, given: int | None
 ) -> Finding:
-    """Judge the ports that rank 0's node has opened.
-
-    Args:
-        node: of rank 0.
-        opened: its sockets.
-        wanted: cluster.rendezvous_ports.
-        band: ports that were tried.
-        given: MASTER_PORT, if set.
-    """
+    """Judge the sockets of rank 0's node for a band of ports; `given` is MASTER_PORT."""
     low, high = opened.ephemeral
     port = opened.rendezvous
     holders = ", ".join(opened.holders[:MAX_HOLDERS]) or "/proc does not show who holds them"
@@ -31,12 +23,12 @@ def judge(
         free += f" ({holders})"
     rules: list[Rule] = [
         (
-            severity(port is None),
+            fails_if(port is None),
             f"{opened.problem.partition(chr(10))[0]}; {holders}",
             f"{setting} ports, or end their holder (`ss -ltnp` on {node}).",
         ),
         (
-            severity(False, warns=port is not None and low <= port <= high),
+            warns_if(port is not None and low <= port <= high),
             f"{free}; it lies in ip_local_port_range ({low} to {high}), from which the kernel may "
             "give it to any connection before the run listens",
             f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "

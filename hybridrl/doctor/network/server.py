@@ -160,11 +160,6 @@ def reach(targets: list[Target], within_s: float) -> list[str]:
 def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
     """Measure round trip and bandwidth of a stream to another node, counted by the receiver.
 
-    Args:
-        target: receiver.
-        seconds: maximum duration.
-        max_bytes: maximum size.
-
     Raises:
         OSError: the connection fails.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hybridrl.config.checks.installation import ray_advice, ray_problem
 from hybridrl.controller.ray.head import Connection
 from hybridrl.controller.ray.probe import ClusterView, Reply
-from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, severity, skipped
+from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
 from hybridrl.doctor.network.nodes import is_loopback
 from hybridrl.doctor.ray.facts import RayFacts
 
@@ -30,7 +30,7 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     for node, fact in facts.items():
         problem = ray_problem(fact.version)
         advice = f"{ray_advice()} on {node}, then restart Ray there (ray stop)."
-        rules: list[Rule] = [(severity(bool(problem)), problem or "", advice)]
+        rules: list[Rule] = [(fails_if(bool(problem)), problem or "", advice)]
         found.append(first("ray.version", node, rules, f"Ray {fact.version}"))
     return found
 
@@ -39,11 +39,7 @@ def judge_tokens(facts: Mapping[str, RayFacts], *, joined: bool) -> list[Finding
     """Judge ray.token: the same mode and token on all nodes.
 
     Without RAY_AUTH_MODE, `ray start --head` requires a token that it finds, but a node that joins
-    by address sends none.
-
-    Args:
-        facts: by node.
-        joined: this process is already in the cluster of these nodes.
+    by address sends none. `joined`: this process is already in the cluster.
     """
     if not facts:
         return []
@@ -58,13 +54,13 @@ def judge_tokens(facts: Mapping[str, RayFacts], *, joined: bool) -> list[Finding
     each = ", ".join(f"{node}: {_kind(fact)}" for node, fact in facts.items())
     rules: list[Rule] = [
         (
-            severity(bool(without)),
+            fails_if(bool(without)),
             f"RAY_AUTH_MODE=token and no token on {', '.join(without)}",
             TOKEN_ADVICE,
         ),
-        (severity(len(set(effective.values())) > 1), f"the nodes differ: {each}", TOKEN_ADVICE),
+        (fails_if(len(set(effective.values())) > 1), f"the nodes differ: {each}", TOKEN_ADVICE),
         (
-            severity(bool(unused) and len(facts) > 1 and not joined),
+            fails_if(bool(unused) and len(facts) > 1 and not joined),
             f"{kinds}: a head that `ray start --head` starts there requires it, but nodes and runs "
             "that join by its address send none and are refused",
             TOKEN_ADVICE,
@@ -86,12 +82,9 @@ def _kind(fact: RayFacts) -> str:
 
 
 def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: bool) -> list[Finding]:
-    """Judge ray.reachable and ray.loopback: connections of every node to the head.
+    """Judge ray.reachable and ray.loopback: connections to the head from each node.
 
-    Args:
-        facts: by node.
-        address: RAY_ADDRESS.
-        several: other nodes must still connect to the head.
+    `several`: nodes other than the head must still connect.
     """
     host, _, port = address.rpartition(":")
     listeners = {node: fact.listeners for node, fact in facts.items() if fact.listeners}
@@ -198,7 +191,7 @@ def _judge_nodes(view: ClusterView, address: str, wanted: int) -> Finding:
         "with the head's RAY_AUTH_TOKEN; `ray status` then lists it."
     )
     rules: list[Rule] = [
-        (severity(len(alive) < wanted), evidence, f"{advice} Or cluster.nodes={len(alive)}."),
-        (Verdict.warn if dead else None, evidence, f"If the run needs them: {advice}"),
+        (fails_if(len(alive) < wanted), evidence, f"{advice} Or cluster.nodes={len(alive)}."),
+        (warns_if(bool(dead)), evidence, f"If the run needs them: {advice}"),
     ]
     return first("ray.nodes", "all", rules, evidence)

@@ -129,7 +129,7 @@ def test_an_interface_outside_of_the_common_subnet_is_named():
         "b": view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24"),
     }
     (found,) = network_interfaces.judge(views)
-    assert found.verdict is Verdict.warn and "NCCL would take a ib0, b ib0" in found.evidence
+    assert found.verdict is Verdict.warn and "NCCL would use a ib0, b ib0" in found.evidence
     assert "NCCL_SOCKET_IFNAME=eth0" in found.advice
 
 
@@ -138,12 +138,12 @@ def test_gloos_named_interface_outside_of_the_common_subnet_is_told():
     other = view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24", variables=nccl | gloo)
     views = {"a": view(variables=nccl), "b": other}
     (found,) = network_interfaces.judge(views)
-    assert found.verdict is Verdict.warn and "gloo would take b ib0, outside" in found.evidence
+    assert found.verdict is Verdict.warn and "gloo would use b ib0, outside" in found.evidence
     assert "NCCL would" not in found.evidence and "GLOO_SOCKET_IFNAME=eth0" in found.advice
 
 
 def judge_attempts(variables, problems):
-    """The findings where a and c try b's ib0, which NCCL takes there."""
+    """The findings where a and c try b's ib0, which NCCL uses there."""
     views = {node: view(node, eth0=f"10.0.1.{k}/24") for k, node in enumerate("abc", 2)}
     views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
     (choice,) = network_nodes.choices_of("b", views["b"], between_hosts=True)
@@ -157,7 +157,7 @@ def judge_attempts(variables, problems):
     ("variables", "verdict", "says"),
     [
         ({"NCCL_SOCKET_IFNAME": "ib"}, Verdict.fail, "NCCL_SOCKET_IFNAME=ib: ib0 of b"),
-        ({}, Verdict.warn, "NCCL takes ib0 by itself: ib0 of b"),
+        ({}, Verdict.warn, "NCCL uses ib0 by default: ib0 of b"),
     ],
 )
 def test_an_interface_that_nobody_reaches_fails_where_it_is_named(variables, verdict, says):
