@@ -117,45 +117,52 @@ def judge(
 
 
 def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
-    """Return the remedy for the unreachable ports of one node."""
+    """Return the remedy for the unreachable ports of one node: the first that applies."""
     address, to = failed[0].address, failed[0].node
     low, high = opened.ephemeral
+    worker_low, worker_high = opened.worker_ports
+    services = [*opened.services]
     ports = {target.port for target in failed}
     of_ray = {target.port for target in failed if target.service}
     of_kernel = {port for port in of_ray if low <= port <= high}
-    for_others = f"on {to} for the other nodes"
-    services = opened.services
-    if ports == of_ray:
-        return (
+    only_kernel = ports - of_kernel == {opened.chosen} and opened.rendezvous is not None
+    table = (
+        (
+            ports == of_ray,
             "Ray's nodes exchange tasks and batches there, and a run hangs at the first blocked "
-            f"one: open these ports {for_others}, or start Ray with --node-manager-port and "
-            "--object-manager-port on open ones."
-        )
-    if ports == {opened.rendezvous}:
-        return (
-            f"Other ports of {to} answer: open cluster.rendezvous_ports {for_others} in its "
+            f"one: open these ports on {to} for the other nodes, or start Ray with "
+            "--node-manager-port and --object-manager-port on open ones.",
+        ),
+        (
+            ports == {opened.rendezvous},
+            f"Other ports of {to} answer: open cluster.rendezvous_ports for the other nodes in its "
             f"firewall (`iptables -I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`; clouds: "
-            "the security group), or set cluster.rendezvous_ports to open ones."
-        )
-    if ports == {opened.worker}:
-        first, last = opened.worker_ports
-        return (
-            f"Ray's workers listen on ports {first} to {last}: open them {for_others}, or start "
-            "Ray with --min-worker-port and --max-worker-port around open ones."
-        )
-    if ports <= set(services):
-        return (
-            f"Ray's services listen on ports {services[0]} to {services[-1]} under deploy/: open "
-            f"them {for_others}, or set HYBRIDRL_RAY_PORT to the first of eight open ones."
-        )
-    if ports - of_kernel == {opened.chosen} and opened.rendezvous is not None:
-        return (
+            "the security group), or set cluster.rendezvous_ports to open ones.",
+        ),
+        (
+            ports == {opened.worker},
+            f"Ray's workers listen on ports {worker_low} to {worker_high}: open them on {to} for "
+            "the other nodes, or start Ray with --min-worker-port and --max-worker-port around "
+            "open ones.",
+        ),
+        (
+            ports <= set(services),
+            f"Ray's services listen on ports {min(services, default=0)} to "
+            f"{max(services, default=0)} under deploy/: open them on {to} for the other nodes, or "
+            "set HYBRIDRL_RAY_PORT to the first of eight open ones.",
+        ),
+        (
+            only_kernel,
             f"NCCL, gloo and a Ray without port options listen on ports {low} to {high} "
             f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
-            "firewall and in the security group."
-        )
-    return (
-        f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
-        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in firewalls "
-        "and security groups, or start Ray with --node-ip-address in a network of all nodes."
+            "firewall and in the security group.",
+        ),
+        (
+            True,
+            f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
+            f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in "
+            "firewalls and security groups, or start Ray with --node-ip-address in a network of "
+            "all nodes.",
+        ),
     )
+    return next(advice for applies, advice in table if applies)
