@@ -21,7 +21,7 @@ from rich.console import Console
 from hybridrl.app.compose import composed, examined
 from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.config.checks.installation import ray_problem, ray_version
-from hybridrl.config.command.command_line import CommandLine, parse_argv
+from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
@@ -111,19 +111,15 @@ def _agents(options: argparse.Namespace) -> Iterator[Agents]:
 
     If the cluster cannot be joined or Ray cannot be imported, the stage ray reports it.
     """
-    if options.join is not None:
-        with joined_probes(options.join, options.nodes, JOIN_S) as joined:
-            yield joined
-        return
-    if ray_address() is None or ray_problem(ray_version()):
-        yield LocalAgents(socket.gethostname())
-        return
-    from hybridrl.controller.ray.node_probes import RayAgents
-
     with ExitStack() as stack:
         agents: Agents = LocalAgents(socket.gethostname())
-        with suppress(ConfigError):
-            agents = stack.enter_context(RayAgents())
+        if options.join is not None:
+            agents = stack.enter_context(joined_probes(options.join, options.nodes, JOIN_S))
+        elif ray_address() is not None and not ray_problem(ray_version()):
+            from hybridrl.controller.ray.node_probes import RayAgents
+
+            with suppress(ConfigError):
+                agents = stack.enter_context(RayAgents())
         yield agents
 
 
@@ -134,7 +130,8 @@ def _context(overrides: list[str], agents: Agents) -> CheckContext:
         ConfigError: every problem of the config, or an option that starts several runs.
     """
     line = parse_argv(overrides)
-    others = [option for option in line.options if not _is_config_dir(option, line)]
+    own = ("--config-dir", "-cd", line.args.config_dir)
+    others = [option for option in line.options if not {option, option.split("=")[0]} & {*own}]
     if others:
         raise ConfigError(
             f"{' '.join(others)}: the doctor examines one run of hybridrl's own config.\n"
@@ -159,8 +156,3 @@ def _context(overrides: list[str], agents: Agents) -> CheckContext:
         quick=False,
         config_dir=line.args.config_dir,
     )
-
-
-def _is_config_dir(option: str, line: CommandLine) -> bool:
-    """Return True for --config-dir and its value."""
-    return option == line.args.config_dir or option.split("=")[0] in ("--config-dir", "-cd")

@@ -100,6 +100,10 @@ def plan(
         ranks.append(tuple(range(start, start + counts[node])))
         start += counts[node]
     rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
+    interfaces = {
+        node: "lo" if is_loopback(addresses[node]) else views[node].interface_of(addresses[node])
+        for node in nodes
+    }
     return {
         node: [
             RankOrder(
@@ -109,7 +113,7 @@ def plan(
                 port=port,
                 nodes=tuple(ranks),
                 rounds=rounds,
-                interface=_interface(views[node], addresses[node]),
+                interface=interfaces[node],
                 device=local if on_gpu else None,
                 limit_s=RANKS_S + ROUND_S * len(rounds),
             )
@@ -208,7 +212,3 @@ def _last_line(text: str) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [""])[-1][:ERROR_CHARACTERS]
-
-
-def _interface(view: NodeView, address: str) -> str | None:
-    return "lo" if is_loopback(address) else view.interface_of(address)
