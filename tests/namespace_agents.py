@@ -65,11 +65,11 @@ def driver(hosts: list[Host]) -> Iterator[Driver]:
 
 def drive(place: str, nodes: str) -> None:
     """The head's process: calls come on stdin and are answered on stdout, pickled."""
-    from hybridrl.doctor.joined import JoinedAgents
+    from hybridrl.doctor.joined import joined_probes
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with JoinedAgents(place, int(nodes), timeout_s=30) as agents:
+    with joined_probes(place, int(nodes), timeout_s=30) as agents:
         while True:
             try:
                 function, arguments, named = pickle.load(sys.stdin.buffer)
@@ -128,14 +128,15 @@ def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[An
     """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
     from hybridrl.config.planner.model_shape import model_shape
     from hybridrl.doctor.catalog import Stage
+    from hybridrl.doctor.context import CheckContext
     from hybridrl.doctor.network import stage as network
-    from hybridrl.doctor.stages import Case, run_stages
+    from hybridrl.doctor.stages import run_stages
     from tests.model_shapes import TINY
     from tests.run_configs import MACHINE, run_config
 
     config = run_config()
     config.cluster.nodes, config.cluster.rendezvous_ports = 2, [29500, 29503]
     shape = model_shape(TINY)
-    case = Case(config, MACHINE, shape, None, (), agents, quick, unfit=frozenset(unfit))
+    case = CheckContext(config, MACHINE, shape, None, (), agents, quick, unfit=frozenset(unfit))
     (report,) = run_stages(case, [(Stage.network, network.check)])
     return report.findings

@@ -1,18 +1,18 @@
-"""What a check found: one verdict on one node, the evidence, and what to type."""
+"""Findings of the doctor, and the rules that make them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 from hybridrl.doctor.catalog import CHECKS
 
-# From one to another: what was measured, and the number.
+# Measurements by sender, receiver and unit.
 Matrix = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 class Verdict(Enum):
-    """How a check ended."""
+    """Severity of a finding."""
 
     ok = "ok"
     warn = "warn"
@@ -20,17 +20,21 @@ class Verdict(Enum):
     skipped = "skipped"
 
 
+# Severity (None: the rule does not apply), evidence, remedy.
+Rule = tuple[Verdict | None, str, str]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the report.
 
     Attributes:
-        check: its id, from `CHECKS`.
-        node: the node it is about, "a -> b" for a pair, "all" for the cluster as a whole.
+        check: id, from `CHECKS`.
+        node: a node, "a -> b" for a pair, "all" for the cluster.
         verdict: ok, warn, fail, or skipped.
-        evidence: what was measured or seen; of a skipped check, why.
-        advice: what to do, with the command or setting to type; of warn and fail never empty.
-        tables: what was measured between each two, for the report, by title.
+        evidence: measured values; of a skipped check, the reason.
+        advice: remedy, with the command or setting to type; only of warn and fail.
+        tables: measurements between pairs for the report, by title.
     """
 
     check: str
@@ -42,31 +46,61 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.check in CHECKS, f"{self.check} is not in the catalog"
-        asks = self.verdict in (Verdict.warn, Verdict.fail)
-        assert bool(self.advice) == asks, f"{self.check}: advice goes with warn and fail alone"
+        needs_advice = self.verdict in (Verdict.warn, Verdict.fail)
+        assert bool(self.advice) == needs_advice, f"{self.check}: advice goes with warn and fail"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for doctor.json, but for the tables."""
+        """Return plain values for doctor.json, without the tables."""
         values = asdict(self) | {"verdict": self.verdict.value}
         del values["tables"]
         return values
 
 
 def ok(check: str, node: str, evidence: str) -> Finding:
-    """All is well."""
+    """Return a finding of a check that passed."""
     return Finding(check, node, Verdict.ok, evidence)
 
 
 def warn(check: str, node: str, evidence: str, advice: str) -> Finding:
-    """The run may go on, slower or less safely."""
+    """Return a finding of a run that is possible, but slower or less safe."""
     return Finding(check, node, Verdict.warn, evidence, advice)
 
 
 def fail(check: str, node: str, evidence: str, advice: str) -> Finding:
-    """The run would fail or hang."""
+    """Return a finding of a run that would fail or hang."""
     return Finding(check, node, Verdict.fail, evidence, advice)
 
 
 def skipped(check: str, node: str, why: str) -> Finding:
-    """The check could not be made, and why."""
+    """Return a finding of a check that was not made."""
     return Finding(check, node, Verdict.skipped, why)
+
+
+def severity(fails: bool, warns: bool) -> Verdict | None:
+    """Return the severity of a rule from its two conditions; None if neither holds."""
+    return Verdict.fail if fails else Verdict.warn if warns else None
+
+
+def fails_if(condition: bool) -> Verdict | None:
+    """Return the severity of a rule that fails."""
+    return severity(condition, False)
+
+
+def warns_if(condition: bool) -> Verdict | None:
+    """Return the severity of a rule that warns."""
+    return severity(False, condition)
+
+
+def apply(check: str, node: str, rules: Iterable[Rule], passed: str) -> list[Finding]:
+    """Return a finding for each rule that applies, or one ok with evidence `passed`."""
+    found = [
+        Finding(check, node, verdict, evidence, advice)
+        for verdict, evidence, advice in rules
+        if verdict is not None
+    ]
+    return found or [ok(check, node, passed)]
+
+
+def first(check: str, node: str, rules: Iterable[Rule], passed: str) -> Finding:
+    """Return the finding of the first rule that applies, or ok with evidence `passed`."""
+    return apply(check, node, rules, passed)[0]

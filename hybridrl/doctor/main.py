@@ -1,11 +1,11 @@
-"""`python -m hybridrl.doctor`: every check, for the run that the same overrides would start.
+"""`python -m hybridrl.doctor`: every check for the run with the same overrides.
 
     python -m hybridrl.doctor +recipe=gsm8k_ppo                       this machine
     RAY_ADDRESS=10.0.0.1:6379 python -m hybridrl.doctor +recipe=gsm8k_ppo cluster.nodes=2
     python -m hybridrl.doctor --join 10.0.0.1:29600 --nodes 2 +recipe=gsm8k_ppo cluster.nodes=2
                                       on every node, before Ray; with the same HYBRIDRL_DOCTOR_KEY
-Exit codes: 0 nothing that would fail, 1 warnings and --strict, 2 failures or a wrong config, 129
-SIGHUP, 130 Ctrl-C, 143 SIGTERM. The report is written whatever ends it.
+Exit codes: 0 no failure, 1 warnings and --strict, 2 failures or a wrong config, 129
+SIGHUP, 130 Ctrl-C, 143 SIGTERM. The report is always written.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 from hybridrl.app.compose import composed, examined
 from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.config.checks.installation import ray_problem, ray_version
-from hybridrl.config.command.command_line import CommandLine, parse_argv
+from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.command.provenance import given_keys
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
@@ -31,17 +31,18 @@ from hybridrl.controller.ray.node_calls import Agents, LocalAgents, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
-from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.joined import joined_probes, listens_here, serve
 from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report
-from hybridrl.doctor.stages import Case, StageReport, exit_code, left_out, run_stages
+from hybridrl.doctor.stages import StageReport, exit_code, left_out, run_stages
 
 JOIN_S = 300.0
 LOOK_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; leaves by SystemExit."""
+    """Run the command; raises SystemExit."""
     if argv is None:
         guard_standard_output()
     options, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -77,26 +78,26 @@ def _parser() -> argparse.ArgumentParser:
 def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
     console = Console(highlight=False)
     with _agents(options) as agents:
-        case = _case(rest, agents)
+        context = _context(rest, agents)
         nodes = ", ".join(agents.nodes)
         console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
         reports: list[StageReport] = []
         try:
-            _examine(case, reports, console)
+            _examine(context, reports, console)
         finally:
             name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
             folder = options.output or Path("outputs", "doctor", name)
-            path = write_report(folder, reports, agents.nodes, case.overrides)
+            path = write_report(folder, reports, agents.nodes, context.overrides)
             show(console, reports)
             console.print(f"report     {path}", soft_wrap=True)
     return exit_code(reports, strict=options.strict)
 
 
-def _examine(case: Case, reports: list[StageReport], console: Console) -> None:
-    """Append a report of every stage, also of those that something keeps from their end."""
+def _examine(context: CheckContext, reports: list[StageReport], console: Console) -> None:
+    """Append a report of every stage, also after an interrupt or an error."""
     stages = (*STAGES, (Stage.training, training.check))
     try:
-        for report in run_stages(case, stages, lambda stage: console.print(f"-- {stage.value}")):
+        for report in run_stages(context, stages, lambda stage: console.print(f"-- {stage.value}")):
             reports.append(report)
     except BaseException as error:
         what = str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
@@ -106,52 +107,48 @@ def _examine(case: Case, reports: list[StageReport], console: Console) -> None:
 
 @contextmanager
 def _agents(options: argparse.Namespace) -> Iterator[Agents]:
-    """The nodes: those that call in, those of Ray's cluster, or this one alone.
+    """Yield the nodes that joined, those of Ray's cluster, or this node alone.
 
-    A cluster that cannot be joined, and a Ray that cannot be imported, is what the stage ray finds
-    out about, from this node.
+    If the cluster cannot be joined or Ray cannot be imported, the stage ray reports it.
     """
-    if options.join is not None:
-        with JoinedAgents(options.join, options.nodes, JOIN_S) as joined:
-            yield joined
-        return
-    if ray_address() is None or ray_problem(ray_version()):
-        yield LocalAgents(socket.gethostname())
-        return
-    from hybridrl.controller.ray.node_probes import RayAgents
-
     with ExitStack() as stack:
         agents: Agents = LocalAgents(socket.gethostname())
-        with suppress(ConfigError):
-            agents = stack.enter_context(RayAgents())
+        if options.join is not None:
+            agents = stack.enter_context(joined_probes(options.join, options.nodes, JOIN_S))
+        elif ray_address() is not None and not ray_problem(ray_version()):
+            from hybridrl.controller.ray.node_probes import RayAgents
+
+            with suppress(ConfigError):
+                agents = stack.enter_context(RayAgents())
         yield agents
 
 
-def _case(overrides: list[str], agents: Agents) -> Case:
-    """What the overrides ask for, checked as the run would.
+def _context(overrides: list[str], agents: Agents) -> CheckContext:
+    """Compose and check the config as the run would.
 
     Raises:
-        ConfigError: every problem of the config, or an option that does not begin one run.
+        ConfigError: every problem of the config, or an option that starts several runs.
     """
     line = parse_argv(overrides)
-    others = [option for option in line.options if not _is_config_dir(option, line)]
+    own = ("--config-dir", "-cd", line.args.config_dir)
+    others = [option for option in line.options if not {option, option.split("=")[0]} & {*own}]
     if others:
         raise ConfigError(
             f"{' '.join(others)}: the doctor examines one run of hybridrl's own config.\n"
-            f"Leave it out, and give the run's overrides, and --config-dir if it has one."
+            "Leave it out; give the overrides of the run, and its --config-dir."
         )
     answers = call_all(agents, local_machine, timeout_s=LOOK_S)
     nodes = [a.value.nodes[0] for a in answers.values() if not a.error]
     found = composed(line, lambda: Machine(tuple(nodes)))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
-    # Nodes that are missing are for the stage ray to find; here they are like the others.
+    # The stage ray reports missing nodes; here they count as copies of the first.
     missing = max(0, int(found.cfg.cluster.nodes) - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
     result = examined(found.cfg, machine, given_keys(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
-    return Case.of(
+    return CheckContext.of(
         result,
         Machine(tuple(nodes)),
         found.overrides,
@@ -159,8 +156,3 @@ def _case(overrides: list[str], agents: Agents) -> Case:
         quick=False,
         config_dir=line.args.config_dir,
     )
-
-
-def _is_config_dir(option: str, line: CommandLine) -> bool:
-    """Whether an option, or an option's value, names the folder of the user's own groups."""
-    return option == line.args.config_dir or option.split("=")[0] in ("--config-dir", "-cd")

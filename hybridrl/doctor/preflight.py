@@ -1,4 +1,4 @@
-"""What a run checks of its machines by itself, before it starts anything (doctor=quick)."""
+"""Checks of the machines at the start of a run (doctor=quick or full)."""
 
 import logging
 import socket
@@ -13,21 +13,22 @@ from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_calls import Agents, LocalAgents
 from hybridrl.doctor import memory, placement
 from hybridrl.doctor.catalog import Stage
+from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.ray import services as ray_services
+from hybridrl.doctor.ray import stage as ray_stage
 from hybridrl.doctor.report import complaints
-from hybridrl.doctor.stages import Case, Check, run_stages
+from hybridrl.doctor.stages import Check, run_stages
 
 logger = logging.getLogger(__name__)
 
-# All stages but the last, which is a run itself.
+# All stages but training, which is a run itself.
 STAGES: tuple[tuple[Stage, Check], ...] = (
     (Stage.host, host.check),
     (Stage.network, network.check),
-    (Stage.ray, ray_services.check),
+    (Stage.ray, ray_stage.check),
     (Stage.placement, placement.check),
     (Stage.inputs, inputs.check),
     (Stage.memory, memory.check),
@@ -35,19 +36,19 @@ STAGES: tuple[tuple[Stage, Check], ...] = (
 
 
 class MachineError(ConfigError):
-    """What a run would fail at, on which node, and what to type."""
+    """Failures of the machines, by node, with remedies."""
 
     subject = "of the machines; doctor=off starts the run all the same"
 
 
 def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> None:
-    """Make the checks that `doctor` asks for, on every node of the run; log the warnings.
+    """Make the checks of `doctor.checks` on every node of the run, and log the warnings.
 
     With RAY_ADDRESS the process must have joined that cluster.
 
     Args:
-        result: the run's config, checked.
-        machine: what the run may use.
+        result: config of the run, checked.
+        machine: nodes that the run may use.
         overrides: as composed.
 
     Raises:
@@ -58,8 +59,8 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
         return
     with _nodes() as agents:
         quick = checks is DoctorChecks.quick
-        case = Case.of(result, machine, overrides, agents, quick=quick)
-        reports = list(run_stages(case, STAGES))
+        context = CheckContext.of(result, machine, overrides, agents, quick=quick)
+        reports = list(run_stages(context, STAGES))
     for text in complaints(reports, Verdict.warn):
         logger.warning("%s", text)
     if failures := complaints(reports, Verdict.fail):

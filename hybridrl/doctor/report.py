@@ -1,4 +1,4 @@
-"""The doctor's report: a table to read, doctor.json to keep."""
+"""Report of the doctor: a table on the console, and doctor.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +22,7 @@ STYLES = {
     Verdict.skipped: "dim",
 }
 MIN_WIDTH, MAX_WIDTH = 80, 140
-# Of a table of pairs; of more, doctor.json has all.
+# Rows of a table of pairs; larger ones are in doctor.json only.
 MOST_ROWS = 8
 
 
@@ -47,17 +47,21 @@ def write_report(
 
 
 def show(console: Console, reports: Sequence[StageReport]) -> None:
-    """Print one line for each finding, and below it what to do about it."""
+    """Print each finding with its remedy, tables of pairs, and a summary."""
     width = min(MAX_WIDTH, max(MIN_WIDTH, console.width)) if console.is_terminal else MAX_WIDTH
     table = Table(box=box.SIMPLE_HEAD, width=width)
     table.add_column("check", no_wrap=True)
     table.add_column("node", overflow="fold", max_width=26)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("evidence, and what to do", ratio=1, overflow="fold")
+    table.add_column("evidence, remedy", ratio=1, overflow="fold")
     for report in reports:
         for check, finding in _lines(report):
             verdict = Text(finding.verdict.value, style=STYLES[finding.verdict])
-            table.add_row(check, finding.node, verdict, _story(finding))
+            style = "dim" if finding.verdict is Verdict.skipped else ""
+            text = Text(finding.evidence, style=style)
+            if finding.advice:
+                text.append(f"\n-> {finding.advice}", style="cyan")
+            table.add_row(check, finding.node, verdict, text)
     console.print(table, soft_wrap=not console.is_terminal)
     for title, matrix in _tables(reports).items():
         if len(matrix) > MOST_ROWS:
@@ -68,13 +72,13 @@ def show(console: Console, reports: Sequence[StageReport]) -> None:
 
 
 def _tables(reports: Sequence[StageReport]) -> dict[str, Matrix]:
-    """What was measured between each two, by title."""
+    """Return the tables of all findings by title."""
     findings = [finding for report in reports for finding in report.findings]
     return {title: matrix for f in findings for title, matrix in (f.tables or {}).items()}
 
 
 def _table(title: str, matrix: Matrix) -> Table:
-    """Who sends in the rows, who receives in the columns."""
+    """Return a table with a row for each sender and a column for each receiver."""
     received = dict.fromkeys(name for row in matrix.values() for name in row)
     receivers = [name for name in dict.fromkeys([*matrix, *received]) if name in received]
     table = Table(title=f"{title}, from row to column", box=box.SIMPLE_HEAD, title_justify="left")
@@ -86,7 +90,7 @@ def _table(title: str, matrix: Matrix) -> Table:
 
 
 def _cell(measured: Mapping[str, float]) -> str:
-    """'941 MB/s, 0.12 ms' of what there is."""
+    """Format the measurements of a pair: '941 MB/s, 0.12 ms'."""
     texts = {"bytes_per_s": (1e-6, "MB/s", ".0f"), "round_trip_s": (1e3, "ms", ".3g")}
     return ", ".join(
         f"{factor * measured[key]:{digits}} {unit}"
@@ -96,7 +100,7 @@ def _cell(measured: Mapping[str, float]) -> str:
 
 
 def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:
-    """Findings of a verdict as texts: 'host.shm on node-a: evidence.' and the advice below."""
+    """Format findings of a severity: 'host.shm on node-a: evidence.', then the advice."""
     return [
         f"{finding.check} on {finding.node}: {finding.evidence}.\n{finding.advice}"
         for report in reports
@@ -106,18 +110,12 @@ def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:
 
 
 def _lines(report: StageReport) -> list[tuple[str, Finding]]:
-    """What stands in the first column, and the finding; a stage left out as a whole is one line."""
+    """Return findings with their first column; a stage skipped as a whole is one line."""
     findings = report.findings
     reasons = {f.evidence if f.verdict is Verdict.skipped else None for f in findings}
     if len(findings) > 1 and len(reasons) == 1 and None not in reasons:
         return [(f"{report.stage.value}.*", findings[0])]
     return [(finding.check, finding) for finding in findings]
-
-
-def _story(finding: Finding) -> RenderableType:
-    if not finding.advice:
-        return Text(finding.evidence, style="dim" if finding.verdict is Verdict.skipped else "")
-    return Group(Text(finding.evidence), Text(f"-> {finding.advice}", style="cyan"))
 
 
 def _summary(reports: Sequence[StageReport]) -> str:
@@ -126,5 +124,5 @@ def _summary(reports: Sequence[StageReport]) -> str:
         for finding in report.findings:
             counts[finding.verdict] += 1
     seconds = ", ".join(f"{r.stage.value} {r.seconds:.1f}" for r in reports if r.seconds >= 0.05)
-    said = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
-    return f"{said}; {sum(r.seconds for r in reports):.1f} s ({seconds})"
+    parts = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+    return f"{parts}; {sum(r.seconds for r in reports):.1f} s ({seconds})"

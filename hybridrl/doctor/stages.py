@@ -1,90 +1,26 @@
-"""The stages in their order, and what each of them is given."""
+"""Runs the stages in their order, and reduces failures of nodes that the run does not need."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from hybridrl.config.checks.sizes import slots_on_nodes
-from hybridrl.config.load import Examined
-from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.schema import RunConfig
-from hybridrl.controller.ray.node_calls import Agents
-from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
+from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, Verdict, skipped
-from hybridrl.doctor.spare import dispensable, excuse
 
+# Stages that examine each node as a place for ranks.
+OF_NODES = (Stage.host, Stage.network, Stage.inputs, Stage.memory)
+# Checks that the driver's node must pass even without ranks.
+OF_DRIVER = ("host.shm", "host.limits", "host.temporary", "host.versions", "memory.host", "inputs.")
 
-@dataclass(frozen=True)
-class Case:
-    """What is examined.
-
-    Attributes:
-        config: the run's, checked and resolved.
-        machine: what the run may use.
-        shape: the model's sizes.
-        reward_shape: the reward model's; None without one.
-        overrides: the command line's, for the last stage.
-        agents: the nodes.
-        quick: only what takes a moment; a stage leaves the rest out, without a word.
-        config_dir: the folder of the user's own groups, which the overrides choose from.
-        unfit: nodes that failed in an earlier stage, and that the run finds room without.
-    """
-
-    config: RunConfig
-    machine: Machine
-    shape: ModelShape
-    reward_shape: ModelShape | None
-    overrides: Sequence[str]
-    agents: Agents
-    quick: bool
-    config_dir: str | None = None
-    unfit: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        result: Examined,
-        machine: Machine,
-        overrides: Sequence[str],
-        agents: Agents,
-        *,
-        quick: bool,
-        config_dir: str | None = None,
-    ) -> "Case":
-        """The case of a config that has passed its checks."""
-        assert result.shape is not None
-        return cls(
-            config=result.config,
-            machine=machine,
-            shape=result.shape,
-            reward_shape=result.reward_shape,
-            overrides=overrides,
-            agents=agents,
-            quick=quick,
-            config_dir=config_dir,
-        )
-
-    @cached_property
-    def rooms(self) -> dict[str, int]:
-        """How many ranks of those that the run wants of a node each node can take."""
-        found = demand.rooms(self.agents, self.config)
-        return found | dict.fromkeys(self.unfit, 0)
-
-    @cached_property
-    def slots(self) -> dict[str, int]:
-        """The most ranks that each node may get; 0: none come there."""
-        return demand.may_get(slots_on_nodes(self.config), self.rooms)
-
-
-Check = Callable[[Case], list[Finding]]
+Check = Callable[[CheckContext], list[Finding]]
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage found, and how long it took in seconds."""
+    """Findings of a stage, and its duration in seconds."""
 
     stage: Stage
     findings: list[Finding]
@@ -92,49 +28,84 @@ class StageReport:
 
 
 def run_stages(
-    case: Case,
+    context: CheckContext,
     stages: Sequence[tuple[Stage, Check]],
     show: Callable[[Stage], None] = lambda stage: None,
 ) -> Iterator[StageReport]:
-    """Run stages until one finds a failure; the checks of those after it are skipped.
+    """Run stages until one finds a failure; yield a report of each, later ones as skipped.
 
-    Failures of nodes that the run finds room without are warnings.
-
-    Args:
-        case: what is examined.
-        stages: in their order.
-        show: told of each stage before it begins.
-
-    Yields:
-        Each stage's report, when it is done.
+    Failures of nodes that the run does not need become warnings. `show` is called before a stage.
     """
-    broken: Stage | None = None
+    failed: Stage | None = None
     for stage, check in stages:
-        if broken is not None:
-            yield left_out(stage, f"stage {broken.value} failed")
+        if failed is not None:
+            yield left_out(stage, f"stage {failed.value} failed")
             continue
         start = time.perf_counter()
         show(stage)
-        findings = check(case)
+        findings = check(context)
         assert all(stage_of(f.check) is stage for f in findings), f"{stage}: another stage's check"
         if any(f.verdict is Verdict.fail for f in findings):
-            unfit = dispensable(findings, case)
-            findings = excuse(findings, unfit, case)
-            case = replace(case, unfit=case.unfit | unfit)
+            unfit = dispensable(findings, context)
+            findings = [_reduced(f, _nodes_of(f, context) & unfit, context) for f in findings]
+            context = replace(context, unfit=context.unfit | unfit)
         yield StageReport(stage, findings, time.perf_counter() - start)
         if any(f.verdict is Verdict.fail for f in findings):
-            broken = stage
+            failed = stage
 
 
 def left_out(stage: Stage, why: str) -> StageReport:
-    """The report of a stage that did not come to an end, its checks skipped."""
+    """Return the report of a stage that did not run to its end."""
     findings = [skipped(check, "all", why) for check in CHECKS if stage_of(check) is stage]
     return StageReport(stage, findings, 0.0)
 
 
 def exit_code(reports: Sequence[StageReport], *, strict: bool) -> int:
-    """0 all well, 1 warnings and `strict`, 2 failures."""
+    """Return 2 with failures, 1 with warnings and `strict`, else 0."""
     verdicts = {finding.verdict for report in reports for finding in report.findings}
     if Verdict.fail in verdicts:
         return 2
     return 1 if strict and Verdict.warn in verdicts else 0
+
+
+def dispensable(findings: Iterable[Finding], context: CheckContext) -> frozenset[str]:
+    """Return the nodes without ranks, and those with failures if the others suffice."""
+    idle = {node for node, slots in context.slots.items() if not slots}
+    each = [_nodes_of(finding, context) for finding in findings]
+    failing = cover([nodes for nodes in each if nodes and not nodes & idle])
+    left = [has for node, has in context.capacity.items() if node not in failing]
+    return frozenset(idle | failing if fits(slots_on_nodes(context.config), left) else idle)
+
+
+def cover(failures: Iterable[frozenset[str]]) -> set[str]:
+    """Return nodes that cover all failures (one or two nodes each), greedily by their number."""
+    left = list(failures)
+    chosen = {node for nodes in left if len(nodes) == 1 for node in nodes}
+    while left := [nodes for nodes in left if not nodes & chosen]:
+        counts = Counter(node for nodes in left for node in sorted(nodes))
+        chosen.add(counts.most_common(1)[0][0])
+    return chosen
+
+
+def _nodes_of(finding: Finding, context: CheckContext) -> frozenset[str]:
+    """Return the nodes of a failure that would vanish without one of them; none for others."""
+    nodes = context.agents.nodes
+    if finding.verdict is not Verdict.fail or stage_of(finding.check) not in OF_NODES:
+        return frozenset()
+    if finding.node == nodes[0] and finding.check.startswith(OF_DRIVER):
+        return frozenset()
+    named = frozenset(finding.node.split(" -> "))
+    return named if named <= set(nodes) else frozenset()
+
+
+def _reduced(finding: Finding, unfit: frozenset[str], context: CheckContext) -> Finding:
+    """Return a warning in place of a failure of nodes that the run does not need."""
+    if not unfit:
+        return finding
+    evidence, advice = f"the run fits without {' and '.join(sorted(unfit))}", finding.advice
+    if any(context.slots[node] for node in unfit):
+        advice += " Ray may still choose that node: repair it, or `ray stop` there."
+    else:
+        evidence = "no rank of the run is placed here"
+    evidence = f"{finding.evidence}; {evidence}"
+    return replace(finding, verdict=Verdict.warn, evidence=evidence, advice=advice)

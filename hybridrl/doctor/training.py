@@ -1,6 +1,7 @@
-"""Two real steps of the recipe, shrunk: what no check of a part can say."""
+"""Training stage: two real steps of the recipe with small sizes, in a process of its own."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,37 +11,35 @@ from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups, world_size
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.doctor.findings import Finding, fail, ok, skipped
-from hybridrl.doctor.stages import Case
+from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.findings import Finding, fails_if, first, skipped
 
 CHECK = "training.steps"
 STEPS = 2
 MAX_RESPONSE_TOKENS = 32
 TIMEOUT_S = 900.0
-# Seconds that a run which is told to end may take.
+# Seconds between SIGINT and SIGKILL.
 END_S = 30.0
 LAST_LINES = 12
 
 
-def check(case: Case) -> list[Finding]:
-    """Run the command itself in a process of its own, and read how it ended."""
-    if not case.config.doctor.minimal_training:
+def check(context: CheckContext) -> list[Finding]:
+    """Run the command with small sizes and judge how it ended."""
+    if not context.config.doctor.minimal_training:
         return [skipped(CHECK, "all", "doctor.minimal_training=false")]
-    if case.config.cluster.nodes > 1 and ray_address() is None:
+    if context.config.cluster.nodes > 1 and ray_address() is None:
         return [skipped(CHECK, "all", "Ray does not run yet")]
     with tempfile.TemporaryDirectory(prefix="hybridrl-doctor-") as folder:
-        run_dir = Path(folder) / "run"
-        own = [] if case.config_dir is None else [f"--config-dir={case.config_dir}"]
+        own = [] if context.config_dir is None else [f"--config-dir={context.config_dir}"]
         main = [sys.executable, "-m", "hybridrl.main", *own]
-        command = [*main, *case.overrides, *shrunk(case, run_dir)]
+        command = [*main, *context.overrides, *shrunk(context, Path(folder) / "run")]
         return [_outcome(command, Path(folder) / "output.log")]
 
 
-def shrunk(case: Case, run_dir: Path) -> list[str]:
-    """Overrides that make a run short: few prompts, short responses, nothing kept."""
-    config = case.config
+def shrunk(context: CheckContext, run_dir: Path) -> list[str]:
+    """Return overrides for a short run: few prompts, short responses, no files kept."""
+    config = context.config
     prompts = world_size(config)
-    responses = config.rollout.responses_per_prompt
     tokens = min(MAX_RESPONSE_TOKENS, config.rollout.max_response_tokens)
     buffer = config.algorithm.overlong.buffer_tokens
     return [
@@ -48,7 +47,7 @@ def shrunk(case: Case, run_dir: Path) -> list[str]:
         *([f"algorithm.overlong.buffer_tokens={tokens}"] if buffer > tokens else []),
         f"trainer.total_steps={STEPS}",
         f"data.prompts_per_step={prompts}",
-        f"actor.mini_batch_size={prompts * responses}",
+        f"actor.mini_batch_size={prompts * config.rollout.responses_per_prompt}",
         "data.num_eval_problems=1",
         "eval.every_steps=0",
         "eval.greedy=false",
@@ -89,27 +88,18 @@ def _outcome(command: list[str], log: Path) -> Finding:
     seconds = time.perf_counter() - start
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     steps = [line for line in lines if line.startswith(f"step {STEPS}/{STEPS}")]
-    if code == 0 and steps:
-        return ok(CHECK, "all", f"{STEPS} steps in {seconds:.0f} s, start included: {steps[-1]}")
-    said = "\n".join(lines[-LAST_LINES:])
-    return fail(
-        CHECK,
-        "all",
-        f"exit code {code} after {seconds:.0f} s:\n{said}",
-        "Run the same yourself and read the workers' logs: " + " ".join(_short(command)),
-    )
+    evidence = f"exit code {code} after {seconds:.0f} s:\n" + "\n".join(lines[-LAST_LINES:])
+    kept = [part for part in command[1:] if not part.startswith("hydra.run.dir=")]
+    advice = f"Run the same command and read the logs of the workers: python {shlex.join(kept)}"
+    passed = f"{STEPS} steps in {seconds:.0f} s, start included: {''.join(steps[-1:])}"
+    return first(CHECK, "all", [(fails_if(code != 0 or not steps), evidence, advice)], passed)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Have a run leave as Ctrl-C does, or else kill it; its exit code."""
+    """End a run by SIGINT, or after END_S by SIGKILL; return its exit code."""
     process.send_signal(signal.SIGINT)
     try:
         return process.wait(END_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
-
-
-def _short(command: list[str]) -> list[str]:
-    kept = [part for part in command[1:] if not part.startswith("hydra.run.dir=")]
-    return ["python", *(f"'{part}'" if set("[]{} ,") & set(part) else part for part in kept)]

@@ -7,7 +7,7 @@ from test_files import RECIPES
 from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_calls import LocalAgents
-from hybridrl.doctor.stages import Case
+from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.training import shrunk
 
 
@@ -55,7 +55,7 @@ def two_steps_of(overrides, tmp_path):
     """The config of the doctor's last stage for a run that has no problem."""
     overrides = [*overrides, "hardware=cpu"]
     whole = examined(overrides)
-    case = Case(
+    case = CheckContext(
         config=whole.config,
         machine=LAPTOP,
         shape=model_shape(TINY),

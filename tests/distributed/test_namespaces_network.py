@@ -175,7 +175,7 @@ def test_a_sick_spare_node_warns_and_the_others_are_measured_without_it(head, ho
     assert failures(findings) == []
     found = only(findings, "network.ports", f"{first.name} -> {last.name}")
     assert found.verdict is Verdict.warn
-    assert f"the run finds room without {last.name}" in found.evidence
+    assert f"the run fits without {last.name}" in found.evidence
     assert "2 pairs: median" in only(findings, "network.bandwidth").evidence
     assert "2 ranks, 2 node(s): gloo" in only(findings, "network.collective").evidence
 
@@ -316,7 +316,7 @@ def test_a_named_interface_in_a_net_that_all_share_is_sound(head, hosts):
     assert failures(findings) == []
     found = only(findings, "network.interfaces")
     assert found.verdict is Verdict.ok and "all nodes are in 10.99.0.0/24" in found.evidence
-    assert f"gloo takes {hosts[0].name} eth1" in found.evidence
+    assert f"gloo uses {hosts[0].name} eth1" in found.evidence
     assert "12 connections to interfaces of their own" in found.evidence
 
 
@@ -371,12 +371,12 @@ def test_a_node_that_cannot_reach_the_head_says_why(hosts):
 def test_a_head_that_takes_its_name_for_loopback_is_told(hosts):
     first, second, _ = hosts
     write_hosts(first, f"127.0.1.1 {first.name}\n")
-    code = "import sys; from hybridrl.doctor.joined import *; JoinedAgents(*sys.argv[1:], 2, 1)"
+    code = "import sys; from hybridrl.doctor.joined import *; joined_probes(*sys.argv[1:], 2, 1)"
     process = first.start(
         *(sys.executable, "-c", f"{code}.__enter__()", f"{first.name}:19402"),
         stderr=subprocess.PIPE,
         text=True,
     )
     _, error = process.communicate(timeout=20)
-    assert "takes the name for 127.0.1.1" in error and "Give an IP address" in error
+    assert "the name resolves to 127.0.1.1" in error and "Give an IP address" in error
     assert second.name not in error

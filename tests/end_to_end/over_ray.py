@@ -11,7 +11,7 @@ from hybridrl.controller.ray.node_calls import Answer, call_all
 from hybridrl.controller.ray.node_probes import RayAgents, ray_nodes
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.ray import services as ray_services
+from hybridrl.doctor.ray import stage as ray_services
 from tests.namespaces import Host, ip
 
 

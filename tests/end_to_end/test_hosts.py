@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray import services as ray_services
+from hybridrl.doctor.ray import stage as ray_services
 from tests.end_to_end import over_ray
 from tests.end_to_end.runs import SMALL
 from tests.namespaces import bench, need_namespaces, write_hosts

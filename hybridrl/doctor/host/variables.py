@@ -1,210 +1,162 @@
-"""Environment variables that break a run, slow it down or contradict each other.
+"""Rules for environment variables that break a run, slow it down or contradict each other.
 
 Sources: NCCL's and PyTorch's pages on their environment variables, Ray's on its debugger, and the
 code of Ray (util/rpdb.py, _private/ray_constants.py) and torch (ProcessGroupNCCL.cpp).
 """
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
 
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RunConfig
-from hybridrl.doctor.findings import Finding, ok, warn
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    first,
+    ok,
+    severity,
+    skipped,
+    warns_if,
+)
 from hybridrl.doctor.host.facts import HostFacts
 
 Environment = Mapping[str, str]
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 ON = ("1", "true", "yes", "on", "y")
+ANY = ()
 
-
-class Trouble(NamedTuple):
-    """A variable that is better not set.
-
-    Attributes:
-        name: of the variable.
-        is_bad: whether a value of it is.
-        why: what it does to the run.
-        advice: what to do; empty: unset it.
-    """
-
-    name: str
-    is_bad: Callable[[str], bool]
-    why: str
-    advice: str = ""
-
-
-def _is_on(value: str) -> bool:
-    return value.strip().lower() in ON
-
-
-def _is(*values: str) -> Callable[[str], bool]:
-    return lambda value: value.strip().lower() in values
-
-
-def _is_set(value: str) -> bool:
-    return bool(value)
-
-
-OF_GPUS = (
-    Trouble("NCCL_P2P_DISABLE", _is_on, "GPUs of a node exchange data through host memory: slow"),
-    Trouble("NCCL_P2P_LEVEL", _is("loc", "0"), "GPUs of a node exchange data through host memory"),
-    Trouble("NCCL_SHM_DISABLE", _is_on, "GPUs without NVLink exchange data over the network"),
-    Trouble("NCCL_IB_DISABLE", _is_on, "NCCL uses TCP even where there is InfiniBand or RoCE"),
-    Trouble("NCCL_NET", _is("socket"), "NCCL uses TCP even where there is InfiniBand or RoCE"),
-    Trouble(
-        "NCCL_DEBUG",
-        _is("trace"),
-        "every NCCL call writes a line",
-        "Set NCCL_DEBUG=WARN, or INFO to look at how NCCL connects",
-    ),
-    Trouble("CUDA_LAUNCH_BLOCKING", _is_on, "each kernel is waited for: good for debugging alone"),
-    Trouble("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_set, "each tensor is a cudaMalloc: slow"),
-    Trouble(
+# Variable, bad values in lower case (ANY: all but empty), effect, remedy (empty: unset it).
+BadVariable = tuple[str, tuple[str, ...], str, str]
+OF_GPUS: tuple[BadVariable, ...] = (
+    ("NCCL_P2P_DISABLE", ON, "slow: GPUs of a node exchange data through host memory", ""),
+    ("NCCL_P2P_LEVEL", ("loc", "0"), "slow: GPUs of a node exchange data through host memory", ""),
+    ("NCCL_SHM_DISABLE", ON, "slow: GPUs without NVLink exchange data over the network", ""),
+    ("NCCL_IB_DISABLE", ON, "NCCL uses TCP even with InfiniBand or RoCE", ""),
+    ("NCCL_NET", ("socket",), "NCCL uses TCP even with InfiniBand or RoCE", ""),
+    ("NCCL_DEBUG", ("trace",), "every NCCL call prints a line", "Set NCCL_DEBUG=WARN or INFO"),
+    ("CUDA_LAUNCH_BLOCKING", ON, "slow: the host waits for each kernel", ""),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", ANY, "slow: a cudaMalloc for each tensor", ""),
+    (
         "TORCH_NCCL_BLOCKING_WAIT",
-        _is_on,
-        "torch starts no watchdog then: no error handling as of TORCH_NCCL_ASYNC_ERROR_HANDLING, "
-        "no flight recorder when a rank hangs",
+        ON,
+        "torch starts no watchdog: no error handling (TORCH_NCCL_ASYNC_ERROR_HANDLING), and no "
+        "flight recorder if a rank hangs",
+        "",
     ),
-    Trouble(
+    (
         "NCCL_BLOCKING_WAIT",
-        _is_on,
-        "old name of TORCH_NCCL_BLOCKING_WAIT; torch starts no watchdog then, and no flight "
-        "recorder when a rank hangs",
+        ON,
+        "old name of TORCH_NCCL_BLOCKING_WAIT: torch starts no watchdog, and no flight recorder "
+        "if a rank hangs",
+        "",
     ),
-    Trouble(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _is("0"),
-        "a rank whose peer has died waits for it instead of ending",
-    ),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank waits forever for a dead peer", ""),
 )
-ALWAYS = (
-    Trouble(
+ALWAYS: tuple[BadVariable, ...] = (
+    (
         "TORCH_DISTRIBUTED_DEBUG",
-        _is("detail"),
-        "ranks compare notes before each collective: slow",
+        ("detail",),
+        "slow: ranks compare every collective",
         "Set TORCH_DISTRIBUTED_DEBUG=INFO, or unset it",
     ),
-    Trouble(
-        "RAY_DEBUG_POST_MORTEM",
-        _is("1"),
-        "a task that fails stays and waits for a debugger, so a failed run does not end",
-    ),
-    Trouble(
-        "RAY_DEBUG",
-        _is("legacy"),
-        "Ray's old debugger; the one of VS Code cannot attach then",
-    ),
-    Trouble("RAY_PDB", _is_set, "this Ray does not read it: RAY_DEBUG took its place"),
+    ("RAY_DEBUG_POST_MORTEM", ("1",), "a failed task waits for a debugger, so the run hangs", ""),
+    ("RAY_DEBUG", ("legacy",), "Ray's old debugger: VS Code cannot attach", ""),
+    ("RAY_PDB", ANY, "this Ray ignores it: use RAY_DEBUG", ""),
 )
+OPPOSITES = {
+    "TORCH_NCCL_BLOCKING_WAIT": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "NCCL_ASYNC_ERROR_HANDLING",
+    "RAY_DEBUG": "RAY_DEBUG_POST_MORTEM",
+    "RAY_PDB": "RAY_DEBUG",
+}
 
 
 def judge_variables(
     facts: Mapping[str, HostFacts], driver: Environment, config: RunConfig
 ) -> list[Finding]:
-    """host.variables of each node.
-
-    Args:
-        facts: by node, the driver's first.
-        driver: the environment of the process that starts the run; what Ray sets in its own
-            processes is not in it.
-        config: of the run.
-    """
+    """Judge host.variables of each node, the first with the environment of the driver."""
     found: list[Finding] = []
-    addresses = {node: fact.address for node, fact in facts.items()}
-    for index, (node, fact) in enumerate(facts.items()):
-        others = [address for other, address in addresses.items() if other != node]
-        problems = [*_troubles(node, fact.environment, config), *_proxies(node, fact, others)]
-        if index == 0:
-            problems += [*_launched(node, driver), *_threads(node, driver, fact.cores, config)]
-        found += problems or [ok("host.variables", node, "none that is known to make trouble")]
+    for node, fact in facts.items():
+        others = [other.address for name, other in facts.items() if name != node]
+        rules = [*_bad_values(fact.environment, config), _proxy(fact.environment, others)]
+        if not found:
+            rules += _of_driver(driver, fact.cores, config)
+        found += apply("host.variables", node, rules, "no harmful variable is set")
     return found
 
 
-def _troubles(node: str, environment: Environment, config: RunConfig) -> Iterator[Finding]:
-    """What is set and better was not."""
-    on_gpu = config.hardware.accelerator is Accelerator.gpu
-    for trouble in (*ALWAYS, *OF_GPUS) if on_gpu else ALWAYS:
-        value = environment.get(trouble.name)
-        if value is not None and trouble.is_bad(value):
-            evidence = f"{trouble.name}={value}: {trouble.why}{_beside(trouble.name, environment)}"
-            advice = trouble.advice or f"unset {trouble.name}"
-            yield warn("host.variables", node, evidence, advice)
-    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if config.fsdp.compile else ():
-        if _is_on(environment.get(name, "")):
-            evidence = f"{name}={environment[name]}: fsdp.compile = true has no effect"
-            yield warn("host.variables", node, evidence, f"unset {name}, or fsdp.compile=false")
+def _is_bad(value: str | None, bad: tuple[str, ...]) -> bool:
+    return bool(value) and (not bad or str(value).strip().lower() in bad)
 
 
-def _beside(name: str, environment: Environment) -> str:
-    """What else is set and says the opposite."""
-    opposites = {
-        "TORCH_NCCL_BLOCKING_WAIT": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_BLOCKING_WAIT": "NCCL_ASYNC_ERROR_HANDLING",
-        "RAY_DEBUG": "RAY_DEBUG_POST_MORTEM",
-        "RAY_PDB": "RAY_DEBUG",
-    }
-    other = opposites.get(name, "")
-    value = environment.get(other, "0")
-    return "" if value in ("", "0") else f"; it contradicts {other}={value}"
+def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
+    table = list(ALWAYS)
+    if config.hardware.accelerator is Accelerator.gpu:
+        table += OF_GPUS
+    if config.fsdp.compile:
+        table += [
+            (name, ON, "fsdp.compile = true has no effect", f"unset {name}, or fsdp.compile=false")
+            for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+        ]
+    for name, bad, effect, advice in table:
+        value, other = environment.get(name), OPPOSITES.get(name, "")
+        opposite = environment.get(other, "0")
+        beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
+        verdict = warns_if(_is_bad(value, bad))
+        yield verdict, f"{name}={value}: {effect}{beside}", advice or f"unset {name}"
 
 
-def _launched(node: str, driver: Environment) -> Iterator[Finding]:
-    """A launcher of ranks around the driver, or what one has left in the environment."""
+def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]:
+    """Return the rules for the process that starts the run."""
     size, rank = driver.get("WORLD_SIZE", ""), driver.get("RANK", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in driver
-    if by_torchrun or (size.isdigit() and int(size) > 1 and rank):
-        launcher = "torchrun's" if by_torchrun else "a launcher's"
-        yield warn(
-            "host.variables",
-            node,
-            f"RANK={rank}, WORLD_SIZE={size}: {launcher}, or left over from one; hybridrl starts "
-            f"its processes by itself, and each of these would be a run of its own",
-            "Start hybridrl once, without a launcher; if these are left over: unset RANK "
-            "WORLD_SIZE LOCAL_RANK TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
-        )
-
-
-def _threads(node: str, driver: Environment, cores: int, config: RunConfig) -> Iterator[Finding]:
+    launched = by_torchrun or bool(size.isdigit() and int(size) > 1 and rank)
     slots = config.cluster.gpus_per_node
     assert slots is not None
-    if driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots:
-        yield warn(
-            "host.variables",
-            node,
-            f"OMP_NUM_THREADS=1 (torchrun and some clusters set it): torch uses one core in each "
-            f"of {slots} workers, the node has {cores}",
+    return [
+        (
+            warns_if(launched),
+            f"RANK={rank}, WORLD_SIZE={size} of {'torchrun' if by_torchrun else 'a launcher'}: "
+            "hybridrl starts its processes by itself, and each rank would be a run of its own",
+            "Start hybridrl once, without a launcher; if these are left over: unset RANK "
+            "WORLD_SIZE LOCAL_RANK TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
+        ),
+        (
+            warns_if(driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots),
+            f"OMP_NUM_THREADS=1 (torchrun and some clusters set it): each of {slots} workers "
+            f"uses one core, the node has {cores}",
             "unset OMP_NUM_THREADS",
-        )
+        ),
+    ]
 
 
-def _proxies(node: str, facts: HostFacts, others: list[str]) -> Iterator[Finding]:
-    """A proxy for HTTP that the other nodes' addresses are not taken out of."""
-    lower = {name.lower(): value for name, value in facts.environment.items()}
-    through = [name for name in PROXIES if lower.get(name)]
+def _proxy(environment: Environment, others: list[str]) -> Rule:
+    """Return the rule for an HTTP proxy between nodes."""
+    lower = {name.lower(): value for name, value in environment.items()}
+    proxies = [name for name in PROXIES if lower.get(name)]
     direct = lower.get("no_proxy", "")
     reachable = [address for address in others if address and not address.startswith("127.")]
     uncovered = [address for address in reachable if not bypasses(address, direct)]
-    if not through or not uncovered:
-        return
-    ray = ""
-    if _is_on(lower.get("ray_grpc_enable_http_proxy", "")):
-        ray = "; Ray's own connections, too (RAY_grpc_enable_http_proxy)"
+    ray = _is_bad(lower.get("ray_grpc_enable_http_proxy"), ON)
     more = f" and {len(uncovered) - 3} more" if len(uncovered) > 3 else ""
-    yield warn(
-        "host.variables",
-        node,
-        f"{' and '.join(through)} set, and no_proxy={direct or '(unset)'} leaves out "
+    return (
+        warns_if(bool(proxies and uncovered)),
+        f"{' and '.join(proxies)} set, and no_proxy={direct or '(unset)'} leaves out "
         f"{', '.join(uncovered[:3])}{more}: HTTP between nodes (Ray's dashboard and jobs, a reward "
-        f"server) goes through the proxy{ray}",
-        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy, "
-        f"on all nodes",
+        f"server{', RAY_grpc_enable_http_proxy: all of Ray' if ray else ''}) uses the proxy",
+        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy, on "
+        "all nodes",
     )
 
 
 def bypasses(address: str, no_proxy: str) -> bool:
-    """Whether no_proxy covers an IP address: by itself, * or a network (10.0.0.0/8)."""
+    """Return True if no_proxy covers an IP address by itself, by * or a network (10.0.0.0/8)."""
     for entry in (part.strip() for part in no_proxy.split(",")):
         if entry == "*":
             return True
@@ -215,3 +167,92 @@ def bypasses(address: str, no_proxy: str) -> bool:
         if ipaddress.ip_address(address) in network:
             return True
     return False
+
+
+def judge_visible(
+    node: str, environment: Environment, gpus: tuple[str, ...] | None, config: RunConfig
+) -> Finding:
+    """Judge host.visible_devices; `gpus` are the UUIDs of the node, None if unknown."""
+    given = {name: environment[name] for name in VISIBLE if name in environment}
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    unused = "" if on_gpu else " (hardware = cpu: not used)"
+    verdict = Verdict.fail if on_gpu else Verdict.warn
+    hidden = _hidden_by(next(iter(given.values())), gpus) if given else ""
+    rules: list[Rule] = [
+        (
+            verdict if len(set(given.values())) > 1 else None,
+            f"{text}: values differ, and trainer and vLLM read different variables{unused}",
+            "NVIDIA: set CUDA_VISIBLE_DEVICES only; AMD: set HIP_VISIBLE_DEVICES only (or "
+            "CUDA_VISIBLE_DEVICES to the same value)",
+        ),
+        (
+            verdict if VISIBLE[2] in given and VISIBLE[1] not in given else None,
+            f"{text}: Ray refuses to start with {VISIBLE[2]}{unused}",
+            f"unset {VISIBLE[2]}, and set {VISIBLE[1]}",
+        ),
+        (
+            verdict if hidden else None,
+            f"{text}: {hidden}{unused}",
+            f"unset {' '.join(given)}, or name GPUs of the node",
+        ),
+    ]
+    passed = text or "none is set: every GPU is visible"
+    return first("host.visible_devices", node, rules, passed)
+
+
+def _hidden_by(value: str, gpus: tuple[str, ...] | None) -> str:
+    """Explain why a value hides GPUs: an invalid entry hides those after it."""
+    entries = [entry.strip() for entry in value.split(",")]
+    if value.strip() in ("", "-1", "NoDevFiles"):
+        return "it hides every GPU"
+    if len(set(entries)) < len(entries):
+        return "a GPU is listed twice, and CUDA then shows none"
+    for entry in entries if gpus is not None else ():
+        assert gpus is not None
+        is_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
+        valid = int(entry) < len(gpus) if entry.isdigit() else is_uuid or entry.startswith("MIG-")
+        if not valid:
+            what = entry or "an empty entry"
+            return f"{what} is none of the node's {len(gpus)} GPUs, and hides those after it"
+    return ""
+
+
+def judge_allocator(node: str, environment: Environment, config: RunConfig) -> Finding:
+    """Judge host.allocator.
+
+    vLLM's sleep mode uses torch's memory pools, which refuse expandable segments. vLLM turns them
+    off for its pool if PYTORCH_CUDA_ALLOC_CONF, and no other variable, sets them.
+    """
+    check, sleep = "host.allocator", config.rollout.sleep
+    if config.hardware.accelerator is not Accelerator.gpu:
+        return skipped(check, node, "hardware = cpu: no CUDA allocator, and vLLM does not sleep")
+    pattern = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+    given = {name: environment.get(name, "") for name in ALLOCATORS}
+    given = {name: value for name, value in given.items() if pattern.search(value)}
+    if not given or sleep is SleepMode.none:
+        return ok(check, node, f"no expandable segments, or no sleep (rollout.sleep = {sleep})")
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    handled = "expandable_segments:True" in given.get(ALLOCATORS[0], "")
+    effect = (
+        "vLLM must turn it off for its memory pool (before 0.25 it refuses), and hybridrl is not "
+        "tested with it"
+        if handled
+        else "vLLM's memory pool fails (MemPool doesn't currently support expandable_segments)"
+    )
+    evidence = f"{text} with rollout.sleep = {sleep}: {effect}"
+    advice = f"unset {' '.join(given)}, or rollout.sleep=none"
+    return first(check, node, [(severity(not handled, handled), evidence, advice)], "")
+
+
+def judge_terminal(driver: str, environment: Environment, *, buffered: bool) -> Finding:
+    """Judge host.terminal of the driver's process; hybridrl's own commands do not buffer."""
+    job = environment.get("SLURM_JOB_ID")
+    evidence = f"output of Slurm job {job} is buffered: it appears late, and its end is lost if "
+    evidence += "the job is killed"
+    advice = "Add export PYTHONUNBUFFERED=1 to the batch script, or start the run by python -m "
+    advice += "hybridrl.main, which prints each line at once"
+    where = f"Slurm job {job}" if job else "not under Slurm"
+    passed = f"{where}, output {'buffered' if buffered else 'line by line'}"
+    rules = [(warns_if(bool(job) and buffered), evidence, advice)]
+    return first("host.terminal", driver, rules, passed)

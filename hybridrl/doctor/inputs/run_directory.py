@@ -1,62 +1,52 @@
-"""inputs.run_directory: each node can write there, and all see the same files."""
+"""Check inputs.run_directory: each node can write there, and all see the same files."""
 
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.host.stage import heard
+from hybridrl.doctor.gather import gather
+from hybridrl.doctor.host.facts import existing
 
+CHECK = "inputs.run_directory"
 REMOVE_S = 30.0
 
 
 def check_run_directory(agents: Agents, folder: str) -> list[Finding]:
-    """inputs.run_directory: each node can write there, and sees what the first one writes."""
-    check = "inputs.run_directory"
-    planted, found = heard(check, call_all(agents, plant, folder))
-    for node, (path, error) in planted.items():
-        if error:
-            advice = (
-                f"Let the run write there (chown, chmod), or name another folder: "
-                f"hydra.run.dir=/shared/outputs/run (now {folder})"
-            )
-            found.append(fail(check, node, f"{path}: {error}", advice))
-    path, error = next(iter(planted.values()), ("", "nobody answers"))
-    if not error and len(agents.nodes) > 1:
-        found += _shared(agents, path, folder)
-    there = {node: (path,) for node, (path, error) in planted.items() if not error}
-    agents.call_each(remove, there, timeout_s=REMOVE_S)
-    return found or [ok(check, "all", f"{folder}: writable")]
-
-
-def _shared(agents: Agents, path: str, folder: str) -> list[Finding]:
-    check, first = "inputs.run_directory", agents.nodes[0]
-    seen, found = heard(check, call_all(agents, sees, path))
-    for node in (node for node, is_seen in seen.items() if not is_seen):
-        found.append(
+    """Write a file on each node, and look for the first node's file on all."""
+    planted, found = gather(agents, CHECK, plant, folder)
+    advice = f"Make it writable (chown, chmod), or set hydra.run.dir=/shared/run (now {folder})"
+    found += [
+        fail(CHECK, node, f"{path}: {error}", advice)
+        for node, (path, error) in planted.items()
+        if error
+    ]
+    written = {node: (path,) for node, (path, error) in planted.items() if not error}
+    first, *others = agents.nodes
+    if others and first in written:
+        seen, silent = gather(agents, CHECK, sees, *written[first])
+        found += silent
+        found += [
             warn(
-                check,
+                CHECK,
                 node,
-                f"it does not see what {first} writes into {folder}: saving needs a folder that "
-                f"all nodes share, and logs stay on their nodes",
-                "hydra.run.dir=/shared/..., a folder on NFS, Lustre or the like",
+                f"this node does not see files that {first} writes into {folder}: checkpoints need "
+                "a shared folder, and logs stay on their nodes",
+                "hydra.run.dir=/shared/..., on NFS, Lustre or the like",
             )
-        )
-    return found or [ok(check, "all", f"{folder}: writable, and shared by all nodes")]
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one around it that exists."""
-    there = folder.absolute()
-    while not there.is_dir():
-        there = there.parent
-    return there
+            for node, is_seen in seen.items()
+            if not is_seen
+        ]
+    agents.call_each(remove, written, timeout_s=REMOVE_S)
+    return found or [
+        ok(CHECK, "all", f"{folder}: writable{', shared by all nodes' * bool(others)}")
+    ]
 
 
 def plant(folder: str) -> tuple[str, str]:
-    """Write a file into a folder or the nearest one around it; its path, and why it cannot be."""
+    """Write a file into a folder or its nearest existing parent; return its path and the error."""
     there = existing(Path(folder))
     try:
         descriptor, path = tempfile.mkstemp(dir=there, prefix=".hybridrl-doctor-")
@@ -70,7 +60,7 @@ def plant(folder: str) -> tuple[str, str]:
 
 
 def sees(path: str) -> bool:
-    """Whether a planted file is there, and holds what was written."""
+    """Return True if a planted file exists with its contents."""
     try:
         return Path(path).read_text() == path
     except OSError:
@@ -78,6 +68,6 @@ def sees(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Take a planted file away again."""
+    """Delete a planted file."""
     with suppress(OSError):
         Path(path).unlink()

@@ -1,6 +1,6 @@
-"""An all-reduce over all nodes, as a run does: with gloo, and with NCCL where there are GPUs.
+"""Check network.collective: an all-reduce over all nodes with gloo, and with NCCL on GPUs.
 
-Each rank is a process of its own: a collective that hangs cannot be ended otherwise.
+Each rank is a process of its own, because a hanging collective cannot be cancelled.
 """
 
 import json
@@ -15,21 +15,20 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
 from hybridrl.config.planner.machine import local_machine
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, fail
-from hybridrl.doctor.host.stage import heard
+from hybridrl.doctor.gather import gather, gather_each
 from hybridrl.doctor.network.bandwidth import tournament
-from hybridrl.doctor.network.collective_judgements import CHECK, RankResult, judge
+from hybridrl.doctor.network.collective_rules import CHECK, RankResult, judge
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
 
-# Seconds until all ranks have imported torch, from shared storage at worst, and have met.
+# Seconds for all ranks to import torch, maybe from shared storage, and to meet.
 MEET_S = 60.0
-# Seconds for one collective; for all of a rank's beside the pairs; for pairs, a round of them.
+# Seconds for one collective; for all collectives of a rank; for a round of pairs.
 TIMEOUT_S, RANKS_S, ROUND_S = 15.0, 45.0, 2.0
-# A rank ends itself at its limit; this much later it is killed.
+# Seconds between the limit of a rank, at which it exits, and its kill.
 GRACE_S = 5.0
-# Of two ranks on one node where there are no others.
 RANKS_OF_ONE_NODE = 2
 ERROR_CHARACTERS = 300
 
@@ -38,20 +37,19 @@ _MEETING: dict[int, socket.socket] = {}
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What one rank is told.
+    """Arguments of one rank.
 
     Attributes:
         rank, world_size: among all nodes.
         address, port: of the store on rank 0's node.
-        nodes: the ranks of each node.
-        rounds: pairs of ranks that measure NCCL, within nodes and between, or without GPUs
-            gloo, between nodes; round by round.
-        interface: for gloo, unless the environment names another.
-        device: index of its GPU; None: gloo alone.
-        limit_s: for everything after the meeting.
-        timeout_s: of a collective.
-        meet_s: until all ranks have met.
-        listen_fd: rank 0's listening socket.
+        nodes: ranks of each node.
+        rounds: pairs of ranks that measure NCCL (or gloo between nodes), round by round.
+        interface: for gloo, unless the environment sets one.
+        device: index of its GPU; None: gloo only.
+        limit_s: seconds for everything after the meeting.
+        timeout_s: seconds for a collective.
+        meet_s: seconds for the meeting.
+        listen_fd: listening socket of rank 0.
     """
 
     rank: int
@@ -71,20 +69,19 @@ class RankOrder:
 def check(
     agents: Agents, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
 ) -> list[Finding]:
-    """Start the ranks on all nodes and judge what they say."""
+    """Start the ranks on all nodes and judge their results."""
     counts, findings = _ranks_per_node(agents, list(views), on_gpu=on_gpu)
     if findings:
         return findings
     first = rank_zero_node(addresses)
     nodes = [first, *(node for node in views if node != first)]
-    answers = agents.call_each(open_meeting, {first: (addresses[first],)}, 10.0)
-    ports, findings = heard(CHECK, answers)
+    ports, findings = gather_each(agents, CHECK, open_meeting, {first: (addresses[first],)}, 10.0)
     if findings:
         return findings
     orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
     arguments = {node: (tuple(orders[node]),) for node in nodes}
-    patience_s = _longest_s(orders[first][0]) + 2 * GRACE_S
-    results, findings = heard(CHECK, agents.call_each(run_ranks, arguments, patience_s))
+    timeout_s = _longest_s(orders[first][0]) + 2 * GRACE_S
+    results, findings = gather_each(agents, CHECK, run_ranks, arguments, timeout_s)
     return findings + judge(results)
 
 
@@ -97,12 +94,16 @@ def plan(
     *,
     on_gpu: bool,
 ) -> dict[str, list[RankOrder]]:
-    """The orders of each node's ranks, rank 0 on the first node."""
+    """Return the orders of each node's ranks, rank 0 on the first node."""
     ranks, start = [], 0
     for node in nodes:
         ranks.append(tuple(range(start, start + counts[node])))
         start += counts[node]
     rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
+    interfaces = {
+        node: "lo" if is_loopback(addresses[node]) else views[node].interface_of(addresses[node])
+        for node in nodes
+    }
     return {
         node: [
             RankOrder(
@@ -112,7 +113,7 @@ def plan(
                 port=port,
                 nodes=tuple(ranks),
                 rounds=rounds,
-                interface=_interface(views[node], addresses[node]),
+                interface=interfaces[node],
                 device=local if on_gpu else None,
                 limit_s=RANKS_S + ROUND_S * len(rounds),
             )
@@ -123,30 +124,21 @@ def plan(
 
 
 def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Each two ranks of a node meet, on all nodes at a time, then each two nodes' first ranks."""
-    meetings = [[_tournament(group) for group in ranks], [_tournament([g[0] for g in ranks])]]
-    both = [
-        [pair for one in side_by_side for pair in one]
-        for of_groups in meetings
-        for side_by_side in zip_longest(*of_groups, fillvalue=())
-    ]
-    return tuple(
-        way for pairs in both if pairs for way in (tuple(pairs), tuple((b, a) for a, b in pairs))
-    )
-
-
-def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    named = tournament([str(rank) for rank in ranks])
-    return [[(int(a), int(b)) for a, b in pairs] for pairs in named]
+    """Pair all ranks of a node, on all nodes at a time, then the first ranks of all nodes."""
+    within = zip_longest(*map(tournament, ranks), fillvalue=[])
+    rounds = [[pair for pairs in side_by_side for pair in pairs] for side_by_side in within]
+    rounds += tournament([group[0] for group in ranks])
+    both = ((tuple(pairs), tuple((b, a) for a, b in pairs)) for pairs in rounds if pairs)
+    return tuple(way for ways in both for way in ways)
 
 
 def _longest_s(order: RankOrder) -> float:
-    """Seconds after which a rank is killed."""
+    """Return the seconds after which a rank is killed."""
     return order.meet_s + order.limit_s + GRACE_S
 
 
 def open_meeting(address: str) -> int:
-    """Listen on a port for the ranks' store; the socket waits for rank 0, which inherits it."""
+    """Listen for the ranks' store and return the port; rank 0 inherits the socket."""
     listener = listen(address, [0])
     port = listener.getsockname()[1]
     _MEETING[port] = listener
@@ -154,12 +146,12 @@ def open_meeting(address: str) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that processes of this node may use."""
+    """Count the GPUs that processes of this node may use."""
     return len(local_machine().gpus)
 
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
-    """Run this node's ranks to their end, or to the end of their time."""
+    """Run this node's ranks until they exit or are killed."""
     stop = time.monotonic() + max(map(_longest_s, orders))
     started = [(order, _start(order)) for order in orders]
     return [_finish(order, process, stop) for order, process in started]
@@ -171,7 +163,7 @@ def _ranks_per_node(
     if not on_gpu:
         count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1
         return dict.fromkeys(nodes, count), []
-    counts, findings = heard(CHECK, call_all(agents, count_gpus))
+    counts, findings = gather(agents, CHECK, count_gpus)
     for node, count in counts.items():
         if count == 0:
             advice = "See host.gpus; on a node without GPUs set hardware=cpu."
@@ -216,11 +208,7 @@ def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> 
 
 
 def _last_line(text: str) -> str:
-    """The last error that a program wrote, else the last line."""
+    """Return the last error in an output, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [""])[-1][:ERROR_CHARACTERS]
-
-
-def _interface(view: NodeView, address: str) -> str | None:
-    return "lo" if is_loopback(address) else view.interface_of(address)

@@ -1,7 +1,7 @@
-"""One rank of the doctor's collectives: python -m hybridrl.doctor.network.collective_rank ORDER.
+"""One rank of network.collective: python -m hybridrl.doctor.network.collective_rank ORDER.
 
-Joins the process group as a run's workers do, sums over all ranks, and writes one line of JSON on
-stdout for each step that it has reached; the last one holds what it measured.
+Joins the process group like a worker, sums over all ranks, and prints one line of JSON for each
+step; the last line has the measurements.
 """
 
 import json
@@ -22,17 +22,17 @@ SMALL = 1
 # float32 numbers: 16 MiB over gloo, 256 MiB over NCCL.
 LARGE = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 REPEATS = {"cpu": 3, "cuda": 10}
-# float32 numbers that two ranks send each other: 4 MiB over gloo, 64 MiB over NCCL.
+# float32 numbers between two ranks: 4 MiB over gloo, 64 MiB over NCCL.
 SENT = {"cpu": 2**20, "cuda": 16 * 2**20}
-# Of two ranks: they are held against others, so what else a host does must not show.
+# Of pairs: enough repeats to exclude other load, because pairs are compared.
 PAIR_REPEATS, TRIP_REPEATS = 10, 50
 
 
 def main() -> None:
-    """Carry out one order, a `RankOrder` as JSON."""
+    """Run one order, a `RankOrder` as JSON."""
     order = json.loads(sys.argv[1])
     meet, timeout = (timedelta(seconds=order[key]) for key in ("meet_s", "timeout_s"))
-    _say("connecting to the store")
+    _report("connecting to the store")
     store = dist.TCPStore(
         order["address"],
         order["port"],
@@ -42,12 +42,12 @@ def main() -> None:
         wait_for_workers=False,
         master_listen_fd=order["listen_fd"],
     )
-    _say("waiting for the other ranks at the store")
+    _report("waiting for the other ranks at the store")
     store.set(f"here/{order['rank']}", "1")
     store.wait([f"here/{rank}" for rank in range(order["world_size"])], meet)
     store.set_timeout(timeout)
     _end_after(order["limit_s"])
-    _say("forming the process group")
+    _report("forming the process group")
     dist.init_process_group(
         "gloo",
         store=store,
@@ -60,14 +60,14 @@ def main() -> None:
         measured["gloo_from"] = _pairs(order, "gloo", "cpu", dist.group.WORLD)
     else:
         measured |= _over_nccl(order, timeout)
-    _say("waiting until all are done")  # some have no pairs to measure
+    _report("waiting until all are done")  # some ranks measure no pairs
     dist.monitored_barrier(timeout=timedelta(seconds=order["limit_s"]))
-    _say("done", **measured)
+    _report("done", **measured)
     dist.destroy_process_group()
 
 
 def _end_after(seconds: float) -> None:
-    """End this process then, in whatever call it hangs."""
+    """Exit after so many seconds, even if a call hangs."""
 
     def end() -> None:
         sys.stderr.write(f"TimeoutError: still waiting after {seconds:.0f} s\n")
@@ -80,11 +80,11 @@ def _end_after(seconds: float) -> None:
 
 
 def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
-    """All-reduce over all GPUs and over the node's, and GPUs two by two."""
+    """Measure an all-reduce over all GPUs, over those of the node, and pairs of GPUs."""
     device = torch.device("cuda", order["device"])
-    _say(f"starting NCCL on GPU {device.index}")
+    _report(f"starting NCCL on GPU {device.index}")
     torch.cuda.set_device(device)
-    # With a device a group connects at once.
+    # With device_id the group connects now.
     world = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
     measured = {"nccl": _all_reduce("NCCL over all GPUs", "cuda", world)}
     for ranks in order["nodes"]:
@@ -95,18 +95,18 @@ def _over_nccl(order: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
 
 
 def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[str, Any]:
-    """What each rank that sends to this one reaches, by its number."""
+    """Measure the speeds of all senders to this rank, by their number."""
     rank, received = order["rank"], {}
     small, large = torch.ones(SMALL, device=device), torch.ones(SENT[device], device=device)
     send, receive = (partial(way, group=group) for way in (dist.send, dist.recv))
     for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
         if rank == sender:
-            _say(f"{name}: send to rank {receiver}")
+            _report(f"{name}: send to rank {receiver}")
             trip = partial(_one_after_other, (receive, send), small, receiver)
             _seconds(trip, device, TRIP_REPEATS)
             _seconds(partial(send, large, receiver), device, PAIR_REPEATS)
         elif rank == receiver:
-            _say(f"{name}: receive from rank {sender}")
+            _report(f"{name}: receive from rank {sender}")
             trip = partial(_one_after_other, (send, receive), small, sender)
             trip_s = _seconds(trip, device, TRIP_REPEATS)
             sent_s = _seconds(partial(receive, large, sender), device, PAIR_REPEATS)
@@ -123,14 +123,14 @@ def _one_after_other(ways: Iterable[Callable[..., Any]], data: Tensor, other: in
 
 
 def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:
-    """Seconds of a small sum, and bytes per second over each rank's wire in a large one."""
+    """Measure seconds of a small sum, and bytes per second that a rank sends in a large one."""
     ranks = dist.get_world_size(group)
-    _say(f"all-reduce: {what}")
+    _report(f"all-reduce: {what}")
     small, large = torch.ones(SMALL, device=device), torch.ones(LARGE[device], device=device)
     _check(small, ranks, group)
     latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device)
     seconds = _seconds(lambda: dist.all_reduce(large, group=group), device)
-    moved = 2 * (ranks - 1) / ranks * large.nbytes  # of a ring: what each rank sends
+    moved = 2 * (ranks - 1) / ranks * large.nbytes  # each rank sends this in a ring
     return {"latency_s": latency_s, "bytes_per_s": moved / seconds}
 
 
@@ -141,7 +141,7 @@ def _check(ones: Tensor, ranks: int, group: Any) -> None:
 
 
 def _seconds(collective: Callable[[], Any], device: str, repeats: int | None = None) -> float:
-    """The least time of several, after one that makes connections."""
+    """Return the shortest of several calls, after one that makes connections."""
     collective()
     times = []
     for _ in range(repeats or REPEATS[device]):
@@ -158,7 +158,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _say(step: str, **measured: Any) -> None:
+def _report(step: str, **measured: Any) -> None:
     sys.stdout.write(json.dumps({"step": step} | measured) + "\n")
     sys.stdout.flush()
 

@@ -1,7 +1,6 @@
-"""Which interfaces would NCCL and gloo take on each node, and do the others reach them there?
+"""Check network.interfaces: the interfaces of NCCL and gloo, and connections to them.
 
-What the others connect to is the interface's own address, which may be another than Ray's: each
-node listens on it, and all others try.
+Peers connect to the interface's own address, which may differ from Ray's.
 """
 
 import ipaddress
@@ -12,28 +11,29 @@ from typing import NamedTuple
 
 from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.controller.rendezvous import listen
-from hybridrl.doctor.findings import Finding, Verdict, fail, ok, warn
-from hybridrl.doctor.host.stage import heard
-from hybridrl.doctor.network.choices import (
+from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, warn, warns_if
+from hybridrl.doctor.gather import gather_each
+from hybridrl.doctor.network.nodes import (
     LAST_CHOICES,
     Choice,
+    NodeView,
     choices_of,
-    named_for_gloo,
+    gloo_names,
     nccl_choice,
     unusable_variables,
 )
-from hybridrl.doctor.network.nodes import NodeView
 from hybridrl.doctor.network.ports import reach_all
 from hybridrl.doctor.network.server import Target, answer_on, close_ports
 
 CHECK = "network.interfaces"
 OPEN_S = 15.0
-# More than these are counted, not shown.
 MAX_SHOWN = 20
+# Node and interface (None: no interface) by library.
+Used = Mapping[str, Sequence[tuple[str, str | None]]]
 
 
 class Attempt(NamedTuple):
-    """A connection from a node to another's choice; `problem` is empty where it came about."""
+    """A connection from a node to another's choice; `problem` is empty if it succeeded."""
 
     source: str
     choice: Choice
@@ -41,9 +41,9 @@ class Attempt(NamedTuple):
 
 
 def check(agents: Agents, views: Mapping[str, NodeView]) -> list[Finding]:
-    """Connect all nodes to the interfaces that are taken, where those have addresses of their own.
+    """Connect all nodes to each chosen interface with another address than the node.
 
-    Those with the address by which Ray knows the node are left to network.ports.
+    network.ports covers the address of the node in Ray.
     """
     choices = [
         choice
@@ -53,8 +53,8 @@ def check(agents: Agents, views: Mapping[str, NodeView]) -> list[Finding]:
     ]
     if not choices or len(views) == 1:
         return judge(views)
-    attempts, findings = _connect(agents, list(views), choices)
-    return findings + judge(views, attempts, agents.addresses)
+    attempts, found = _connect(agents, list(views), choices)
+    return found + judge(views, attempts, agents.addresses)
 
 
 def judge(
@@ -62,24 +62,18 @@ def judge(
     attempts: Sequence[Attempt] = (),
     addresses: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Findings from the interfaces of all nodes.
-
-    Args:
-        views: by node.
-        attempts: connections to interfaces that have addresses of their own.
-        addresses: by which the others know a node; not needed without attempts.
-    """
-    named = [
-        finding
+    """Judge the interfaces of all nodes, and the attempts to connect to them."""
+    found = [
+        _judge_unusable(node, view, name)
         for node, view in views.items()
-        for finding in _judge_named(node, view, between_hosts=_hosts(views) > 1)
+        for name in unusable_variables(view, between_hosts=_hosts(views) > 1)
     ]
-    named += _judge_attempts(attempts, views, addresses or {})
-    return named or [_judge_subnets(views, len(attempts))]
+    found += _judge_attempts(attempts, views, addresses or {})
+    return found or [_judge_subnets(views, len(attempts))]
 
 
 def open_at(addresses: Sequence[str]) -> tuple[str, list[int]]:
-    """Listen on these addresses of this node; the token of the greetings and the ports."""
+    """Listen on these addresses of this node; return the token of the greetings and the ports."""
     listeners = [listen(address, [0]) for address in addresses]
     return answer_on(listeners), [int(one.getsockname()[1]) for one in listeners]
 
@@ -91,12 +85,12 @@ def _hosts(views: Mapping[str, NodeView]) -> int:
 def _connect(
     agents: Agents, nodes: Sequence[str], choices: Sequence[Choice]
 ) -> tuple[list[Attempt], list[Finding]]:
-    """Try every choice from all other nodes, at the same time."""
+    """Connect to every choice from all other nodes, at the same time."""
     by_node: dict[str, list[Choice]] = defaultdict(list)
     for choice in choices:
         by_node[choice.node].append(choice)
     listening = {node: ([c.address for c in those],) for node, those in by_node.items()}
-    opened, findings = heard(CHECK, agents.call_each(open_at, listening, OPEN_S))
+    opened, found = gather_each(agents, CHECK, open_at, listening, OPEN_S)
     try:
         targets = [
             (choice, Target(node, choice.address, port, token))
@@ -104,23 +98,36 @@ def _connect(
             for choice, port in zip(by_node[node], ports, strict=True)
         ]
         tried = {node: [one for one in targets if one[0].node != node] for node in nodes}
-        answers = reach_all(agents, {node: [t for _, t in those] for node, those in tried.items()})
+        of_node = {node: [target for _, target in those] for node, those in tried.items()}
+        problems, silent = reach_all(agents, CHECK, of_node)
     finally:
         closing = {node: (token,) for node, (token, _) in opened.items()}
         agents.call_each(close_ports, closing, OPEN_S)
-    problems, silent = heard(CHECK, answers)
     attempts = [
         Attempt(node, choice, problem)
         for node, those in problems.items()
         for (choice, _), problem in zip(tried[node], those, strict=True)
     ]
-    return attempts, findings + silent
+    return attempts, found + silent
+
+
+def _judge_unusable(node: str, view: NodeView, name: str) -> Finding:
+    outward = next(iter(view.outward), "eth0")
+    prefixes = ", or use prefixes, NCCL_SOCKET_IFNAME=eth,en" if name.startswith("NCCL") else ""
+    return fail(
+        CHECK,
+        node,
+        f"{name}={view.variables[name]} names no interface of this node that leads to the others; "
+        f"it has {view.describe()}",
+        f"Unset {name}, or set it to an interface of every node (here: export {name}={outward}); "
+        f"if names differ, set it on each node before `ray start`{prefixes}.",
+    )
 
 
 def _judge_attempts(
     attempts: Sequence[Attempt], views: Mapping[str, NodeView], addresses: Mapping[str, str]
 ) -> list[Finding]:
-    """A finding for each choice that nobody reaches, and for each pair where others do."""
+    """Return a finding for each unreachable choice, or for each pair if some nodes reach it."""
     order = list(views)
     by_choice: dict[Choice, list[Attempt]] = defaultdict(list)
     for attempt in sorted(attempts, key=lambda one: order.index(one.choice.node)):
@@ -128,23 +135,21 @@ def _judge_attempts(
     found = []
     for choice, those in by_choice.items():
         broken = [attempt for attempt in those if attempt.problem]
-        view, known_by = views[choice.node], addresses[choice.node]
+        groups = {f"{a.source} -> {choice.node}": [a] for a in broken}
         if len(broken) == len(those):
-            found.append(_unreached(choice.node, broken, view, known_by))
-        else:
-            found += [
-                _unreached(f"{a.source} -> {a.choice.node}", [a], view, known_by) for a in broken
-            ]
+            groups = {choice.node: broken}
+        view, known_by = views[choice.node], addresses[choice.node]
+        found += [_unreached(about, group, view, known_by) for about, group in groups.items()]
     found.sort(key=lambda finding: finding.verdict is not Verdict.fail)
-    if len(found) <= MAX_SHOWN:
-        return found
-    rest = f"and {len(found) - MAX_SHOWN} more that are not reached like these"
-    more = replace(found[MAX_SHOWN], node="all", evidence=rest, advice="Mend those above first.")
-    return [*found[:MAX_SHOWN], more]
+    if len(found) > MAX_SHOWN:
+        rest = f"{len(found) - MAX_SHOWN} more interfaces are not reached"
+        more = replace(found[MAX_SHOWN], node="all", evidence=rest, advice="Repair those above.")
+        found = [*found[:MAX_SHOWN], more]
+    return found
 
 
 def _unreached(about: str, attempts: Sequence[Attempt], view: NodeView, known_by: str) -> Finding:
-    """A failure where the interface is named, else a warning: network.collective asks NCCL."""
+    """Return a failure if a variable names the interface, else a warning."""
     choice = attempts[0].choice
     sources: dict[str, list[str]] = defaultdict(list)
     for attempt in attempts:
@@ -152,16 +157,17 @@ def _unreached(about: str, attempts: Sequence[Attempt], view: NodeView, known_by
     tried = "; ".join(f"from {', '.join(nodes)}: {problem}" for problem, nodes in sources.items())
     leading = view.interface_of(known_by)
     advice = (
-        f"export {choice.variable}={leading}, the interface of {known_by} by which the others know "
-        f"{choice.node}, or name one in a network that all nodes share; where names differ, set it "
-        "on each node before `ray start`."
-        if leading not in (None, choice.interface)
-        else "The first address of the interface is told to the others: make it one that they "
-        f"reach (`ip route get {choice.address}` there), in a container with the host's network "
-        "(docker run --network=host); see network.address."
+        "Peers get the first address of the interface: make it reachable (`ip route get "
+        f"{choice.address}` there), in a container with the host's network (docker run "
+        "--network=host); see network.address."
     )
-    verdict = warn if choice.value is None else fail
-    return verdict(
+    if leading not in (None, choice.interface):
+        advice = (
+            f"export {choice.variable}={leading}, the interface of {known_by} by which the others "
+            f"know {choice.node}, or an interface in a network of all nodes; if names differ, set "
+            "it on each node before `ray start`."
+        )
+    return (warn if choice.value is None else fail)(
         CHECK,
         about,
         f"{choice.reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
@@ -170,89 +176,62 @@ def _unreached(about: str, attempts: Sequence[Attempt], view: NodeView, known_by
     )
 
 
-def _judge_named(node: str, view: NodeView, *, between_hosts: bool) -> list[Finding]:
-    unusable = unusable_variables(view, between_hosts=between_hosts)
-    return [_unusable(node, view, f"{name}={view.variables[name]}") for name in unusable]
-
-
-def _unusable(node: str, view: NodeView, setting: str) -> Finding:
-    name = setting.partition("=")[0]
-    outward = next(iter(view.outward), "eth0")
-    pattern = "with prefixes, NCCL_SOCKET_IFNAME=eth,en" if name.startswith("NCCL") else ""
-    return fail(
-        CHECK,
-        node,
-        f"{setting} names no interface of this node that leads to the others; it has "
-        f"{view.describe()}",
-        f"Unset {name}, or name one that every node has (here: export {name}={outward}); where "
-        f"names differ, set it on each node before `ray start`{', or ' if pattern else ''}"
-        f"{pattern}.",
-    )
-
-
 def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
     each = "; ".join(f"{node}: {view.describe()}" for node, view in views.items())
     if len(views) == 1:
         (view,) = views.values()
-        return ok(CHECK, "all", f"one node: {each}; NCCL would take {nccl_choice(view)}")
-    common = set.intersection(*(set(_subnets(view)) for view in views.values()))
-    if not common and all(_routed_alone(view) for view in views.values()):
+        return ok(CHECK, "all", f"one node: {each}; NCCL would use {nccl_choice(view)}")
+    subnets = {node: _subnets(view) for node, view in views.items()}
+    common = set.intersection(*(set(found) for found in subnets.values()))
+    sizes = [ipaddress.ip_network(net).num_addresses for found in subnets.values() for net in found]
+    if not common and all(size == 1 for size in sizes):
         return ok(CHECK, "all", f"addresses without a subnet, as clouds route them: {each}")
-    if not common:
-        return warn(
-            CHECK,
-            "all",
-            f"no subnet has all nodes; between them traffic is routed, over gateways that may be "
-            f"slow or drop packets. {each}",
-            "See network.bandwidth for what the routes carry. Where the nodes share another "
-            "network, bring its interfaces up and export NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME with their name (`ip -br addr` lists them).",
-        )
-    taken: dict[str, list[tuple[str, str | None]]] = {
+    used: Used = {
         "NCCL": [(node, nccl_choice(view)) for node, view in views.items()],
-        "gloo": [(node, name) for node, view in views.items() for name in named_for_gloo(view)],
+        "gloo": [(node, name) for node, view in views.items() for name in gloo_names(view)],
     }
-    astray = {
+    astray: Used = {
         library: [
             (node, name)
             for node, name in those
             if name is None or not common & set(_subnets(views[node], name))
         ]
-        for library, those in taken.items()
+        for library, those in used.items()
     }
-    if _hosts(views) > 1 and any(astray.values()):
-        subnet = sorted(common)[0]
-        names = sorted({_subnets(view)[subnet] for view in views.values()})
-        return warn(
-            CHECK,
-            "all",
-            f"{_those(astray, 'would take')}, outside of {subnet}, which has all nodes. {each}",
-            f"export NCCL_SOCKET_IFNAME={','.join(names)} GLOO_SOCKET_IFNAME={names[0]} where the "
-            "run is started.",
-        )
+    subnet = min(common, default="")
+    names = sorted({found[subnet] for found in subnets.values()}) if common else [""]
+    rules: list[Rule] = [
+        (
+            warns_if(not common),
+            "no subnet has all nodes; traffic between them passes routers, which may be slow or "
+            f"drop packets. {each}",
+            "See network.bandwidth for the speed of the routes. If the nodes share another "
+            "network, bring its interfaces up and export NCCL_SOCKET_IFNAME and "
+            "GLOO_SOCKET_IFNAME with their name (`ip -br addr` lists them).",
+        ),
+        (
+            warns_if(_hosts(views) > 1 and any(astray.values())),
+            f"{_list(astray, 'would use')}, outside of {subnet}, which has all nodes. {each}",
+            f"export NCCL_SOCKET_IFNAME={','.join(names)} GLOO_SOCKET_IFNAME={names[0]} for the "
+            "run.",
+        ),
+    ]
     tried = f"; {connections} connections to interfaces of their own" if connections else ""
-    where = ", ".join(sorted(common))
-    return ok(CHECK, "all", f"all nodes are in {where}; {_those(taken, 'takes')}{tried}")
+    passed = f"all nodes are in {', '.join(sorted(common))}; {_list(used, 'uses')}{tried}"
+    return first(CHECK, "all", rules, passed)
 
 
-def _those(taken: Mapping[str, Sequence[tuple[str, str | None]]], verb: str) -> str:
-    """'NCCL takes a eth0, b eth0; gloo takes a eth1'."""
+def _list(used: Used, verb: str) -> str:
+    """Format 'NCCL uses a eth0, b eth0; gloo uses a eth1'."""
     return "; ".join(
         f"{library} {verb} {', '.join(f'{node} {name}' for node, name in those)}"
-        for library, those in taken.items()
+        for library, those in used.items()
         if those
     )
 
 
-def _routed_alone(view: NodeView) -> bool:
-    """Whether all its addresses are subnets of their own (/32), of which nothing can be said."""
-    return all(
-        ipaddress.ip_interface(subnet).network.num_addresses == 1 for subnet in _subnets(view)
-    )
-
-
 def _subnets(view: NodeView, only: str | None = None) -> dict[str, str]:
-    """Interface by subnet, loopback and bridges of containers left out."""
+    """Return interfaces by subnet, without loopback and bridges of containers."""
     return {
         str(ipaddress.ip_interface(text).network): name
         for name, texts in view.interfaces.items()

@@ -1,32 +1,31 @@
-"""How each node sees itself: names, addresses, interfaces. The probe of the checks that compare.
-
-checks: network.address, network.interfaces
-"""
+"""Probe of a node's names, addresses and interfaces, and the interfaces of NCCL and gloo."""
 
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import psutil
 
 from hybridrl.controller.ray.node_calls import collect, in_thread
 
-VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# Seconds for a name server, where /etc/hosts does not know a name; the own one is for a remark.
+NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+# NCCL uses the former only if there is no other, and prefers the latter.
+LAST_CHOICES, FIRST_CHOICE = ("docker", "lo", "virbr"), "ib"
+# Seconds for a name server; the node's own name is for a remark only.
 OWN_NAME_S, MASTER_S = 0.5, 8.0
 
 
 class NodeView(NamedTuple):
-    """What a node says of itself.
+    """Names and addresses as seen on a node.
 
     Attributes:
-        host_name: its own.
-        host_addresses: what it takes its host name for.
-        interfaces: those that are up; the addresses of each, as in 10.0.1.2/24.
-        master: what it takes MASTER_ADDR for; empty where that is unset or unknown there.
-        variables: those of VARIABLES that are set.
+        host_name: of the node.
+        host_addresses: of the host name.
+        interfaces: addresses of each interface that is up, as in 10.0.1.2/24.
+        master: addresses of MASTER_ADDR; empty if unset or unknown.
+        variables: those of NCCL and GLOO that are set.
     """
 
     host_name: str
@@ -36,7 +35,7 @@ class NodeView(NamedTuple):
     variables: dict[str, str]
 
     def interface_of(self, address: str) -> str | None:
-        """The interface that has an address."""
+        """Return the interface with an address."""
         for name, addresses in self.interfaces.items():
             if any(text.split("/")[0] == address for text in addresses):
                 return name
@@ -44,7 +43,7 @@ class NodeView(NamedTuple):
 
     @property
     def outward(self) -> dict[str, list[str]]:
-        """The interfaces with an address that other nodes may reach."""
+        """Interfaces with an address that is not loopback."""
         return {
             name: addresses
             for name, addresses in self.interfaces.items()
@@ -52,45 +51,102 @@ class NodeView(NamedTuple):
         }
 
     def describe(self) -> str:
-        """Its interfaces in one line: 'eth0 10.0.1.2/24, lo 127.0.0.1/8'."""
-        return ", ".join(
-            f"{name} {' '.join(addresses)}" for name, addresses in sorted(self.interfaces.items())
-        )
+        """Format the interfaces: 'eth0 10.0.1.2/24, lo 127.0.0.1/8'."""
+        each = sorted(self.interfaces.items())
+        return ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in each)
+
+
+class Choice(NamedTuple):
+    """An interface of a node for NCCL or gloo, from a variable or (value None) by default."""
+
+    node: str
+    variable: str
+    value: str | None
+    interface: str
+    address: str
+
+    @property
+    def reason(self) -> str:
+        """Reason of the choice: 'GLOO_SOCKET_IFNAME=eth1'."""
+        if self.value is None:
+            return f"NCCL uses {self.interface} by default"
+        return f"{self.variable}={self.value}"
 
 
 def look(master: str) -> NodeView:
-    """This node's view of itself.
-
-    Args:
-        master: MASTER_ADDR as the driver has it; empty if unset.
-    """
+    """Examine this node; `master` is MASTER_ADDR on the driver, empty if unset."""
     host_name = socket.gethostname()
     return NodeView(
         host_name,
         _resolve(host_name, OWN_NAME_S),
         _interfaces(),
         _resolve(master, MASTER_S) if master else [],
-        {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        {name: os.environ[name] for name in (NCCL, GLOO) if name in os.environ},
     )
 
 
 def rank_zero_node(addresses: Mapping[str, str]) -> str:
-    """The node of rank 0: ranks are ordered by the nodes' addresses."""
-    return min(addresses, key=lambda node: _sort_key(addresses[node]))
+    """Return the node of rank 0: ranks are ordered by the addresses of their nodes."""
+    parsed = {node: ipaddress.ip_address(address) for node, address in addresses.items()}
+    return min(parsed, key=lambda node: (parsed[node].version, parsed[node].packed))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads to the same machine wherever it is used."""
+    """Return True for a loopback address."""
     return ipaddress.ip_address(address).is_loopback
 
 
-def _sort_key(address: str) -> tuple[int, bytes]:
-    parsed = ipaddress.ip_address(address)
-    return parsed.version, parsed.packed
+def choices_of(node: str, view: NodeView, *, between_hosts: bool) -> list[Choice]:
+    """Return the interfaces of NCCL and gloo, without those of unusable variables."""
+    nccl, gloo = view.variables.get(NCCL), view.variables.get(GLOO)
+    unusable = unusable_variables(view, between_hosts=between_hosts)
+    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in gloo_names(view))]
+    return [
+        Choice(node, variable, value, name, view.interfaces[name][0].split("/")[0])
+        for variable, value, name in used
+        if name is not None and variable not in unusable
+    ]
+
+
+def nccl_choice(view: NodeView) -> str | None:
+    """Return the interface of NCCL's sockets, by its documented order of preference."""
+    allowed = list(view.interfaces)
+    if NCCL in view.variables:
+        allowed = matching(view.variables[NCCL], allowed)
+    else:
+        allowed.sort(key=lambda n: (n.startswith(LAST_CHOICES), not n.startswith(FIRST_CHOICE)))
+    return next(iter(allowed), None)
+
+
+def matching(spec: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern of NCCL allows: prefixes, = whole names, ^ excludes.
+
+    Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
+    """
+    exclude, spec = spec.startswith("^"), spec.removeprefix("^")
+    exact, words = spec.startswith("="), spec.removeprefix("=").split(",")
+
+    def hit(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    return [name for name in names if hit(name) != exclude]
+
+
+def gloo_names(view: NodeView) -> list[str]:
+    """Return the names in GLOO_SOCKET_IFNAME; without it the run sets it by the address."""
+    return view.variables[GLOO].split(",") if GLOO in view.variables else []
+
+
+def unusable_variables(view: NodeView, *, between_hosts: bool) -> list[str]:
+    """Return the variables that name no interface, or one that leads to no other node."""
+    usable = view.outward if between_hosts else view.interfaces
+    nccl = NCCL in view.variables and not matching(view.variables[NCCL], usable)
+    gloo = not set(gloo_names(view)) <= set(usable)
+    return [NCCL] * nccl + [GLOO] * gloo
 
 
 def _resolve(name: str, within_s: float) -> list[str]:
-    """What a name stands for here; nothing if no name server answers in time."""
+    """Return the addresses of a name; none if no name server answers in time."""
     answer = collect({name: in_thread(_addresses_of, name)}, within_s)[name]
     return answer.value or []
 
@@ -105,19 +161,17 @@ def _addresses_of(name: str) -> list[str]:
 
 def _interfaces() -> dict[str, list[str]]:
     up = psutil.net_if_stats()
-    found: dict[str, list[str]] = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        if name not in up or not up[name].isup:
-            continue
-        texts = [
+    found = {
+        name: [
             f"{entry.address}/{_prefix(entry.netmask)}"
             for entry in addresses
             if entry.family in (socket.AF_INET, socket.AF_INET6)
             and not entry.address.startswith("fe80:")
         ]
-        if texts:
-            found[name] = texts
-    return found
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
+    }
+    return {name: texts for name, texts in found.items() if texts}
 
 
 def _prefix(netmask: str | None) -> int:

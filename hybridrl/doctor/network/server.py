@@ -1,9 +1,9 @@
-"""A node's listening sockets while the network is examined, and what connects to them.
+"""Listening sockets of a node during the network checks, and connections to them.
 
-Who connects gets a greeting, which says whose socket it is, and may then measure:
+A connection gets a greeting with the socket's token, and may then measure with one of two commands:
 
-    p   what comes is sent back, byte by byte
-    r   what comes is counted until it has been enough; the count and the time are sent back
+    p   ping: the server echoes bytes
+    r   rate: the server counts bytes, and replies with the count and the seconds
 
 The sockets live in the node's process between two calls.
 """
@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
-from hybridrl.doctor.network.holders import holders_of
-from hybridrl.doctor.network.ray import WORKER_PORTS, worker_ports
+from hybridrl.doctor.network.listeners import holders_of
+from hybridrl.doctor.network.ray_ports import WORKER_PORTS, worker_ports
 
 GREETING = b"hybridrl"
 TOKEN_BYTES = 8
-# Seconds of silence after which a connection is given up.
+# Seconds without data until a connection counts as broken.
 PATIENCE_S = 3.0
 AT_ONCE = 64
 CHUNK = 2**20
 PINGS = 50
-# Bytes received, and seconds from the first to the last of them.
+# Bytes received, and seconds between the first and the last byte.
 RESULT = struct.Struct("!qd")
 
 _OPEN: dict[str, list[socket.socket]] = {}
@@ -41,17 +41,16 @@ class Opened(NamedTuple):
     """Ports on which a node listens.
 
     Attributes:
-        token: what a greeting from there must hold.
-        rendezvous: the port that the ranks would meet on; None: none is free.
-        worker: a port of those that Ray gives to its workers; None: all are taken, or Ray leaves
-            the choice to the kernel.
-        chosen: a port that the kernel chose, as it does for NCCL and gloo.
-        problem: why there is none for the rendezvous.
-        holders: who holds ports of the band: 'python (pid 12) holds 29500'.
-        ephemeral: first and last of the ports that the kernel chooses from.
-        worker_ports: first and last of those that Ray gives to its workers.
-        services: ports of those that Ray's services will have.
-        taken: those that they cannot have, by whom: 'redis-server (pid 12) holds 6379'.
+        token: of its greetings.
+        rendezvous: port for the rendezvous; None: none is free.
+        worker: a port for Ray's workers; None: none is free, or the kernel chooses.
+        chosen: a port that the kernel chose, as for NCCL and gloo.
+        problem: why there is no port for the rendezvous.
+        holders: processes on ports of the band: 'python (pid 12) holds 29500'.
+        ephemeral: first and last port of ip_local_port_range.
+        worker_ports: first and last port for Ray's workers.
+        services: ports for Ray's services.
+        taken: processes on ports for Ray's services: 'redis-server (pid 12) holds 6379'.
     """
 
     token: str
@@ -67,7 +66,7 @@ class Opened(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A port of another node, whose greeting must hold `token`; a `service` of Ray's has none."""
+    """A port of another node with the token of its greeting; a `service` of Ray has none."""
 
     node: str
     address: str
@@ -77,7 +76,7 @@ class Target(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Of one stream from this node to another: seconds per round trip, bytes per second."""
+    """Seconds per round trip and bytes per second of a stream between two nodes."""
 
     round_trip_s: float
     bytes_per_s: float
@@ -86,30 +85,30 @@ class Speed(NamedTuple):
 def open_ports(
     address: str, meeting: str, band: Sequence[int], services: Sequence[int] = ()
 ) -> Opened:
-    """Listen as the rendezvous and Ray would, and on a port that the kernel chooses.
+    """Listen like the rendezvous and Ray, and on a port that the kernel chooses.
 
     Args:
-        address: by which the others connect.
-        meeting: that of the rendezvous: MASTER_ADDR on rank 0's node.
-        band: ports that the rendezvous tries, in this order.
-        services: ports that Ray's services will have, all of them.
+        address: of this node, as the others use it.
+        meeting: address of the rendezvous: MASTER_ADDR on rank 0's node.
+        band: ports for the rendezvous, in this order.
+        services: all ports of Ray's services.
     """
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
     workers = worker_ports(address)
     worker, chosen = _first_free(address, workers), listen(address, [0])
     of_services = {port: _first_free(address, [port]) for port in services}
-    port, problem, meeting_place = None, "", None
+    problem, rendezvous = "", None
     try:
-        meeting_place = listen(meeting, band)
-        port = _port(meeting_place)
+        rendezvous = listen(meeting, band)
     except (ConfigError, OSError) as error:
         problem = error.problems[0] if isinstance(error, ConfigError) else str(error)
-    listeners = (worker, chosen, meeting_place, *of_services.values())
+    port = _port(rendezvous)
+    listeners = (worker, chosen, rendezvous, *of_services.values())
     return Opened(
         answer_on([listener for listener in listeners if listener is not None]),
         port,
-        None if worker is None else _port(worker),
-        _port(chosen),
+        _port(worker),
+        int(chosen.getsockname()[1]),
         problem,
         holders_of(band) if port is None or port != band[0] else [],
         (low, high),
@@ -120,24 +119,12 @@ def open_ports(
 
 
 def answer_on(listeners: list[socket.socket]) -> str:
-    """Answer who connects to these until `close_ports`; the token of the greetings."""
+    """Answer on these sockets until `close_ports`; return the token of the greetings."""
     token = secrets.token_hex(TOKEN_BYTES)
     _OPEN[token] = listeners
     for listener in listeners:
         Thread(target=_serve, args=(listener, token), daemon=True).start()
     return token
-
-
-def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
-    """A socket that listens on the first of these ports that is free; None if none is."""
-    try:
-        return listen(address, ports) if ports else None
-    except ConfigError:
-        return None
-
-
-def _port(listener: socket.socket) -> int:
-    return int(listener.getsockname()[1])
 
 
 def close_ports(token: str) -> None:
@@ -148,12 +135,22 @@ def close_ports(token: str) -> None:
         listener.close()
 
 
+def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
+    try:
+        return listen(address, ports) if ports else None
+    except ConfigError:
+        return None
+
+
+def _port(listener: socket.socket | None) -> int | None:
+    return None if listener is None else int(listener.getsockname()[1])
+
+
 def reach(targets: list[Target], within_s: float) -> list[str]:
-    """Connect to all of these, many at a time.
+    """Connect to all targets, many at a time.
 
     Returns:
-        What went wrong with each; empty where its greeting came, or where a service of Ray's
-        took the connection.
+        The problem of each; empty if its greeting came, or a service of Ray accepted.
     """
     deadline = time.monotonic() + within_s
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -161,12 +158,7 @@ def reach(targets: list[Target], within_s: float) -> list[str]:
 
 
 def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
-    """Round trip and bandwidth of a stream to another node, as the receiver counts it.
-
-    Args:
-        target: where to send to.
-        seconds: how long to send, at most.
-        max_bytes: how much to send, at most.
+    """Measure round trip and bandwidth of a stream to another node, counted by the receiver.
 
     Raises:
         OSError: the connection fails.
@@ -176,13 +168,13 @@ def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
         round_trip_s = _round_trip(stream)
     with _connected(target, PATIENCE_S) as stream:
         stream.sendall(b"r" + RESULT.pack(max_bytes, seconds))
-        # The kernel has taken more than has arrived; what is left in its hands is thrown away.
+        # Closing discards the bytes that are still in the send buffer.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return Speed(round_trip_s, _stream(stream, seconds))
 
 
 def _round_trip(stream: socket.socket) -> float:
-    """Seconds there and back: the least of several, which no other load has disturbed."""
+    """Return the shortest of several round trips in seconds."""
     times: list[float] = []
     stop = time.monotonic() + 0.1
     while len(times) < PINGS and (not times or time.monotonic() < stop):
@@ -217,13 +209,13 @@ def _stream(stream: socket.socket, seconds: float) -> float:
 
 
 def _connected(target: Target, timeout_s: float) -> socket.socket:
-    """A stream to a target whose greeting has come."""
+    """Return a connection to a target that has sent its greeting."""
     stream = socket.create_connection((target.address, target.port), timeout_s)
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = _receive(stream, len(GREETING) + 2 * TOKEN_BYTES)
         if greeting != GREETING + target.token.encode():
-            raise OSError(errno.EPROTO, f"somebody else answers there: {greeting[:16]!r}")
+            raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
     except BaseException:
         stream.close()
         raise
@@ -274,14 +266,14 @@ def _answer(caller: socket.socket, token: str) -> None:
         caller.settimeout(PATIENCE_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         caller.sendall(GREETING + token.encode())
-        wish = caller.recv(1)
-        if wish == b"p":
+        command = caller.recv(1)
+        if command == b"p":
             while data := caller.recv(16):
                 caller.sendall(data)
-        elif wish == b"r":
+        elif command == b"r":
             max_bytes, seconds = RESULT.unpack(_receive(caller, RESULT.size))
             caller.sendall(RESULT.pack(*_count(caller, max_bytes, seconds)))
-            while caller.recv(CHUNK):  # until the sender has read it and ends the stream
+            while caller.recv(CHUNK):  # until the sender ends the stream
                 continue
 
 

@@ -1,62 +1,50 @@
-"""The stage of the network: what would hang or slow down a run between nodes.
-
-network.address       network_address.py
-network.interfaces    network_interfaces.py
-network.ports         network_ports.py
-network.rendezvous    network_rendezvous.py
-network.bandwidth     network_bandwidth.py
-network.collective    network_collective.py
-network.infiniband    network_infiniband.py
-"""
+"""Network stage: addresses, interfaces, ports, bandwidth and a collective between nodes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from hybridrl.config.choices import Accelerator, NVLinkMulticast
+from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.controller.ray.node_calls import Agents, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
-from hybridrl.doctor import spare
+from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
-from hybridrl.doctor.host.stage import heard
-from hybridrl.doctor.network import address as network_address
-from hybridrl.doctor.network import bandwidth as network_bandwidth
-from hybridrl.doctor.network import collective as network_collective
-from hybridrl.doctor.network import infiniband as network_infiniband
-from hybridrl.doctor.network import interfaces as network_interfaces
-from hybridrl.doctor.network import ports as network_ports
-from hybridrl.doctor.network import rendezvous as network_rendezvous
+from hybridrl.doctor.gather import gather, gather_each, subset
+from hybridrl.doctor.network import (
+    address,
+    bandwidth,
+    collective,
+    infiniband,
+    interfaces,
+    ports,
+    rendezvous,
+)
 from hybridrl.doctor.network.nodes import look, rank_zero_node
-from hybridrl.doctor.network.ray import service_ports
+from hybridrl.doctor.network.ray_ports import service_ports
 from hybridrl.doctor.network.server import Opened, close_ports, open_ports
-from hybridrl.doctor.spare import SomeAgents
-from hybridrl.doctor.stages import Case
+from hybridrl.doctor.stages import dispensable
 
 LOOK_S = 15.0
 
+# Nodes that the run does not need, if these are the findings.
 Dispensable = Callable[[Sequence[Finding]], frozenset[str]]
 
 
-def check(case: Case) -> list[Finding]:
-    """Findings of the stage network."""
-    hosts = SomeAgents(case.agents, [node for node, slots in case.slots.items() if slots])
-    if case.config.cluster.nvlink_multicast is NVLinkMulticast.off:
+def check(context: CheckContext) -> list[Finding]:
+    """Make all checks network.*."""
+    hosts = subset(context.agents, [node for node, slots in context.slots.items() if slots])
+    cluster = context.config.cluster
+    if cluster.nvlink_multicast is NVLinkMulticast.off:
         call_all(hosts, turn_off_multicast)
     return examine(
         hosts,
-        case.config.cluster.rendezvous_ports,
-        on_gpu=case.config.hardware.accelerator is Accelerator.gpu,
-        quick=case.quick,
-        dispensable=lambda findings: spare.dispensable(findings, case),
+        cluster.rendezvous_ports,
+        on_gpu=context.on_gpu,
+        quick=context.quick,
+        dispensable=lambda findings: dispensable(findings, context),
     )
-
-
-def nobody(findings: Sequence[Finding]) -> frozenset[str]:
-    """No node, whatever is found: the run needs them all."""
-    del findings
-    return frozenset()
 
 
 def examine(
@@ -65,50 +53,48 @@ def examine(
     *,
     on_gpu: bool,
     quick: bool,
-    dispensable: Dispensable = nobody,
+    dispensable: Dispensable = lambda findings: frozenset(),
 ) -> list[Finding]:
-    """As `check`, from what the stage needs of a config.
+    """Make all checks network.*.
 
     Args:
-        agents: the nodes that ranks may come to.
+        agents: nodes that may get ranks.
         rendezvous_ports: cluster.rendezvous_ports.
-        on_gpu: whether the run uses NCCL.
-        quick: leave out what takes seconds or imports torch: bandwidth and collective.
-        dispensable: nodes that the run can do without, if these are their failures; what takes
-            all nodes at once is done by the others.
+        on_gpu: check NCCL, too.
+        quick: skip bandwidth and collective, which take seconds or import torch.
+        dispensable: returns nodes to exclude from bandwidth and collective.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    views, findings = heard(network_address.CHECK, call_all(agents, look, master, timeout_s=LOOK_S))
+    views, found = gather(agents, address.CHECK, look, master, timeout_s=LOOK_S)
     if not views:
-        return findings
+        return found
     addresses = {node: agents.addresses[node] for node in views}
-    judged = network_address.judge(views, addresses, master)
-    findings += judged
-    findings += network_interfaces.check(agents, views)
-    findings += network_infiniband.check(agents)
+    judged = address.judge(views, addresses, master)
+    found += judged + interfaces.check(agents, views) + infiniband.check(agents)
     if _failures(judged):
-        master = ""  # its own finding; the ports are tried all the same
-    findings += _on_sockets(
-        agents, rendezvous_ports, addresses, master, None if quick else dispensable
-    )
+        master = ""  # has a finding already; the ports are checked without it
+    needed = None if quick else dispensable
+    found += _on_sockets(agents, rendezvous_ports, addresses, master, needed)
     if quick:
-        return findings
-    rest, failures = _without(dispensable(findings), addresses, findings)
+        return found
+    rest, failures = _without(dispensable(found), addresses, found)
     if failures:
-        why = "what is found above would make it hang"
-        return [*findings, skipped(network_collective.CHECK, "all", why)]
-    views = {node: views[node] for node in rest}
-    some = SomeAgents(agents, rest)
-    return findings + network_collective.check(some, views, rest, on_gpu=on_gpu)
+        why = "the failures above would make it hang"
+        return [*found, skipped(collective.CHECK, "all", why)]
+    some, of_rest = subset(agents, rest), {node: views[node] for node in rest}
+    return found + collective.check(some, of_rest, rest, on_gpu=on_gpu)
+
+
+def _failures(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is Verdict.fail]
 
 
 def _without(
     nodes: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
 ) -> tuple[dict[str, str], list[Finding]]:
-    """The addresses of the other nodes, and the failures that are theirs."""
-    rest = {node: address for node, address in addresses.items() if node not in nodes}
-    failures = [f for f in _failures(findings) if not nodes & {*f.node.split(" -> ")}]
-    return rest, failures
+    """Return addresses and failures of the other nodes."""
+    rest = {node: own for node, own in addresses.items() if node not in nodes}
+    return rest, [f for f in _failures(findings) if not nodes & {*f.node.split(" -> ")}]
 
 
 def _on_sockets(
@@ -118,58 +104,44 @@ def _on_sockets(
     master: str,
     dispensable: Dispensable | None,
 ) -> list[Finding]:
-    """The checks that listen on every node, while all of them listen.
-
-    Without `dispensable` nothing is measured.
-    """
+    """Make the checks that need listening sockets; bandwidth only with `dispensable`."""
     low, high = rendezvous_ports
     try:
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [fail(network_rendezvous.CHECK, "all", error.problems[0], advice)]
+        return [fail(rendezvous.CHECK, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
-    first = rank_zero_node(addresses)
-    meeting = {**addresses, **({first: master} if master else {})}
-    with _opened(agents, addresses, meeting, band) as (
-        opened,
-        findings,
-    ):
+    zero = rank_zero_node(addresses)
+    meeting = {**addresses, **({zero: master} if master else {})}
+    with _opened(agents, addresses, meeting, band) as (opened, found):
         if len(addresses) == 1 and not master and given is None:
-            findings.append(ok(network_rendezvous.CHECK, first, network_rendezvous.IN_A_FILE))
-        elif first in opened:
-            findings.append(
-                network_rendezvous.judge(first, opened[first], (low, high), band, given)
-            )
+            found.append(ok(rendezvous.CHECK, zero, rendezvous.IN_A_FILE))
+        elif zero in opened:
+            found.append(rendezvous.judge(zero, opened[zero], (low, high), band, given))
         if opened:
-            findings += network_ports.check(agents, opened, addresses, meeting)
+            found += ports.check(agents, opened, addresses, meeting)
         if dispensable is None or not opened:
-            return findings
-        rest, failures = _without(dispensable(findings), addresses, findings)
-        if any(finding.check == network_ports.CHECK for finding in failures):
-            why = "not all nodes reach each other"
-            return [*findings, skipped(network_bandwidth.CHECK, "all", why)]
-        opened = {node: ports for node, ports in opened.items() if node in rest}
-        return findings + network_bandwidth.check(agents, opened, rest)
+            return found
+        rest, failures = _without(dispensable(found), addresses, found)
+        if any(finding.check == ports.CHECK for finding in failures):
+            return [*found, skipped(bandwidth.CHECK, "all", "not all nodes reach each other")]
+        measured = {node: sockets for node, sockets in opened.items() if node in rest}
+        return found + bandwidth.check(agents, measured, rest)
 
 
 @contextmanager
 def _opened(
     agents: Agents, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
 ) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
-    """Every node listening for the time of the block."""
+    """Listen on every node for the duration of the block."""
     services = service_ports(addresses)
     arguments = {
-        node: (address, meeting[node], band, services[node]) for node, address in addresses.items()
+        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
     }
-    answers = agents.call_each(open_ports, arguments, LOOK_S)
-    opened, findings = heard(network_ports.CHECK, answers)
+    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
     try:
-        yield opened, findings
+        yield opened, found
     finally:
-        closing = {node: (ports.token,) for node, ports in opened.items()}
+        closing = {node: (sockets.token,) for node, sockets in opened.items()}
         agents.call_each(close_ports, closing, LOOK_S)
-
-
-def _failures(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict is Verdict.fail]

@@ -1,7 +1,4 @@
-"""What a node knows of Ray: its version and token, who listens on the head's port, what answers.
-
-Without importing Ray, which takes seconds.
-"""
+"""Probe of Ray on a node: version, token, listeners on the head's port. Does not import Ray."""
 
 import hashlib
 import os
@@ -10,21 +7,21 @@ from typing import NamedTuple
 
 from hybridrl.config.checks.installation import ray_version
 from hybridrl.controller.ray.head import Connection, connect
-from hybridrl.doctor.network.holders import listening, process_text
+from hybridrl.doctor.network.listeners import listening, process_text
 
 TOKEN_CHARACTERS = 8
 
 
 class RayFacts(NamedTuple):
-    """What `ray_facts` found.
+    """Ray as seen by one node.
 
     Attributes:
         version: of the installed Ray; empty without one.
         auth_mode: RAY_AUTH_MODE in lower case, as Ray reads it; None: not set.
-        token: the first characters of the token's SHA-256; empty without one.
+        token: first characters of the token's SHA-256; empty without one.
         connection: to the head.
-        listeners: addresses on which this node listens on the head's port.
-        holders: the processes that do, 'redis-server (pid 12)'.
+        listeners: addresses of this node that listen on the head's port.
+        holders: processes of these, 'redis-server (pid 12)'.
     """
 
     version: str
@@ -36,21 +33,21 @@ class RayFacts(NamedTuple):
 
 
 def ray_facts(head: tuple[str, int] | None) -> RayFacts:
-    """Look on this node; `head` is the address of RAY_ADDRESS, None without one."""
-    listeners, holders = _listeners(head[1]) if head is not None else ([], [])
+    """Examine this node; `head` is host and port of RAY_ADDRESS, None without one."""
+    entries = [] if head is None else list(listening([head[1]]))
     mode = os.environ.get("RAY_AUTH_MODE")
     return RayFacts(
         ray_version(),
         mode if mode is None else mode.lower(),
         token_hash(),
         Connection() if head is None else connect(*head),
-        listeners,
-        holders,
+        sorted({entry.laddr.ip for entry in entries}),
+        sorted({process_text(entry.pid) for entry in entries if entry.pid is not None}),
     )
 
 
 def token_hash() -> str:
-    """A few characters that tell tokens apart and betray none, where Ray looks for its token."""
+    """Return the first characters of the SHA-256 of Ray's token, which do not reveal it."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"
     token = os.environ.get("RAY_AUTH_TOKEN", "")
@@ -60,9 +57,3 @@ def token_hash() -> str:
         except OSError:
             return ""
     return hashlib.sha256(token.encode()).hexdigest()[:TOKEN_CHARACTERS]
-
-
-def _listeners(port: int) -> tuple[list[str], list[str]]:
-    entries = list(listening([port]))
-    holders = {process_text(entry.pid) for entry in entries if entry.pid is not None}
-    return sorted({entry.laddr.ip for entry in entries}), sorted(holders)

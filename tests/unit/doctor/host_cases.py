@@ -13,10 +13,10 @@ import pytest
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.host.cgroup import CgroupFacts
-from hybridrl.doctor.host.facts import HostFacts, Limits, Room, Temporary
-from hybridrl.doctor.stages import Case
+from hybridrl.doctor.host.facts import DiskSpace, HostFacts, Temporary, Ulimits
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.model_shapes import TINY
 from tests.run_configs import MACHINE, run_config
@@ -27,9 +27,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 HUB_MODEL = "acme/tiny"
 
 
-def case(*overrides: str, quick: bool = False, agents: Any = None, config: Any = None) -> Case:
+def case(
+    *overrides: str, quick: bool = False, agents: Any = None, config: Any = None
+) -> CheckContext:
     """The recipe on this machine alone, or on `agents`."""
-    return Case(
+    return CheckContext(
         config=config or run_config(*overrides),
         machine=MACHINE,
         shape=model_shape(TINY),
@@ -43,13 +45,13 @@ def case(*overrides: str, quick: bool = False, agents: Any = None, config: Any =
 def facts(**changes: Any) -> HostFacts:
     """A node where all is well, but for `changes`."""
     healthy = HostFacts(
-        shared_memory=Room("/dev/shm", 16 * GIB, 16 * GIB),
-        limits=Limits(65536, 65536, None, None),
+        shared_memory=DiskSpace("/dev/shm", 16 * GIB, 16 * GIB),
+        limits=Ulimits(65536, 65536, None, None),
         cgroup=CgroupFacts(None, None, None),
         cores=8,
         environment={},
         versions={"python": "3.11.7", "torch": "2.11.0", "driver": "570.1"},
-        temporary=(Temporary(Room("/tmp", 99 * GIB, 99 * GIB), ""),),
+        temporary=(Temporary(DiskSpace("/tmp", 99 * GIB, 99 * GIB), ""),),
         infiniband=(),
         gpus=None,
         address="10.0.0.1",

@@ -2,22 +2,33 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from host_cases import assert_finds, case, facts, of, the
 
+import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.controller.ray.node_calls import Answer
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.host.cgroup import cgroup_facts
-from hybridrl.doctor.host.devices import judge_allocator, judge_visible
-from hybridrl.doctor.host.facts import Limits
+from hybridrl.doctor.host.cluster import (
+    clock_skews,
+    judge_clocks,
+    judge_communication,
+    judge_versions,
+)
+from hybridrl.doctor.host.facts import Ulimits, versions
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, judge_gpus, parse
-from hybridrl.doctor.host.judgements import judge_clocks, judge_limits
-from hybridrl.doctor.host.nodes import judge_communication, judge_versions
-from hybridrl.doctor.host.variables import bypasses, judge_variables
+from hybridrl.doctor.host.limits import judge_ulimits
+from hybridrl.doctor.host.variables import (
+    bypasses,
+    judge_allocator,
+    judge_variables,
+    judge_visible,
+)
 from tests.run_configs import run_config
 
 GPUS = ("GPU-aaaa", "GPU-bbbb")
@@ -92,10 +103,10 @@ def test_a_node_that_does_not_answer_is_named(cpu):
     ("name", "value", "why"),
     [
         ("RAY_DEBUG_POST_MORTEM", "1", "waits for a debugger"),
-        ("RAY_PDB", "1", "does not read it"),
+        ("RAY_PDB", "1", "RAY_PDB=1"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow"),
-        ("OMP_NUM_THREADS", "1", "torch uses one core"),
-        ("TORCHELASTIC_RUN_ID", "x", "torchrun's"),
+        ("OMP_NUM_THREADS", "1", "OMP_NUM_THREADS=1"),
+        ("TORCHELASTIC_RUN_ID", "x", "of torchrun"),
     ],
 )
 def test_a_troublesome_variable_is_named(cpu, monkeypatch, name, value, why):
@@ -182,11 +193,14 @@ def test_what_no_proxy_covers(no_proxy, covered):
 @pytest.mark.parametrize(
     ("environment", "evidence"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}, "go by different ones"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"},
+            "HIP_VISIBLE_DEVICES=1: values differ",
+        ),
         ({"ROCR_VISIBLE_DEVICES": "0"}, "Ray refuses"),
         ({"CUDA_VISIBLE_DEVICES": "0,7"}, "7 is none of the node's 2 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-cccc"}, "GPU-cccc is none of"),
-        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "named twice"),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "listed twice"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
     ],
 )
@@ -227,7 +241,7 @@ def test_expandable_segments_that_vllm_switches_off_warn(gpu):
         finding,
         "host.allocator",
         Verdict.warn,
-        "switch it off for its memory pool",
+        "before 0.25",
         "unset PYTORCH_CUDA",
     )
 
@@ -338,7 +352,7 @@ class Clocks:
 
 
 def test_slow_answers_are_no_skew():
-    skews = host.clock_skews(Clocks(a=0.0, b=0.0, c=5.0, d=-5.0))
+    skews = clock_skews(Clocks(a=0.0, b=0.0, c=5.0, d=-5.0))
     assert skews["a"] == skews["b"] == 0.0
     assert 4.8 < skews["c"] <= 5.0
     assert -5.0 <= skews["d"] < -4.8
@@ -346,7 +360,7 @@ def test_slow_answers_are_no_skew():
 
 @pytest.mark.parametrize(("devices", "verdict"), [(("mlx5_0",), Verdict.fail), ((), Verdict.ok)])
 def test_little_locked_memory_fails_beside_infiniband(devices, verdict):
-    (finding,) = judge_limits("a", Limits(65536, 65536, 64 * 2**10, None), 8, devices)
+    (finding,) = judge_ulimits("a", Ulimits(65536, 65536, 64 * 2**10, None), 8, devices)
     assert finding.verdict is verdict
     assert "--ulimit memlock=-1" in finding.advice or verdict is Verdict.ok
 
@@ -370,6 +384,13 @@ def test_cgroup_v2_is_read_up_to_its_root(tmp_path):
     assert (found.memory.limit, found.memory.used, found.memory.left) == (8000, 5000, 3000)
     assert found.cores == 2.5
     assert found.threads.left == 370
+
+
+def test_the_fingerprint_is_of_all_sources_of_the_package(monkeypatch):
+    found = []
+    monkeypatch.setattr(Path, "rglob", lambda self, _: found.append(self) or [])
+    versions()
+    assert found == [Path(hybridrl.__file__).parent]
 
 
 H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)

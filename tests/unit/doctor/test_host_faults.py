@@ -10,13 +10,13 @@ from host_cases import assert_finds, cgroup, probe, probe_mounted
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host.judgements import (
+from hybridrl.doctor.host.limits import (
     judge_cgroup,
-    judge_limits,
     judge_shm,
     judge_temporary,
-    judge_terminal,
+    judge_ulimits,
 )
+from hybridrl.doctor.host.variables import judge_terminal
 
 FACTS = "hybridrl.doctor.host.facts"
 CGROUP = "hybridrl.doctor.host.cgroup"
@@ -24,7 +24,9 @@ MIB = 2**20
 
 
 def test_tiny_shared_memory_fails():
-    room = probe_mounted(FACTS, "room(SHARED_MEMORY)", "mount -t tmpfs -o size=64m tmpfs /dev/shm")
+    room = probe_mounted(
+        FACTS, "disk_space(SHARED_MEMORY)", "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    )
     finding = judge_shm("a", room, Accelerator.cpu)
     assert_finds(
         finding, "host.shm", Verdict.fail, "/dev/shm has 64 MiB free of 64 MiB", "--shm-size=16g"
@@ -33,14 +35,14 @@ def test_tiny_shared_memory_fails():
 
 def test_shared_memory_that_others_fill_fails():
     mounts = "mount -t tmpfs -o size=210m tmpfs /dev/shm; fallocate -l 30m /dev/shm/left_over"
-    room = probe_mounted(FACTS, "room(SHARED_MEMORY)", mounts)
+    room = probe_mounted(FACTS, "disk_space(SHARED_MEMORY)", mounts)
     finding = judge_shm("a", room, Accelerator.cpu)
     assert_finds(finding, "host.shm", Verdict.fail, "has 180 MiB free of 210 MiB", "ls -l /dev/shm")
 
 
 def test_shared_memory_too_small_for_the_store_warns():
     mounts = "mount -t tmpfs -o size=1g tmpfs /dev/shm"
-    room = probe_mounted(FACTS, "room(SHARED_MEMORY)", mounts)
+    room = probe_mounted(FACTS, "disk_space(SHARED_MEMORY)", mounts)
     assert judge_shm("a", room, Accelerator.cpu).verdict is Verdict.ok
     finding = judge_shm("a", room, Accelerator.gpu)
     assert_finds(
@@ -53,7 +55,7 @@ def test_shared_memory_too_small_for_the_store_warns():
 )
 def test_few_open_files(soft, hard, verdict):
     limits = probe(FACTS, "limits()", before=f"ulimit -Sn {soft}; ulimit -Hn {hard}")
-    (finding,) = judge_limits("a", limits, 1, ())
+    (finding,) = judge_ulimits("a", limits, 1, ())
     assert_finds(
         finding, "host.limits", verdict, f"ulimit -n {soft}, hard {hard}", "ulimit -n 65536"
     )
@@ -63,7 +65,7 @@ def test_a_low_soft_limit_of_open_files_is_raised_by_ray():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limits = probe(FACTS, "limits()", before="ulimit -Sn 512")
     assert limits.open_files == 512 and limits.open_files_hard == hard
-    (finding,) = judge_limits("a", limits._replace(open_files_hard=65536), 1, ())
+    (finding,) = judge_ulimits("a", limits._replace(open_files_hard=65536), 1, ())
     assert finding.verdict is Verdict.ok
 
 
@@ -75,7 +77,7 @@ def test_a_memory_cgroup_that_is_nearly_full_warns():
     with cgroup("memory", memory__limit_in_bytes=str(256 * MIB)) as join:
         empty, full = probe(CGROUP, fill, before=join)
     assert empty.memory.limit == full.memory.limit == 256 * MIB
-    assert next(judge_cgroup("a", empty, 2, 1)).verdict is Verdict.ok
+    assert judge_cgroup("a", empty, 2, 1)[0].verdict is Verdict.ok
     (finding,) = judge_cgroup("a", full, 2, 1)
     assert_finds(
         finding,
@@ -98,7 +100,7 @@ def test_a_cpu_quota_below_the_workers_warns():
     with cgroup("cpu", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000") as join:
         facts = probe(CGROUP, "cgroup_facts()", before=join)
     assert facts.cores == 1.5
-    assert next(judge_cgroup("a", facts, 8, 1)).verdict is Verdict.ok
+    assert judge_cgroup("a", facts, 8, 1)[0].verdict is Verdict.ok
     (finding,) = judge_cgroup("a", facts, 8, 4)
     assert_finds(
         finding, "host.cgroup", Verdict.warn, "CPU quota: 1.5 of 8 cores", "--cpus-per-task"
@@ -134,7 +136,7 @@ def test_a_temporary_folder_that_is_read_only_fails(tmp_path):
 def test_a_small_temporary_folder_warns(tmp_path):
     mounts = f"mount -t tmpfs -o size=100m tmpfs {tmp_path}"
     folders = probe_mounted(FACTS, "temporary()", mounts, TMPDIR=str(tmp_path))
-    finding = next(judge_temporary("a", folders))
+    finding = judge_temporary("a", folders)[0]
     assert_finds(
         finding, "host.temporary", Verdict.warn, f"{tmp_path} has 100 MiB free", "larger local disk"
     )
@@ -164,15 +166,15 @@ GUARDED = "hybridrl.controller.output import guard_standard_output; guard_standa
 )
 def test_output_of_a_slurm_job_that_waits_in_a_buffer_warns(unbuffered, before, held_back):
     """Its output goes to a file; hybridrl's own commands print line by line all the same."""
-    look = f"{before}from {FACTS} import keeps_output_back; print(keeps_output_back())"
+    look = f"{before}from {FACTS} import buffers_output; print(buffers_output())"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-c", look]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout == f"{held_back}\n"
-    finding = judge_terminal("a", {"SLURM_JOB_ID": "77"}, held_back=held_back)
+    finding = judge_terminal("a", {"SLURM_JOB_ID": "77"}, buffered=held_back)
     verdict, advice = (Verdict.warn, "export PYTHONUNBUFFERED=1") if held_back else (Verdict.ok, "")
     assert_finds(finding, "host.terminal", verdict, "Slurm job 77", advice)
-    assert judge_terminal("a", {}, held_back=held_back).verdict is Verdict.ok
+    assert judge_terminal("a", {}, buffered=held_back).verdict is Verdict.ok
 
 
 def test_the_probes_import_nothing_heavy():

@@ -15,8 +15,7 @@ from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache
-from hybridrl.doctor.inputs.facts import folder_facts, model_facts
-from hybridrl.doctor.inputs.files import judge_cached, judge_model
+from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_model, model_facts
 from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
@@ -24,7 +23,7 @@ from tests.data_configs import jsonl, sums
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
-FACTS = "hybridrl.doctor.inputs.facts"
+FACTS = "hybridrl.doctor.inputs.models"
 CACHE = "hybridrl.doctor.inputs.cache"
 RUN_DIRECTORY = "hybridrl.doctor.inputs.run_directory"
 HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
@@ -77,11 +76,11 @@ def test_a_cache_that_cannot_be_written_fails_unless_all_is_there(tmp_path):
     assert_finds(
         finding, "inputs.cache", Verdict.fail, f"{tmp_path}: Read-only file system", "HF_HOME"
     )
-    assert f"{HUB_MODEL} is still to be fetched" in finding.evidence
+    assert f"{HUB_MODEL} must be downloaded" in finding.evidence
     hub_cache(tmp_path)
     found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
-    assert_finds(finding, "inputs.cache", Verdict.warn, "all it needs is there", "HF_HOME")
+    assert_finds(finding, "inputs.cache", Verdict.warn, "all files that it needs exist", "HF_HOME")
 
 
 def test_what_a_cached_config_alone_lacks_are_the_weights(tmp_path):
@@ -127,7 +126,7 @@ def test_workers_that_see_another_cache_than_the_driver_are_named(tmp_path):
     found = probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, hub_cache_facts({}))
     assert_finds(finding, "inputs.cache", Verdict.warn, f"{tmp_path}/hub", "export HF_HOME=")
-    assert "workers see this, the driver sees" in finding.evidence
+    assert "; the driver uses /" in finding.evidence
 
 
 def test_equal_caches_pass(tmp_path):
@@ -169,7 +168,7 @@ def test_a_cache_at_another_commit_fails(tmp_path):
 
 @pytest.mark.parametrize(
     ("offline", "verdict", "evidence"),
-    [("0", Verdict.warn, "would be fetched first"), ("1", Verdict.fail, "HF_HUB_OFFLINE forbids")],
+    [("0", Verdict.warn, "would download it first"), ("1", Verdict.fail, "HF_HUB_OFFLINE forbids")],
 )
 def test_a_model_that_is_not_cached_is_named(tmp_path, offline, verdict, evidence):
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
@@ -228,7 +227,7 @@ def test_a_model_that_is_not_whole_fails(model, damage, evidence):
 def test_random_weights_need_no_files(model):
     (model / "model.safetensors").unlink()
     facts = folder_facts(model, needs_weights=False)
-    assert next(judge_model("mine", {"a": facts})).verdict is Verdict.ok
+    assert judge_model("mine", {"a": facts})[0].verdict is Verdict.ok
 
 
 def test_a_model_that_a_node_lacks_or_has_otherwise_is_named(model, tmp_path):
@@ -325,7 +324,7 @@ def test_a_reward_that_would_fail_is_named(
 def test_a_reward_that_is_not_there_fails(config, prompts, monkeypatch):
     monkeypatch.setattr(config.reward, "function", "nowhere.score")
     finding = check_reward("a", config, prompts)[0]
-    assert_finds(finding, "inputs.reward", Verdict.fail, "nowhere", "Mend reward.*")
+    assert_finds(finding, "inputs.reward", Verdict.fail, "nowhere", "Correct reward.*")
 
 
 def test_an_environment_answers_or_is_named(prompts):
@@ -380,7 +379,9 @@ def test_a_run_directory_that_is_not_shared_warns(tmp_path):
     nodes = two_nodes(f"mount -t tmpfs tmpfs {tmp_path}")
     finding = the(check_run_directory(nodes, f"{tmp_path}/run"), "inputs.run_directory")
     assert finding.node == "b"
-    assert_finds(finding, "inputs.run_directory", Verdict.warn, "does not see what a writes", "NFS")
+    assert_finds(
+        finding, "inputs.run_directory", Verdict.warn, "does not see files that a writes", "NFS"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

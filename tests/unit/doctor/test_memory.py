@@ -6,6 +6,7 @@ from host_cases import assert_finds, case, cgroup, probe, the
 from hybridrl.config.planner.machine import memory_limit
 from hybridrl.config.planner.memory import node_ram
 from hybridrl.doctor import memory
+from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host.gpus import Smi
 from hybridrl.doctor.memory import (
@@ -15,7 +16,6 @@ from hybridrl.doctor.memory import (
     judge_host_memory,
     parse_processes,
 )
-from hybridrl.doctor.stages import Case
 from tests.conf.composing import GPU_NODE, examined
 
 GIB = 2**30
@@ -33,7 +33,9 @@ def gpu(cpu):
     """Qwen2.5-0.5B on 8 GPUs, everything idle offloaded."""
     found = examined(OFFLOADED, machine=GPU_NODE)
     assert found.shape is not None
-    return Case(found.config, GPU_NODE, found.shape, None, OFFLOADED, cpu.agents, quick=False)
+    return CheckContext(
+        found.config, GPU_NODE, found.shape, None, OFFLOADED, cpu.agents, quick=False
+    )
 
 
 def test_this_machine_is_measured(cpu):

@@ -12,7 +12,7 @@ from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import collective as network_collective
 from hybridrl.doctor.network import rendezvous as network_rendezvous
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.network.collective_judgements import RankResult
+from hybridrl.doctor.network.collective_rules import RankResult
 
 
 def run_rank(**changes):

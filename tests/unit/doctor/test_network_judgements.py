@@ -8,8 +8,8 @@ from network_cases import view
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import address as network_address
 from hybridrl.doctor.network import bandwidth as network_bandwidth
-from hybridrl.doctor.network import choices as network_choices
 from hybridrl.doctor.network import interfaces as network_interfaces
+from hybridrl.doctor.network import nodes as network_nodes
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network import rendezvous as network_rendezvous
 from hybridrl.doctor.network.nodes import rank_zero_node
@@ -56,7 +56,7 @@ def test_an_address_that_no_interface_has_is_nat():
 def test_a_host_name_for_loopback_is_told_where_the_address_is_right():
     views = {"a": view(hosts=["127.0.1.1"]), "b": view("b", eth0="10.0.1.3/24")}
     found, _ = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
-    assert found.verdict is Verdict.ok and "takes a for 127.0.1.1" in found.evidence
+    assert found.verdict is Verdict.ok and "maps a to 127.0.1.1" in found.evidence
 
 
 def test_a_master_address_that_nodes_take_for_different_ones_fails():
@@ -93,7 +93,7 @@ def test_one_node_may_have_any_name_of_its_own_as_master_address():
     ],
 )
 def test_interface_patterns_are_nccls(spec, expected):
-    assert network_choices.matching(spec, ["eth0", "eth1", "ib0", "lo"]) == expected
+    assert network_nodes.matching(spec, ["eth0", "eth1", "ib0", "lo"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_interface_patterns_are_nccls(spec, expected):
     ],
 )
 def test_the_interface_that_nccl_takes(interfaces, expected):
-    assert network_choices.nccl_choice(view(**interfaces)) == expected
+    assert network_nodes.nccl_choice(view(**interfaces)) == expected
 
 
 def test_a_subnet_with_all_nodes_is_sound():
@@ -129,7 +129,7 @@ def test_an_interface_outside_of_the_common_subnet_is_named():
         "b": view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24"),
     }
     (found,) = network_interfaces.judge(views)
-    assert found.verdict is Verdict.warn and "NCCL would take a ib0, b ib0" in found.evidence
+    assert found.verdict is Verdict.warn and "NCCL would use a ib0, b ib0" in found.evidence
     assert "NCCL_SOCKET_IFNAME=eth0" in found.advice
 
 
@@ -138,15 +138,15 @@ def test_gloos_named_interface_outside_of_the_common_subnet_is_told():
     other = view("b", eth0="10.0.1.3/24", ib0="192.168.8.1/24", variables=nccl | gloo)
     views = {"a": view(variables=nccl), "b": other}
     (found,) = network_interfaces.judge(views)
-    assert found.verdict is Verdict.warn and "gloo would take b ib0, outside" in found.evidence
+    assert found.verdict is Verdict.warn and "gloo would use b ib0, outside" in found.evidence
     assert "NCCL would" not in found.evidence and "GLOO_SOCKET_IFNAME=eth0" in found.advice
 
 
 def judge_attempts(variables, problems):
-    """The findings where a and c try b's ib0, which NCCL takes there."""
+    """The findings where a and c try b's ib0, which NCCL uses there."""
     views = {node: view(node, eth0=f"10.0.1.{k}/24") for k, node in enumerate("abc", 2)}
     views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
-    (choice,) = network_choices.choices_of("b", views["b"], between_hosts=True)
+    (choice,) = network_nodes.choices_of("b", views["b"], between_hosts=True)
     assert (choice.interface, choice.address) == ("ib0", "10.9.0.3")
     tried = [network_interfaces.Attempt(node, choice, problems[node]) for node in problems]
     addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
@@ -157,7 +157,7 @@ def judge_attempts(variables, problems):
     ("variables", "verdict", "says"),
     [
         ({"NCCL_SOCKET_IFNAME": "ib"}, Verdict.fail, "NCCL_SOCKET_IFNAME=ib: ib0 of b"),
-        ({}, Verdict.warn, "NCCL takes ib0 by itself: ib0 of b"),
+        ({}, Verdict.warn, "NCCL uses ib0 by default: ib0 of b"),
     ],
 )
 def test_an_interface_that_nobody_reaches_fails_where_it_is_named(variables, verdict, says):

@@ -15,7 +15,12 @@ from hybridrl.controller.ray.node_calls import LocalAgents
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network.ports import Attempt
-from hybridrl.doctor.network.ray import ports_in, running_services, service_ports, worker_ports
+from hybridrl.doctor.network.ray_ports import (
+    ports_in,
+    running_services,
+    service_ports,
+    worker_ports,
+)
 from hybridrl.doctor.network.server import Opened, Target, close_ports, open_ports, reach
 
 ADDRESS = "127.0.0.7"

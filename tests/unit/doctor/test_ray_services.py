@@ -14,8 +14,8 @@ from hybridrl.controller.ray.node_probes import RayAgents
 from hybridrl.controller.ray.probe import ClusterView, NodeState, Reply
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray.facts import RayFacts, ray_facts
-from hybridrl.doctor.ray.judgements import judge_reachable, judge_tokens, judge_versions, judge_view
-from hybridrl.doctor.ray.services import examine
+from hybridrl.doctor.ray.rules import judge_reachable, judge_tokens, judge_versions, judge_view
+from hybridrl.doctor.ray.stage import examine
 
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")
@@ -165,5 +165,5 @@ def test_other_nodes_are_not_taken_for_granted(monkeypatch, wanted, verdict):
     (nodes,) = [one for one in found if one.check == "ray.nodes"]
     assert nodes.verdict is verdict
     if verdict is Verdict.fail:
-        assert nodes.evidence == "1 of cluster.nodes=2 looked at: RAY_ADDRESS is not set"
+        assert nodes.evidence == "1 of cluster.nodes=2 examined: RAY_ADDRESS is not set"
         assert "RAY_ADDRESS=" in nodes.advice and "--join" in nodes.advice

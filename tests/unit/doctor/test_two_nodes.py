@@ -11,16 +11,14 @@ from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, of, req
 from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import call_all
 from hybridrl.doctor import memory
 from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host import stage as host
-from hybridrl.doctor.host.stage import heard
 from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.facts import model_facts
-from hybridrl.doctor.inputs.files import judge_model
+from hybridrl.doctor.inputs.models import judge_model, model_facts
 from hybridrl.doctor.inputs.run_directory import check_run_directory
-from hybridrl.doctor.joined import JoinedAgents
+from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
 
@@ -57,7 +55,7 @@ def nodes(tmp_path_factory, home):
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NCCL_ALGO", "Ring")
-                with JoinedAgents(address, 2, timeout_s=30) as agents:
+                with joined_probes(address, 2, timeout_s=30) as agents:
                     yield agents
             assert node.wait(10) == 0
         finally:
@@ -133,14 +131,16 @@ def test_its_other_cache_is_named_with_what_differs_there(nodes, home, tmp_path,
     evidence = f"{home}/hub (owner"
     *_, elsewhere = [f for f in of(findings, "inputs.cache") if f.node == nodes.nodes[1]]
     assert_finds(elsewhere, "inputs.cache", Verdict.warn, evidence, "export HF_HOME=")
-    assert f"the driver sees {tmp_path}/hub" in elsewhere.evidence
+    assert f"the driver uses {tmp_path}/hub" in elsewhere.evidence
     failed = {(f.check, f.node) for f in findings if f.verdict is Verdict.fail}
     assert failed == {("inputs.cache_contents", nodes.nodes[1])}
 
 
 def test_it_has_the_same_model_cache_and_folder(nodes, tmp_path):
     caches = inputs.check(case(agents=nodes, quick=True))
-    models = judge_model("embedded", heard("x", call_all(nodes, model_facts, "embedded", True))[0])
+    models = judge_model(
+        "embedded", gather(nodes, "inputs.model", model_facts, "embedded", True)[0]
+    )
     for of_each in (caches, [*models]):
         assert {(f.node, f.verdict) for f in of_each} == {(n, Verdict.ok) for n in nodes.nodes}
     (shared,) = check_run_directory(nodes, str(tmp_path))

@@ -13,7 +13,7 @@ from hybridrl.config.planner.memory import node_ram
 from hybridrl.controller.ray.node_calls import Answer, NodeIdentity
 from hybridrl.controller.ray.node_probes import RayNode, rooms
 from hybridrl.doctor import memory
-from hybridrl.doctor.demand import may_get
+from hybridrl.doctor.context import max_ranks
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.host.facts import host_facts
@@ -102,7 +102,7 @@ def test_a_head_without_gpus_is_held_to_nothing_that_ranks_need(uneven):
     found = host.check(with_head) + memory.check(with_head)
     assert {f.verdict for f in found} == {Verdict.ok, Verdict.skipped}
     evidence = {f.check: f.evidence for f in found if f.node == "head"}
-    assert evidence["host.gpus"] == "no rank of the run comes here"
+    assert evidence["host.gpus"] == "no rank of the run is placed here"
     assert "needs 1.5 GiB of RAM here (0 x" in evidence["memory.host"]
 
 
@@ -125,8 +125,8 @@ def test_a_node_that_lacks_gpus_for_its_own_ranks_fails():
         ([4], {"a": 0, "b": 0}, {"a": 4, "b": 0}),
     ],
 )
-def test_nodes_may_get_what_leaves_room_for_the_rest(wanted, there, expected):
-    assert may_get(wanted, there) == expected
+def test_nodes_max_ranks_what_leaves_room_for_the_rest(wanted, there, expected):
+    assert max_ranks(wanted, there) == expected
 
 
 def ray_node(cpus, gpus):

@@ -5,8 +5,7 @@ from host_cases import case
 
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.findings import Verdict, fail, ok
-from hybridrl.doctor.spare import cover
-from hybridrl.doctor.stages import run_stages
+from hybridrl.doctor.stages import cover, run_stages
 from tests.run_configs import run_config
 
 
@@ -59,7 +58,7 @@ def test_a_warning_says_that_the_run_can_do_without():
         case(config=config, agents=Named("a", "b")), [(Stage.host, lambda _: [broken("b")])]
     )
     (finding,) = next(reports).findings
-    assert finding.evidence == "it is broken; the run finds room without b"
+    assert finding.evidence == "it is broken; the run fits without b"
     assert finding.advice.startswith("Mend it. ") and "`ray stop` there" in finding.advice
 
 

@@ -1,0 +1,128 @@
+"""Run and nodes under examination, with the number of ranks that each node may get."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.load import Examined
+from hybridrl.config.planner.machine import Machine, local_machine
+from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.ray.node_calls import Agents, call_all
+
+MACHINE_TIMEOUT_S = 60.0
+RAY_AGENTS = "hybridrl.controller.ray.node_probes"
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """Input of every stage.
+
+    Attributes:
+        config: of the run, checked and resolved.
+        machine: nodes that the run may use.
+        shape: sizes of the model.
+        reward_shape: sizes of the reward model; None without one.
+        overrides: of the command line, for the last stage.
+        agents: the nodes.
+        quick: skip every check that takes seconds.
+        config_dir: folder of the user's own config groups.
+        unfit: nodes with a failure in an earlier stage that the run does not need.
+    """
+
+    config: RunConfig
+    machine: Machine
+    shape: ModelShape
+    reward_shape: ModelShape | None
+    overrides: Sequence[str]
+    agents: Agents
+    quick: bool
+    config_dir: str | None = None
+    unfit: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        result: Examined,
+        machine: Machine,
+        overrides: Sequence[str],
+        agents: Agents,
+        *,
+        quick: bool,
+        config_dir: str | None = None,
+    ) -> "CheckContext":
+        """Return the context of a config that has passed its checks."""
+        shape, reward_shape = result.shape, result.reward_shape
+        assert shape is not None
+        return cls(
+            result.config, machine, shape, reward_shape, overrides, agents, quick, config_dir
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Run with hardware=gpu."""
+        return self.config.hardware.accelerator is Accelerator.gpu
+
+    @cached_property
+    def capacity(self) -> dict[str, int]:
+        """Number of requested ranks that fit on each node."""
+        found = capacities(self.agents, self.config)
+        return found | dict.fromkeys(self.unfit, 0)
+
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """Largest number of ranks that each node may get; 0: none."""
+        return max_ranks(slots_on_nodes(self.config), self.capacity)
+
+
+def capacities(agents: Agents, config: RunConfig) -> dict[str, int]:
+    """Return the number of requested ranks that fit on each node.
+
+    Counts what Ray may grant, or without Ray the GPUs.
+    """
+    wanted = slots_on_nodes(config)
+    on_gpu = config.hardware.accelerator is Accelerator.gpu
+    if RAY_AGENTS in sys.modules:  # otherwise `agents` are not Ray's, and Ray may be missing
+        from hybridrl.controller.ray.node_probes import RayAgents
+
+        if isinstance(agents, RayAgents):
+            return agents.rooms(wanted, on_gpu=on_gpu)
+    if not on_gpu or len(set(wanted)) == 1:
+        return dict.fromkeys(agents.nodes, max(wanted))
+    answers = call_all(agents, local_machine, timeout_s=MACHINE_TIMEOUT_S)
+    gpus = {node: 0 if a.error else len(a.value.gpus) for node, a in answers.items()}
+    return {
+        node: max((slots for slots in wanted if slots <= count), default=0)
+        for node, count in gpus.items()
+    }
+
+
+def fits(wanted: Iterable[float], capacity: Iterable[float]) -> bool:
+    """Return True if the nodes can hold these ranks, largest demand on the largest node."""
+    largest, demand = sorted(capacity, reverse=True), sorted(wanted, reverse=True)
+    return len(largest) >= len(demand) and all(
+        has >= slots for has, slots in zip(largest, demand, strict=False)
+    )
+
+
+def max_ranks(wanted: Sequence[int], capacity: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest number of ranks that each node may get, from those wanted on nodes.
+
+    Ray chooses where several fit. If the ranks do not fit, the largest nodes get the most.
+    """
+    demand = sorted(wanted, reverse=True)
+    if not fits(wanted, capacity.values()):
+        largest = sorted(capacity, key=lambda node: -capacity[node])
+        return dict.fromkeys(capacity, 0) | dict(zip(largest, demand, strict=False))
+    found = dict.fromkeys(capacity, 0)
+    for node in capacity:
+        others = [has for other, has in capacity.items() if other != node]
+        for index, slots in enumerate(demand):
+            rest = demand[:index] + demand[index + 1 :]
+            if slots <= capacity[node] and fits(rest, others):
+                found[node] = slots
+                break
+    return found

@@ -1,0 +1,193 @@
+"""Rules for the limits and free space of a node."""
+
+from collections.abc import Mapping
+
+from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.memory import MIB, gib
+from hybridrl.config.schema import RunConfig
+from hybridrl.controller.processes import STORE_BYTES
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    apply,
+    fail,
+    fails_if,
+    first,
+    severity,
+    warns_if,
+)
+from hybridrl.doctor.host.cgroup import CgroupFacts
+from hybridrl.doctor.host.facts import DiskSpace, HostFacts, Temporary, Ulimits
+
+# Ray's smallest object store, plus the shared memory of NCCL and vLLM.
+SHM_NEEDED = 200 * MIB
+# The store gets at most half of the free shared memory (controller/ray/runtime.py).
+STORE_SHARE = 2
+# Ray raises its number of open files to the first, and warns below the second
+# (ray/_private/worker.py); a Ray of one node has some hundred sockets open.
+RAY_OPEN_FILES, FEW_OPEN_FILES, TOO_FEW_OPEN_FILES = 65536, 8192, 1024
+# Threads of Ray on a node, and of a worker with torch, vLLM and NCCL.
+RAY_THREADS, THREADS_EACH = 1024, 256
+TOO_FEW_THREADS = 256
+# Share of a cgroup's memory.
+NEARLY_FULL = 0.9
+TEMPORARY_NEEDED = 1024 * MIB
+# A socket's path has at most 107 bytes; multiprocessing appends
+# pymp-xxxxxxxx/listener-xxxxxxxx.
+LONGEST_TEMPORARY = 107 - 33
+MORE_SHM = (
+    "Docker: docker run --shm-size=16g (or --ipc=host); Kubernetes: mount an emptyDir with "
+    "medium: Memory at /dev/shm; elsewhere: mount -o remount,size=16G /dev/shm. Files of dead "
+    "runs: ls -l /dev/shm"
+)
+
+
+def judge_limits_of_nodes(
+    facts: Mapping[str, HostFacts], config: RunConfig, slots_on: Mapping[str, int]
+) -> list[Finding]:
+    """Judge shared memory, ulimits, cgroups and temporary folders of each node."""
+    found: list[Finding] = []
+    for node, fact in facts.items():
+        slots = slots_on[node]
+        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots else ()
+        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
+        found += judge_ulimits(node, fact.limits, slots, infiniband)
+        found += judge_cgroup(node, fact.cgroup, fact.cores, slots)
+        found += judge_temporary(node, fact.temporary)
+    return found
+
+
+def judge_shm(node: str, space: DiskSpace | None, accelerator: Accelerator) -> Finding:
+    """Judge host.shm."""
+    if space is None:
+        return fail("host.shm", node, "there is no /dev/shm", MORE_SHM)
+    wanted = STORE_BYTES[accelerator]
+    has = f"/dev/shm has {gib(space.free)} free of {gib(space.total)}"
+    store = gib(space.free / STORE_SHARE)
+    rules: list[Rule] = [
+        (
+            fails_if(space.free < SHM_NEEDED),
+            f"{has}; Ray's object store, NCCL and vLLM need {gib(SHM_NEEDED)}",
+            MORE_SHM,
+        ),
+        (
+            warns_if(space.free < STORE_SHARE * wanted),
+            f"{has}; Ray's object store gets {store} of it and wants {gib(wanted)}",
+            MORE_SHM,
+        ),
+    ]
+    return first("host.shm", node, rules, has)
+
+
+def judge_ulimits(
+    node: str, limits: Ulimits, slots: int, infiniband: tuple[str, ...]
+) -> list[Finding]:
+    """Judge host.limits of a node with this number of ranks and these InfiniBand devices."""
+    soft, hard, locked, threads = ("unlimited" if value is None else str(value) for value in limits)
+    files = limits.open_files or RAY_OPEN_FILES
+    may = RAY_OPEN_FILES if limits.open_files_hard is None else limits.open_files_hard
+    files = max(files, min(may, RAY_OPEN_FILES))
+    locked = "unlimited" if limits.locked_bytes is None else gib(limits.locked_bytes)
+    rules: list[Rule] = [
+        (
+            severity(files < TOO_FEW_OPEN_FILES, files < FEW_OPEN_FILES),
+            f"{files} files may be open (ulimit -n {soft}, hard {hard}); Ray needs at least "
+            f"{FEW_OPEN_FILES}",
+            f"ulimit -n {RAY_OPEN_FILES}; docker run --ulimit nofile={RAY_OPEN_FILES}; Slurm: "
+            "LimitNOFILE in slurmd.service; elsewhere: nofile in /etc/security/limits.conf",
+        ),
+        (
+            _too_few_threads(limits.threads, slots),
+            f"{threads} processes and threads (ulimit -u); Ray and {slots} workers have about "
+            f"{_threads_of(slots)}",
+            "ulimit -u unlimited; Slurm: LimitNPROC=infinity in slurmd.service; elsewhere: nproc "
+            "in /etc/security/limits.conf",
+        ),
+        (
+            fails_if(bool(infiniband) and limits.locked_bytes is not None),
+            f"locked memory is limited to {locked} (ulimit -l); NCCL registers its buffers with "
+            f"{', '.join(infiniband)}",
+            "docker run --ulimit memlock=-1; Slurm: LimitMEMLOCK=infinity in slurmd.service; "
+            "elsewhere: '* - memlock unlimited' in /etc/security/limits.conf",
+        ),
+    ]
+    passed = f"open files {soft} (hard {hard}), locked memory {locked}, threads {threads}"
+    return apply("host.limits", node, rules, passed)
+
+
+def _threads_of(slots: int) -> int:
+    return RAY_THREADS + slots * THREADS_EACH
+
+
+def _too_few_threads(left: int | None, slots: int) -> Verdict | None:
+    return None if left is None else severity(left < TOO_FEW_THREADS, left < _threads_of(slots))
+
+
+def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[Finding]:
+    """Judge host.cgroup of a node with this number of usable cores and ranks."""
+    rules: list[Rule] = []
+    used = "no limit of memory"
+    if memory := facts.memory:
+        used = f"{gib(memory.used)} of {gib(memory.limit)} of memory used"
+        rules.append(
+            (
+                warns_if(memory.used > NEARLY_FULL * memory.limit),
+                f"{gib(memory.used)} of the {gib(memory.limit)} that {memory.group} allows are "
+                "used; the kernel kills processes above it",
+                "End other processes, or ask for more: Slurm: sbatch --mem=0; docker run "
+                "--memory=...; Kubernetes: resources.limits.memory",
+            )
+        )
+    usable = cores if facts.cores is None else min(facts.cores, cores)
+    why = f"cpuset or affinity: {cores} cores"
+    if usable < cores:
+        why = f"CPU quota: {usable:g} of {cores} cores"
+    rules.append(
+        (
+            warns_if(usable < slots),
+            f"{why}, for {slots} worker processes and those of Ray",
+            "Slurm: sbatch --cpus-per-task=...; docker run --cpus=...; Kubernetes: "
+            "resources.limits.cpu; or lower cluster.gpus_per_node",
+        )
+    )
+    if threads := facts.threads:
+        rules.append(
+            (
+                _too_few_threads(threads.left, slots),
+                f"{threads.group} allows {threads.limit} processes and threads, {threads.used} "
+                f"exist; Ray and {slots} workers have about {_threads_of(slots)}",
+                "docker run --pids-limit=-1; Slurm: TasksMax=infinity in slurmd.service; "
+                "Kubernetes: podPidsLimit of the kubelet",
+            )
+        )
+    quota = "no CPU quota" if facts.cores is None else f"CPU quota {facts.cores:g}"
+    return apply("host.cgroup", node, rules, f"{used}, {quota}, {cores} cores")
+
+
+def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
+    """Judge host.temporary."""
+    rules: list[Rule] = []
+    for (path, _, free), error in folders:
+        length = len(path.encode())
+        rules += [
+            (
+                fails_if(bool(error)),
+                f"no file can be written in {path}: {error}",
+                f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder",
+            ),
+            (
+                warns_if(not error and free < TEMPORARY_NEEDED),
+                f"{path} has {gib(free)} free; logs, spilled objects and compiled kernels need "
+                f"{gib(TEMPORARY_NEEDED)}",
+                f"Delete old files there (du -xsh {path}/*), or set TMPDIR to a larger local disk",
+            ),
+            (
+                fails_if(length > LONGEST_TEMPORARY),
+                f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
+                f"{LONGEST_TEMPORARY}",
+                "Set TMPDIR to a shorter path: export TMPDIR=/tmp",
+            ),
+        ]
+    free_in = ", ".join(f"{gib(f.space.free)} free in {f.space.folder}" for f in folders)
+    return apply("host.temporary", node, rules, free_in)
