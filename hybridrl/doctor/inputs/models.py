@@ -12,7 +12,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.doctor.findings import Finding, Rule, Verdict, fails_if, first
 from hybridrl.models import smollm2
-from hybridrl.models.fingerprint import fingerprint
+from hybridrl.models.file_hashes import fingerprint
 from hybridrl.models.resolve import EMBEDDED, absolute_path, plain_folder
 
 CONFIG = "config.json"
