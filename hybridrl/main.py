@@ -41,7 +41,7 @@ from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.command.provenance import Given, given_keys, recipe_files
+from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -134,7 +134,9 @@ def run(cfg: DictConfig) -> float:
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    given = given_keys(overrides, recipe_files(state.runtime.choices, state.runtime.config_sources))
+    provenance = provenance_of(
+        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
+    )
     in_sweep = state.mode == RunMode.MULTIRUN
     setup = SetupTimes(time.time() if in_sweep else program_start())
     if not cfg.run.dry:  # first of all: what does not fit breaks the imports of the other checks
@@ -142,7 +144,7 @@ def run(cfg: DictConfig) -> float:
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
     machine = look()
     # A sweep over the cause of an idle key is no mistake: there it is only a warning.
-    result = examined(cfg, machine, Given() if in_sweep else given)
+    result = examined(cfg, machine, Provenance() if in_sweep else provenance)
     key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
     if problem := auto_problem(result.config, state.overrides.hydra, key):
         result.report.add(problem)
@@ -150,7 +152,7 @@ def run(cfg: DictConfig) -> float:
         check_data(result)
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
     if in_sweep:
-        for text in effect_problems(config, given):
+        for text in effect_problems(config, provenance):
             log.warning("%s", text)
     assert shape is not None
     if config.run.dry:
@@ -196,7 +198,7 @@ def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
         return []
     guard_logging(config_secrets(found.cfg))
     try:
-        result = examined(found.cfg, look(), given_keys(found.overrides, []))
+        result = examined(found.cfg, look(), provenance_of(found.overrides, []))
     except ConfigError as error:
         return error.problems
     look_at_data(result)

@@ -15,7 +15,7 @@ from hybridrl.config.command.command_line import (
     precompose,
     quoted,
 )
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine, local_machine
@@ -68,9 +68,9 @@ def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
     return precompose(line, conf_dir())
 
 
-def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
+def examined(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:
     """All checks of a composed config, but for the data's."""
-    result = examine(cfg, machine=machine, read_model=read_model_config, given=given)
+    result = examine(cfg, machine=machine, read_model=read_model_config, provenance=provenance)
     if result.reward_shape is not None and result.report.usable(["model.path"]):
         config = result.config
         for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):

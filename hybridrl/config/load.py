@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
@@ -48,7 +48,7 @@ def examine(
     *,
     machine: Machine,
     read_model: Callable[[str], dict[str, Any]],
-    given: Given,
+    provenance: Provenance,
     checks: Checks = run_checks,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
@@ -57,7 +57,7 @@ def examine(
         cfg: as Hydra composed it, links unresolved.
         machine: what the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
-        given: which keys were set by hand.
+        provenance: which keys were set by hand.
         checks: of the typed config; a run's unless others are given.
     """
     report = Report()
@@ -68,7 +68,7 @@ def examine(
     derive(config, machine, report)
     shape = _shape(config, read_model, report)
     reward_shape = _reward_shape(config, read_model, report)
-    checks(config, machine, shape, reward_shape, given, report)
+    checks(config, machine, shape, reward_shape, provenance, report)
     return Examined(config, shape, reward_shape, report)
 
 

@@ -19,7 +19,7 @@ from hybridrl.config.checks.kl import kl_problems
 from hybridrl.config.checks.lora import lora_problems
 from hybridrl.config.checks.memory import memory_problems, offload_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
@@ -168,7 +168,9 @@ EFFECT_NEEDS = (
     TP,
 )
 
-Checks = Callable[[RunConfig, Machine, ModelShape | None, ModelShape | None, Given, Report], None]
+Checks = Callable[
+    [RunConfig, Machine, ModelShape | None, ModelShape | None, Provenance, Report], None
+]
 
 
 def run_checks(
@@ -176,7 +178,7 @@ def run_checks(
     machine: Machine,
     shape: ModelShape | None,
     reward_shape: ModelShape | None,
-    given: Given,
+    provenance: Provenance,
     report: Report,
 ) -> None:
     """Add every problem of a typed config to `report`.
@@ -186,7 +188,7 @@ def run_checks(
         machine: what the run may use.
         shape: the model's; None where it could not be read, which the caller has reported.
         reward_shape: the reward model's, likewise; None also where there is none.
-        given: which keys were set by hand.
+        provenance: which keys were set by hand.
         report: takes the problems; its broken keys decide which checks can be run.
     """
     _check_estimator(config, report)
@@ -194,7 +196,7 @@ def run_checks(
     found = [
         *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
         *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
-        *_applicable(report, [(effect_problems(config, given), EFFECT_NEEDS)]),
+        *_applicable(report, [(effect_problems(config, provenance), EFFECT_NEEDS)]),
         *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
     ]
     if shape is not None:
@@ -213,7 +215,7 @@ def run_evaluation_checks(
     machine: Machine,
     shape: ModelShape | None,
     reward_shape: ModelShape | None,
-    given: Given,
+    provenance: Provenance,
     report: Report,
 ) -> None:
     """Add every problem that an evaluation would have to `report`; as `run_checks`."""

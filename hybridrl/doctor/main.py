@@ -22,7 +22,7 @@ from hybridrl.app.compose import composed, examined
 from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.config.checks.installation import ray_problem, ray_version
 from hybridrl.config.command.command_line import CommandLine, parse_argv
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
@@ -148,7 +148,7 @@ def _case(overrides: list[str], agents: Agents) -> Case:
     # Nodes that are missing are for the stage ray to find; here they are like the others.
     missing = max(0, int(found.cfg.cluster.nodes) - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
-    result = examined(found.cfg, machine, given_keys(found.overrides, []))
+    result = examined(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     return Case.of(

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.app.launch import look_at_data
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
@@ -264,7 +264,9 @@ def test_any_key_may_be_garbage_without_hiding_the_others():
     for key in leaves(tree):
         broken = copy.deepcopy(cfg)
         OmegaConf.update(broken, key, "gar-bage", merge=False)
-        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        result = examine(
+            broken, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance()
+        )
         found = result.report.problems
         expected = "eval_files = gar-bage" if key == "data.eval_files" else "/nowhere.jsonl"
         assert any(expected in problem for problem in found), (key, found)
@@ -277,7 +279,9 @@ def test_any_section_may_be_missing_without_a_crash():
     for section in cfg:
         broken = copy.deepcopy(cfg)
         del broken[section]
-        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        result = examine(
+            broken, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance()
+        )
         assert any(section in problem for problem in result.report.problems), section
 
 
@@ -502,5 +506,5 @@ def test_examine_leaves_the_composed_config_as_it_was():
     """Sweeps compose each job anew, but callers may keep theirs."""
     cfg = composed(["hardware=cpu"])
     before = OmegaConf.to_yaml(cfg)
-    examine(cfg, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+    examine(cfg, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance())
     assert isinstance(cfg, DictConfig) and OmegaConf.to_yaml(cfg) == before

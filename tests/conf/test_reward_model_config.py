@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hybridrl.config.checks.reward_model import reward_model_shape
 from hybridrl.config.command.command_line import parse_argv, precompose
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
@@ -32,7 +32,7 @@ def with_reward_model(*overrides, machine=LAPTOP, policy=TINY, **changes):
         composed(overrides),
         machine=machine,
         read_model=lambda path: files.get(path, policy),
-        given=given_keys(overrides, []),
+        provenance=provenance_of(overrides, []),
     )
 
 

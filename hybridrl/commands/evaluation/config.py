@@ -16,7 +16,7 @@ from hybridrl.checkpoint.find import Found
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
@@ -92,7 +92,7 @@ def evaluation_config(
         found.cfg,
         machine=machine,
         read_model=read_model_config,
-        given=given_keys(found.overrides, []),
+        provenance=provenance_of(found.overrides, []),
         checks=run_evaluation_checks,
     )
     weights = () if subject.checkpoint else stored_weight_problems(result, on_hub=False)

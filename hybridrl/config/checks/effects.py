@@ -10,7 +10,7 @@ from hybridrl.config.choices import (
     Layout,
     LRSchedule,
 )
-from hybridrl.config.command.provenance import Given, Source
+from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
 from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
 from hybridrl.config.planner.layout import is_nested
@@ -34,16 +34,16 @@ class Idle(NamedTuple):
     remedy: str
 
 
-def effect_problems(config: RunConfig, given: Given) -> Iterator[str]:
+def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
     """The keys set by hand that have no effect.
 
     A recipe's keys are let pass when the command line took their effect away: switching a part of
     a recipe off needs no other change.
     """
     for idle in _idle(config):
-        for key in sorted({found for prefix in idle.keys for found in given.under(prefix)}):
-            source = given.source(key)
-            if source >= Source.recipe and source >= given.source(idle.cause):
+        for key in sorted({found for prefix in idle.keys for found in provenance.under(prefix)}):
+            source = provenance.source(key)
+            if source >= Source.recipe and source >= provenance.source(idle.cause):
                 yield (
                     f"{key} is set but has no effect with {idle.text}.\n"
                     f"Remove {key}, or {idle.remedy}."
