@@ -6,41 +6,8 @@ from typing import Any, NamedTuple
 
 from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
+from hybridrl.config.schema_keys import is_free
 
-# Keys and sections that decide where and how fast a run goes, what it shows and what it keeps, but
-# not what is computed, up to rounding.
-FREE = frozenset(
-    {
-        *("resume", "run", "hardware", "cluster", "placement", "eval", "tracking", "doctor"),
-        # Where models lie; the files there are compared instead.
-        *("model.path", "reward_model.model.path"),
-        "checkpoint",
-        "actor.log_prob_chunk_tokens",
-        "actor.max_tokens_per_gpu",
-        "ref.log_prob_chunk_tokens",
-        "reward.num_processes",
-        "reward.timeout_s",
-    }
-)
-FREE_FSDP = frozenset(
-    {
-        *("dp_shard", "dp_replicate", "reshard_after_forward", "activation_checkpointing"),
-        *("accumulation", "layout", "tensor_parallel_size", "columns", "ulysses_size", "offload"),
-        "compile",
-    }
-)
-FREE_ROLLOUT = frozenset(
-    {
-        *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mb", "max_num_seqs"),
-        *("enforce_eager", "sleep", "reshard_bucket_mb", "verify_reshard"),
-    }
-)
-FREE_TRAINER = frozenset(
-    {
-        *("total_steps", "samples_every_steps", "save_final_model", "max_log_prob_diff"),
-        *("max_skipped_steps", "max_restarts", "profile_steps"),
-    }
-)
 # Keys that are the first one's value unless they are set: told only where they differ from it.
 FOLLOWING = {
     "seed": ("model.seed", "rollout.seed"),
@@ -48,7 +15,6 @@ FOLLOWING = {
 }
 # Of a model's files so many are named.
 MAX_FILES_SHOWN = 3
-_FREE_IN = {"fsdp": FREE_FSDP, "rollout": FREE_ROLLOUT, "trainer": FREE_TRAINER}
 
 
 class Change(NamedTuple):
@@ -128,10 +94,10 @@ def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _matters(key: str, config: Mapping[str, Any]) -> bool:
-    section, _, rest = key.partition(".")
-    if key in FREE or section in FREE or rest in _FREE_IN.get(section, ()):
+    if is_free(key):
         return False
-    if rest == "total_steps":  # the learning rate is laid out over it, unless it is constant
+    section, _, rest = key.partition(".")
+    if rest == "total_steps":  # the length of a schedule that is not constant
         return config.get(f"{section}.optim.schedule") != "constant"
     if key == "data.curriculum_steps":
         return config.get("data.curriculum") is not None

@@ -1,8 +1,9 @@
 """The types of conf/data. Defaults and comments stand in the YAML."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from hybridrl.config.annotations import at_least_one, at_least_zero
 from hybridrl.config.choices import Repeated, TooLongPrompts
 
 # What each data set of a mixture has for itself.
@@ -38,14 +39,14 @@ class DataConfig:
     eval_files: Any
     prompt_key: str
     answer_key: str
-    num_eval_problems: int | None
+    num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems")]
     system_prompt: str | None
-    few_shot: int
+    few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
     solution_key: str | None
     too_long_prompts: TooLongPrompts
     duplicates: Repeated
     held_out_overlap: Repeated
     curriculum: str | None
-    curriculum_steps: int
-    prompts_per_step: int
+    curriculum_steps: Annotated[int, at_least_one("it is the length of the curriculum")]
+    prompts_per_step: Annotated[int, at_least_one("a step needs prompts")]
     mixture: dict[str, MixturePart]

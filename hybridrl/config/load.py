@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
-from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.typed import Builder, circular_links, element_class, optional_class
+from hybridrl.config.schema_keys import RANGES, is_read, known_keys
+from hybridrl.config.typed import Builder, circular_links, optional_class
 from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.validate import Checks, run_checks
 
@@ -147,65 +147,6 @@ def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.Role
     return classes
 
 
-def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
-    """All keys of the composed config and of the roles' dataclasses that something reads."""
-    tree = _raw_tree(cfg)
-    composed = [key for key in leaves(tree) if _is_read(key)]
-    roles = dict(zip(BUILT_IN, role_classes, strict=True))
-    return sorted({*composed, *_fields(RunConfig, "", roles, tree)})
-
-
-def _fields(
-    cls: type, prefix: str, roles: Mapping[str, type], tree: Mapping[Any, Any]
-) -> Iterator[str]:
-    """Dotted keys of a dataclass, but for the shared nodes of roles.
-
-    Args:
-        cls: of the section at the dotted key `prefix`.
-        roles: each role's dataclass.
-        tree: the composed section, which names the sections of mappings.
-    """
-    for name, hint in typing.get_type_hints(cls).items():
-        inner = roles[name] if cls is RunConfig and name in roles else hint
-        if prefix[:-1] in LINKS and name in LINKS[prefix[:-1]]:
-            continue
-        if dataclasses.is_dataclass(inner):
-            inside = _inside(tree, name)
-            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles, inside)
-        elif element := element_class(inner):
-            for entry in _inside(tree, name):
-                yield from _fields(element, f"{prefix}{name}.{entry}.", roles, {})
-        else:
-            yield f"{prefix}{name}"
-
-
-def _inside(tree: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """The section `name` of the tree; empty where there is none."""
-    if name in tree and isinstance(tree[name], Mapping):
-        return tree[name]
-    return {}
-
-
-def _is_read(key: str) -> bool:
-    """Whether the built-in dataclasses have `key`; mappings of plain values hold any key."""
-    cls: Any = RunConfig
-    names = iter(key.split("."))
-    for name in names:
-        if cls is RunConfig and name in BUILT_IN:
-            cls = BUILT_IN[name][1]
-            continue
-        if not dataclasses.is_dataclass(cls):
-            return True
-        types = {field.name: field.type for field in dataclasses.fields(cls)}
-        if name not in types:
-            return False
-        cls = optional_class(types[name]) or types[name]
-        if element := element_class(cls):
-            next(names, None)  # of the section, which may be any
-            cls = element
-    return True
-
-
 def _top_level_problems(cfg: DictConfig) -> list[str]:
     """Top-level keys that nothing reads; keys that other values refer to are the user's own."""
     tree = _raw_tree(cfg)
@@ -220,24 +161,24 @@ def _top_level_problems(cfg: DictConfig) -> list[str]:
                 f"Make that the first line of the file, above every other comment."
             )
         elif f"${{{name}}}" not in text and f"${{{name}." not in text:
-            known = [*ADDED_GROUPS, *(key for key in leaves(tree) if _is_read(key))]
+            known = [*ADDED_GROUPS, *(key for key in leaves(tree) if is_read(key))]
             problems += nothing_reads(str(name), tree[name], known)
     return problems
 
 
 def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
-    """Numbers out of range; a role's link to a number is checked where the number stands."""
-    values = {}
-    for key in RANGES:
+    """Report numbers out of range; a role's link to a number is checked where the number is set."""
+    for key, allowed in RANGES.items():
         parent, _, name = key.rpartition(".")
         node = _at(cfg, parent) if parent else cfg
         linked = (
             isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
         )
-        if node is not None and report.usable([key]) and not linked:
-            values[key] = _follow(vars(config), key)
-    for key, problem in range_problems(values):
-        report.add(problem, broken=key)
+        if node is None or linked or not report.usable([key]):
+            continue
+        value = _follow(vars(config), key)
+        if value is not None and (problem := allowed.problem(key, value)):
+            report.add(problem, broken=key)
 
 
 def _shape(

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.algorithm_schema import LossConfig
+from hybridrl.config.annotations import Range
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
-from hybridrl.config.ranges import Range
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.importing import check_import
 

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator
 
+from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.checks.resources import file_problems
 from hybridrl.config.data_schema import MixturePart
-from hybridrl.config.ranges import LARGEST_COUNT
 from hybridrl.config.schema import RunConfig
 
 # Names stand in metrics and in config keys.

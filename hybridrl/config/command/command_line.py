@@ -23,7 +23,7 @@ from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reaso
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
-from hybridrl.config.load import known_keys
+from hybridrl.config.schema_keys import known_keys
 from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
 
 CONFIG_NAME = "config"

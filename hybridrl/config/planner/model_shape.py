@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.ranges import LARGEST_COUNT
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 # Keys that every config.json of these models has.
