@@ -267,7 +267,7 @@ class TrainerConfig:
     samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
     save_final_model: Annotated[bool, FREE]
     max_skipped_steps: Annotated[
-        int, at_least_one("0 would end the run at the first skipped step"), FREE
+        int, at_least_one("1 ends the run at the first skipped step"), FREE
     ]
     max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
     profile_steps: Annotated[
