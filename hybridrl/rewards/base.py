@@ -57,7 +57,7 @@ class Reward(Protocol):
 
 
 class CheckedReward:
-    """A reward with checks that run before the run does (config.classes.ChecksItself).
+    """A reward with checks that run before the run does (config.user_code.classes.ChecksItself).
 
     Args:
         function: the reward.

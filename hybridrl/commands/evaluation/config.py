@@ -21,7 +21,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.user_code.foreign_code import refuse_foreign_code
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.config.validate import run_evaluation_checks
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.tracking.manifest import HIDDEN
@@ -87,7 +87,7 @@ def evaluation_config(
         raise ConfigError(*found.problems)
     if subject.checkpoint is not None and not runs_code:
         origin = str(subject.checkpoint.folder)
-        refuse_foreign_code(_own(subject.checkpoint), origin, line.overrides, runs_judges=True)
+        refuse_untrusted_code(_own(subject.checkpoint), origin, line.overrides, runs_rewards=True)
     result = examine(
         found.cfg,
         machine=machine,

@@ -1,4 +1,4 @@
-"""A user's modules, imported by another process first: they may end it or hang."""
+"""Trial import of a user's module in a separate process: an import may exit or hang."""
 
 import functools
 import importlib
@@ -26,8 +26,7 @@ _IMPORTED = b"+"
 def check_import(key: str, path: str) -> None:
     """Raise a ConfigError unless the module of `path` ("package.module.name") can be imported.
 
-    Another process tries, as modules may end their process, kill it or hang. Those of hybridrl and
-    those that are imported already are not tried.
+    A separate process tries the import; modules of hybridrl and imported ones need no trial.
     """
     module = path.rpartition(".")[0]
     if not module or module in sys.modules or module.partition(".")[0] == "hybridrl":
@@ -36,15 +35,15 @@ def check_import(key: str, path: str) -> None:
     if problem:
         raise ConfigError(
             f"{key} = {path}, but importing {module} failed: {problem}.\n"
-            f"Modules are looked for in the current directory, PYTHONPATH and installed packages."
+            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
         )
 
 
-@functools.cache  # one that hangs is waited for once
+@functools.cache  # wait only once for a module that hangs
 def _problem(module: str, import_path: tuple[str, ...]) -> str:
-    """Why a module cannot be imported; empty if it can."""
+    """Return the reason why a module cannot be imported; empty if it can."""
     ours, theirs = os.pipe()
-    with os.fdopen(ours, "rb", buffering=0) as told:
+    with os.fdopen(ours, "rb", buffering=0) as pipe:
         arguments = [json.dumps(import_path), module, str(theirs), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, *arguments],
@@ -56,11 +55,11 @@ def _problem(module: str, import_path: tuple[str, ...]) -> str:
         )
         os.close(theirs)
         try:
-            spoke, _, _ = select.select([told], [], [], IMPORT_TIMEOUT_S)
-            text = told.read(4 * _MAX_CHARS) if spoke else b""
+            ready, _, _ = select.select([pipe], [], [], IMPORT_TIMEOUT_S)
+            text = pipe.read(4 * _MAX_CHARS) if ready else b""
         finally:
             code = end(process)
-    if not spoke:
+    if not ready:
         return f"it did not end within {IMPORT_TIMEOUT_S:g} s"
     if not text:
         return f"its process ended, {describe_exit(code)}"
@@ -73,10 +72,10 @@ def main(module: str, fd: int, parent: int) -> None:
     worker = os.getpid()
     try:
         importlib.import_module(module)
-        told = _IMPORTED
+        result = _IMPORTED
     except BaseException as error:
         text = traceback.format_exception_only(error)[-1].strip()
-        told = text[:_MAX_CHARS].encode(errors="backslashreplace")
-    if os.getpid() == worker:  # no process that the module has forked
-        os.write(fd, told)
-    os._exit(0)  # whatever threads the module has started
+        result = text[:_MAX_CHARS].encode(errors="backslashreplace")
+    if os.getpid() == worker:  # not a process that the module has forked
+        os.write(fd, result)
+    os._exit(0)  # despite threads that the module has started

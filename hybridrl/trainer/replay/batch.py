@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import typed_again
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.foreign_code import refuse_foreign_code
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs
@@ -110,7 +110,7 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
             "steps were not finite."
         ) from error
     if not runs_code:
-        refuse_foreign_code(facts["config"], str(folder))
+        refuse_untrusted_code(facts["config"], str(folder))
     return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, typed_again(facts["config"]))
 
 
