@@ -1,4 +1,4 @@
-"""The types of conf/algorithm. Defaults and comments stand in the YAML."""
+"""Types of conf/algorithm."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""What differs between the config a checkpoint was made with and the one it is resumed with."""
+"""Differences between the config of a checkpoint and that of the resuming run."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,23 +8,23 @@ from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
 from hybridrl.config.schema_keys import is_free
 
-# Keys that are the first one's value unless they are set: told only where they differ from it.
+# key -> keys that link to it by default; those are reported only if they differ from it.
 FOLLOWING = {
     "seed": ("model.seed", "rollout.seed"),
     "trainer.total_steps": ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
 }
-# Of a model's files so many are named.
+# Files named in a message.
 MAX_FILES_SHOWN = 3
 
 
 class Change(NamedTuple):
-    """A key with another value, or of a path with other files behind it.
+    """A key with another value, or a path with other files.
 
     Attributes:
         key: dotted.
-        before, now: values as plain JSON; MISSING where there is no such key.
-        matters: whether it changes what is computed, beyond rounding.
-        files: names of those that are others than before.
+        before, now: values as plain JSON; MISSING if there is no such key.
+        matters: true if results change by more than rounding.
+        files: names of the changed files.
     """
 
     key: str
@@ -50,11 +50,11 @@ def changes(
     now: Mapping[str, Any],
     files: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Change]:
-    """The keys whose values differ, those that matter first, each by name.
+    """Return the changes, those that matter first, sorted by key.
 
     Args:
         before, now: resolved configs as plain JSON.
-        files: those that are others than before, by the key of the path that they lie under.
+        files: changed files by the key of their folder's path.
     """
     old, new = _own_leaves(before), _own_leaves(now)
     differing = [
@@ -67,7 +67,7 @@ def changes(
         for leader, keys in FOLLOWING.items()
         if leader in differing and leader in old and leader in new
     }
-    told = set(differing) - {key for keys in followers.values() for key in keys}
+    reported = set(differing) - {key for keys in followers.values() for key in keys}
     found = [
         Change(
             key,
@@ -76,13 +76,13 @@ def changes(
             key in files or any(_matters(one, new) for one in (key, *followers.get(key, ()))),
             files.get(key, ()),
         )
-        for key in sorted(told)
+        for key in sorted(reported)
     ]
     return sorted(found, key=lambda change: not change.matters)
 
 
 def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves without those of shared nodes in roles, which stand where they are shared."""
+    """Return the leaves; those of shared nodes only once, outside of the roles."""
     shared = {role: LINKS[role].keys() for role in LINKS}
     own = {
         name: {key: value for key, value in section.items() if key not in shared.get(name, ())}

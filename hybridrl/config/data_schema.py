@@ -1,4 +1,4 @@
-"""The types of conf/data. Defaults and comments stand in the YAML."""
+"""Types of conf/data."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -6,17 +6,17 @@ from typing import Annotated, Any
 from hybridrl.config.annotations import at_least_one, at_least_zero
 from hybridrl.config.choices import Repeated, TooLongPrompts
 
-# What each data set of a mixture has for itself.
+# Keys of data that a mixture sets per data set instead.
 SOURCE_KEYS = ("name", "train_files", "eval_files")
 
 
 @dataclass(kw_only=True)
 class MixturePart:
-    """conf/data: one data set of the mixture. What is null is as in data itself.
+    """conf/data: one data set of the mixture; null means the value of conf/data.
 
-    Args:
-        weight: its share of the prompts, relative to the other data sets.
-        name, train_files: where it comes from; one of them.
+    Attributes:
+        weight: share of the prompts, relative to the other data sets.
+        name, train_files: source of the problems; exactly one is set.
     """
 
     weight: float
@@ -32,7 +32,7 @@ class MixturePart:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """conf/data. Files are lists of paths or one path; without a mixture `mixture` is empty."""
+    """conf/data. Files are a path or a list of paths."""
 
     name: str
     train_files: Any

@@ -1,4 +1,4 @@
-"""From the composed config to a typed, resolved RunConfig, or to every problem it has."""
+"""Loading: from the composed config to a typed, resolved RunConfig, or to all its problems."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ class Examined:
     """A config after all checks.
 
     Attributes:
-        config: typed and resolved as far as it could be; whole only if there are no problems.
-        shape: the model's sizes, where it could be read.
-        reward_shape: the reward model's, where there is one and it could be read.
+        config: typed and resolved; complete only without problems.
+        shape: the model's sizes; None if it could not be read.
+        reward_shape: the reward model's sizes; None if there is none or it could not be read.
         report: every problem, and the keys without usable values.
     """
 
@@ -54,11 +54,11 @@ def examine(
     """Type, resolve and check a composed config; collects problems instead of raising.
 
     Args:
-        cfg: as Hydra composed it, links unresolved.
-        machine: what the run may use.
+        cfg: as composed by Hydra, links unresolved.
+        machine: nodes that the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
-        provenance: which keys were set by hand.
-        checks: of the typed config; a run's unless others are given.
+        provenance: keys that the user set.
+        checks: checks of the typed config.
     """
     report = Report()
     for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
@@ -72,15 +72,15 @@ def examine(
     return Examined(config, shape, reward_shape, report)
 
 
-def typed_again(config: Mapping[str, Any]) -> RunConfig:
-    """A resolved config as dataclasses, from the plain data that a run has written of it.
+def load_resolved(config: Mapping[str, Any]) -> RunConfig:
+    """Return a resolved config as dataclasses, from the plain data that a run has written.
 
     Raises:
-        ConfigError: it is not one, or has something to resolve, which nobody wrote there.
+        ConfigError: the data has problems or unresolved values.
     """
     report = Report()
     if "${" in json.dumps(config):
-        raise ConfigError("the config has a value with ${...}, which a run resolves before.")
+        raise ConfigError("the config has a value with ${...}, expected resolved values.")
     typed = _typed(OmegaConf.create(dict(config)), report)
     if report.problems:
         raise ConfigError(*report.problems)
@@ -88,7 +88,7 @@ def typed_again(config: Mapping[str, Any]) -> RunConfig:
 
 
 def _typed(cfg: DictConfig, report: Report) -> RunConfig:
-    """The config as dataclasses, roles as their workers' own."""
+    """Return the config as dataclasses; roles with their workers' config classes."""
     classes = _role_classes(cfg, report)
     known = known_keys(cfg, classes.values())
     builder = Builder(report, known, circular_links(leaves(_raw_tree(cfg))))
@@ -119,7 +119,7 @@ def _at(cfg: DictConfig, key: str) -> Any:
 
 
 def _raw_tree(cfg: DictConfig) -> dict[Any, Any]:
-    """The config as plain data, links unresolved."""
+    """Return the config as plain data, links unresolved."""
     tree = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(tree, dict)
     return tree
@@ -134,7 +134,7 @@ def _follow(sections: dict[str, Any], target: str) -> Any:
 
 
 def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.RoleConfig]]:
-    """Each role's dataclass; the built-in one where its worker cannot be had."""
+    """Return each role's dataclass; the built-in one if its worker cannot be imported."""
     classes = {}
     for role, (_, built_in) in BUILT_IN.items():
         path = _at(cfg, f"{role}.worker")
@@ -148,7 +148,7 @@ def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.Role
 
 
 def _top_level_problems(cfg: DictConfig) -> list[str]:
-    """Top-level keys that nothing reads; keys that other values refer to are the user's own."""
+    """Find top-level keys that nothing reads; keys in links of other values are allowed."""
     tree = _raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
@@ -156,9 +156,9 @@ def _top_level_problems(cfg: DictConfig) -> list[str]:
     for name in sorted(tree.keys() - read):
         if name in ADDED_GROUPS:
             problems.append(
-                f"{name} is a section of its own, so the {name} changes nothing: its file does not "
-                f"begin with the line '# @package _global_'.\n"
-                f"Make that the first line of the file, above every other comment."
+                f"{name} is a section of its own and has no effect: its file does not begin with "
+                f"'# @package _global_'.\n"
+                f"Make that the first line of the file, above all comments."
             )
         elif f"${{{name}}}" not in text and f"${{{name}." not in text:
             known = [*ADDED_GROUPS, *(key for key in leaves(tree) if is_read(key))]
@@ -184,7 +184,7 @@ def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
 def _shape(
     config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
 ) -> ModelShape | None:
-    """The model's sizes, or None with the reason in the report."""
+    """Return the model's sizes; None, with the reason in the report, if it cannot be read."""
     if not report.usable(["model.path"]):
         return None
     try:
@@ -198,7 +198,7 @@ def _shape(
 def _reward_shape(
     config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
 ) -> ModelShape | None:
-    """The reward model's sizes, or None: there is none, or the report has the reason."""
+    """Return the reward model's sizes; None if there is none or it cannot be read."""
     if config.reward_model is None or not report.usable([REWARD_MODEL_PATH]):
         return None
     try:

@@ -1,6 +1,7 @@
-"""The typed configuration. Defaults and comments stand in conf/*.yaml only; here are types.
+"""The typed configuration: types, ranges and resume rules. Defaults and comments are in conf/.
 
-A role's worker class names its dataclass as `config_class`; a subclass of both may add keys.
+`Annotated` fields carry a Range, and FREE if a resume may change them (annotations.py). A role's
+worker class names its dataclass as `config_class`; a subclass of both may add keys.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """conf/hardware: the device, and why it was chosen."""
+    """conf/hardware: the device, and the reason for it."""
 
     accelerator: Accelerator
     reason: str
@@ -64,7 +65,7 @@ class ModelConfig:
 class FSDPConfig:
     """conf/fsdp: the one sharding spec.
 
-    dp_shard may be null before it is resolved, columns until the rollout engine has been traced.
+    dp_shard may be null before `derive`, columns until the rollout engine is traced.
     """
 
     dp_shard: Annotated[int | None, at_least_one("it counts ranks"), FREE]
@@ -84,7 +85,7 @@ class FSDPConfig:
 
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """conf/cluster. gpus_per_node may be null before it is resolved."""
+    """conf/cluster. gpus_per_node may be null before `derive`."""
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
     gpus_per_node: Annotated[
@@ -100,7 +101,7 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """conf/placement. slots_on_nodes is null where all nodes are alike."""
+    """conf/placement. slots_on_nodes is null if all nodes are alike."""
 
     slots_on_nodes: Annotated[list[int] | None, at_least_one("each node runs a process")]
     allow_straddle: bool
@@ -142,7 +143,7 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class RoleConfig:
-    """What every role has: its worker class."""
+    """Common field of all roles: the worker class."""
 
     worker: str
 
@@ -190,7 +191,7 @@ class ReferenceConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """conf/reward_model: model, a folder of its own."""
+    """conf/reward_model: model."""
 
     path: Annotated[str, FREE]
 
@@ -206,7 +207,7 @@ class RewardModelConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
-    """conf/rollout. max_num_seqs may be null before it is resolved."""
+    """conf/rollout. max_num_seqs may be null before `derive`."""
 
     model: ModelConfig
     lora: LoRAConfig | None
@@ -248,7 +249,7 @@ class RewardConfig:
 
 @dataclass(kw_only=True)
 class EnvironmentConfig:
-    """conf/environment: what answers the model between its turns."""
+    """conf/environment: answers between the model's turns."""
 
     function: str
     args: dict[str, Any]
@@ -277,7 +278,7 @@ class TrainerConfig:
 
 @dataclass(kw_only=True)
 class RuleConfig:
-    """conf/eval: one more rule by which completions are judged."""
+    """conf/eval: one more reward function for completions."""
 
     function: str
     args: dict[str, Any]
@@ -316,9 +317,10 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class SaverConfig(RoleConfig):
-    """Of the role that writes checkpoints; made in code, no section of its own.
+    """Config of the role that writes checkpoints; built in code, not a section.
 
-    `prepares`: whether it has host memory for them from the start, which takes a while on GPUs.
+    Attributes:
+        prepares: true allocates host memory at the start, which takes some time on GPUs.
     """
 
     prepares: bool
@@ -326,12 +328,10 @@ class SaverConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
+    """Config of one run, resolved: no interpolations, no nulls that mean "derive it".
 
-    Except fsdp.columns, which is known once the rollout engine has been traced.
-
-    Role sections are instances of their workers' `config_class`, which may be a user's subclass;
-    `reward_model` is None in a run without one.
+    Only fsdp.columns stays null until the rollout engine is traced. Role sections are instances of
+    their workers' `config_class`, possibly a user's subclass. Absent sections are None.
     """
 
     seed: Annotated[int, SEED]

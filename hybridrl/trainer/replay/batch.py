@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import typed_again
+from hybridrl.config.load import load_resolved
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.data.batch import RolloutBatch
@@ -111,7 +111,7 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
         ) from error
     if not runs_code:
         refuse_untrusted_code(facts["config"], str(folder))
-    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, typed_again(facts["config"]))
+    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, load_resolved(facts["config"]))
 
 
 def texts_of(replay: ReplayBatch) -> list[Texts]:
