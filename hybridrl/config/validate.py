@@ -1,7 +1,7 @@
-"""Every check of a typed config, and the keys each of them needs.
+"""All checks of a typed config, each with the keys that it reads.
 
-A check is run only where the keys it reads have usable values, so that one mistake never hides
-another and no check meets a value of the wrong type.
+A check is skipped if one of its keys has no usable value. So checks need not handle wrong types,
+and one error does not cause another message.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +132,7 @@ REWARD_MODEL = (
     "rollout.max_response_tokens",
     "fsdp.ulysses_size",
 )
-# What an evaluation must have right, too: it trains nothing.
+# Checks of evaluations, which do not train.
 OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
     sizes.mesh_problems,
     sizes.uneven_problems,
@@ -168,6 +168,7 @@ EFFECT_NEEDS = (
     TP,
 )
 
+Check = tuple[Iterable[str], tuple[str, ...]]
 Checks = Callable[
     [RunConfig, Machine, ModelShape | None, ModelShape | None, Provenance, Report], None
 ]
@@ -184,29 +185,24 @@ def run_checks(
     """Add every problem of a typed config to `report`.
 
     Args:
-        config: as far as it could be typed and resolved.
-        machine: what the run may use.
-        shape: the model's; None where it could not be read, which the caller has reported.
-        reward_shape: the reward model's, likewise; None also where there is none.
-        provenance: which keys were set by hand.
-        report: takes the problems; its broken keys decide which checks can be run.
+        config: typed and resolved as far as possible.
+        machine: nodes that the run may use.
+        shape: the model's; None if it could not be read, which is reported already.
+        reward_shape: the reward model's, likewise; None also without a reward model.
+        provenance: keys that the user set.
+        report: collects problems; its broken keys decide which checks are skipped.
     """
     _check_estimator(config, report)
     _check_loss(config, report)
-    found = [
-        *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
-        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
-        *_applicable(report, [(effect_problems(config, provenance), EFFECT_NEEDS)]),
-        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
+    checks = [
+        *_common_checks(config, machine, shape, lambda check: True),
+        (effect_problems(config, provenance), EFFECT_NEEDS),
     ]
     if shape is not None:
-        checks = [(check(config, shape), needs) for check, needs in MODEL_CHECKS]
         checks.append((memory_problems(config, shape, machine, reward_shape), MEMORY))
         if reward_shape is not None:
             checks.append((reward_shape_problems(config, shape, reward_shape), REWARD_MODEL))
-        found += _applicable(report, checks)
-    for problem in found:
-        report.add(problem)
+    _run(checks, report)
     _check_data(config, report)
 
 
@@ -218,29 +214,37 @@ def run_evaluation_checks(
     provenance: Provenance,
     report: Report,
 ) -> None:
-    """Add every problem that an evaluation would have to `report`; as `run_checks`."""
-    of_config = [pair for pair in CONFIG_CHECKS if pair[0] in OF_EVALUATIONS]
-    of_model = [pair for pair in MODEL_CHECKS if pair[0] in OF_EVALUATIONS]
-    found = [
-        *_applicable(report, ((check(config), needs) for check, needs in of_config)),
-        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
-        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
-    ]
-    if shape is not None:
-        checks = ((check(config, shape), needs) for check, needs in of_model)
-        found += _applicable(report, checks)
-    for problem in found:
-        report.add(problem)
+    """Add every problem of an evaluation's config to `report`; as `run_checks`."""
+    _run(_common_checks(config, machine, shape, OF_EVALUATIONS.__contains__), report)
     _check_data(config, report)
 
 
-def _applicable(
-    report: Report, checks: Iterable[tuple[Iterable[str], tuple[str, ...]]]
-) -> Iterator[str]:
-    """The problems of those checks whose keys are usable; generators of others are not begun."""
-    for problems, needs in checks:
-        if report.usable(needs):
-            yield from problems
+def _common_checks(
+    config: RunConfig,
+    machine: Machine,
+    shape: ModelShape | None,
+    applies: Callable[[Callable[..., Iterable[str]]], bool],
+) -> Iterator[Check]:
+    """Yield the checks of runs and evaluations, with the keys that each one reads.
+
+    Args:
+        config, machine, shape: as in `run_checks`.
+        applies: selects from CONFIG_CHECKS and MODEL_CHECKS.
+    """
+    yield from ((check(config), needs) for check, needs in CONFIG_CHECKS if applies(check))
+    yield from ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)
+    yield _reward_problems(config), ("reward", "eval.rules")
+    if shape is not None:
+        yield from (
+            (check(config, shape), needs) for check, needs in MODEL_CHECKS if applies(check)
+        )
+
+
+def _run(checks: Iterable[Check], report: Report) -> None:
+    """Add the problems of all checks whose keys are usable; other generators are not started."""
+    found = [p for problems, needs in checks if report.usable(needs) for p in problems]
+    for problem in found:
+        report.add(problem)
 
 
 def _check_loss(config: RunConfig, report: Report) -> None:
@@ -260,7 +264,7 @@ def _check_estimator(config: RunConfig, report: Report) -> None:
 
 
 def _check_data(config: RunConfig, report: Report) -> None:
-    """Note what is wrong with the sources of data; then nobody looks into them."""
+    """Check the sources of data; broken ones are not read later."""
     if report.usable(["data.mixture"]):
         for problem in mixture_problems(config):
             report.add(problem, broken="data.mixture")
@@ -280,7 +284,7 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
             yield (
                 f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
-                f"with greedy or sampled, for eval/accuracy_<name>. Rename it."
+                f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
             )
     for key, rule in functions.items():
         try:

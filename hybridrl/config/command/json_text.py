@@ -1,4 +1,4 @@
-"""JSON out of files that users name."""
+"""JSON from files of the user."""
 
 import json
 from typing import Any
@@ -7,11 +7,10 @@ from hybridrl.config.command.input_errors import reason_of
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that JSON in UTF-8 stands for.
+    """Return the value of JSON in UTF-8.
 
     Raises:
-        ValueError: there is none, and why: of text that is not JSON, of numbers that are too long
-            and of values that are nested too deeply, which json reports in four ways.
+        ValueError: it is not JSON, or a number is too long, or it is nested too deeply.
     """
     try:
         return json.loads(data.decode("utf-8-sig"))

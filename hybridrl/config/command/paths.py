@@ -1,14 +1,14 @@
-"""Paths as users write them."""
+"""Paths in configs and commands."""
 
 import os
 from pathlib import Path
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address such as https://host/file, which nothing here opens."""
+    """Return whether a path is an address such as https://host/file."""
     return "://" in path
 
 
 def expanded(path: str) -> Path:
-    """A path with ~ replaced by a home directory, where there is one."""
-    return Path(os.path.expanduser(path))  # Path.expanduser raises where there is none
+    """Return a path with ~ replaced by the home directory, if there is one."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises if there is none
