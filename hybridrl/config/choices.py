@@ -68,7 +68,7 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
-    """Layout of FSDP shards (config/planner/layout.py, distributed/layout.py)."""
+    """Layout of FSDP shards (config/planner/shard_order.py, distributed/layout.py)."""
 
     aligned = "aligned"
     plain = "plain"

@@ -23,7 +23,6 @@ from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
-from hybridrl.config.planner.layout import layout_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
@@ -60,7 +59,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
     (sizes.uneven_problems, RANKS),
     (sizes.engine_problems, (*RANKS, TP)),
-    (layout_problems, (TP, "fsdp.tensor_parallel_size")),
+    (sizes.layout_problems, (TP, "fsdp.tensor_parallel_size")),
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
     (sequences.sequence_problems, SEQUENCES),
     (sizes.mini_batch_problems, MINI_BATCHES),
@@ -137,7 +136,7 @@ OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
     sizes.mesh_problems,
     sizes.uneven_problems,
     sizes.engine_problems,
-    layout_problems,
+    sizes.layout_problems,
     sizes.port_problems,
     offload_problems,
     resources.kv_cache_problems,

@@ -1,6 +1,7 @@
 """The training mesh: axes dp_replicate and dp_shard over all ranks.
 
-A copy of the weights lies on consecutive ranks; config/planner/layout.py defines their order in it.
+A copy of the weights lies on consecutive ranks; config/planner/shard_order.py defines
+their order in it.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hybridrl.config.planner.layout import ranks_by_shard
+from hybridrl.config.planner.shard_order import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from hybridrl.config.choices import (
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
 from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
-from hybridrl.config.planner.layout import is_nested
+from hybridrl.config.planner.shard_order import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 

@@ -18,7 +18,7 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     staged_bytes,
 )
-from hybridrl.config.planner.memory_advice import Case, advice
+from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
@@ -47,7 +47,7 @@ def memory_problems(
                 there = Machine((smallest,) * len(slots_on_nodes(changed)))
             return not any(_host_problems(changed, shape, there, reward_shape))
 
-        yield from _gpu_problems(Case(config, shape, reward_shape, gpu_bytes, host_fits))
+        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, host_fits))
         yield from _host_problems(config, shape, machine, reward_shape)
 
 
@@ -89,7 +89,7 @@ def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> 
         )
 
 
-def _gpu_problems(case: Case) -> Iterator[str]:
+def _gpu_problems(case: MemoryCase) -> Iterator[str]:
     """Yield one problem for all phases that do not fit, and one for the reward model's."""
     config, gpu_bytes = case.config, case.gpu_bytes
     over = [phase for phase in case.phases() if phase.total > gpu_bytes]

@@ -100,6 +100,18 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def layout_problems(config: RunConfig) -> Iterator[str]:
+    """Check that shards are aligned to vLLM's tensor-parallel slices."""
+    aligned_to, tp = config.fsdp.tensor_parallel_size, config.rollout.tensor_parallel_size
+    if aligned_to != tp:
+        yield (
+            f"fsdp.tensor_parallel_size = {aligned_to}, expected the link "
+            f"${{rollout.tensor_parallel_size}}, which is {tp}: with other "
+            f"slices than vLLM's every weight sync is slower.\n"
+            f"Remove fsdp.tensor_parallel_size and set rollout.tensor_parallel_size instead."
+        )
+
+
 def prompt_problems(config: RunConfig) -> Iterator[str]:
     """Check that every engine gets a prompt."""
     tp, prompts = config.rollout.tensor_parallel_size, config.data.prompts_per_step
