@@ -139,7 +139,7 @@ class TrainingMemory:
         shared = {
             "gathered weights": self._gathered(),
             "gradient of the head": self.size * self.trained_head,
-            "gradients on their way": self._reduce_buffers(self.trained_layer),
+            "reduce-scatter buffers": self._reduce_buffers(self.trained_layer),
         }
         return (
             shared | {"activations": last, "gradients": self._gradients_before()},
@@ -158,7 +158,7 @@ class TrainingMemory:
         reduce_buffers = max(self._reduce_buffers(self.trained_root), as_computed)
         return {
             "gathered weights": self._gathered_after_layers(),
-            "gradients on their way": reduce_buffers,
+            "reduce-scatter buffers": reduce_buffers,
             "gradients": self._gradients_after_layers(),
         }
 
