@@ -170,9 +170,9 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
     [
         (
             ["hydra.run.dir=taken", "actor.mini_batch_size=7"],
-            ["hydra.run.dir: the directory cannot be made", "actor.mini_batch_size = 7"],
+            ["hydra.run.dir: the directory cannot be created", "actor.mini_batch_size = 7"],
         ),
-        (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be made"]),
+        (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be created"]),
         (["-m", "seed=1,2", "hydra.sweep.dir=taken/here"], ["hydra.sweep.dir: the directory"]),
         (["run.name=${oc.env:NOT_SET}"], ["run.name = ${oc.env:NOT_SET} cannot be resolved"]),
         (
@@ -279,7 +279,7 @@ def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
     assert "nvidia-smi failed: Failed to initialize NVML: Unknown Error" in done.stderr
     assert "Did you mean trainer.total_steps?" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "say hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
+    assert "set hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
     small = ["data=embedded", "rollout.max_prompt_tokens=96", "rollout.max_response_tokens=48"]
     for given in (["hardware=cpu"], ["hardware=gpu", "cluster.gpus_per_node=1"]):
         done = command(*dry, *small, *given, cwd=tmp_path, **path)

@@ -99,7 +99,7 @@ def test_a_check_of_the_users_that_exits_fails_the_command(tmp_path):
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(importing.__file__).parents[2]), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(Path(importing.__file__).parents[3]), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )

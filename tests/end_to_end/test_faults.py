@@ -159,7 +159,7 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
         os.killpg(run.run.process.pid, signal.SIGTERM)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text
-        assert "the run goes on from" in run.text
+        assert "; resume from " in run.text
         kept = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
         assert kept == f"step_{run.steps()[-1]:08d}"
         run.run.assert_nothing_left()
