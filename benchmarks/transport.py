@@ -31,10 +31,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from timing import hardware, min_median_max
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import local_machine
+from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.spawning import PoolConfig

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.masked import at_least_float32, check_same_shape
-from hybridrl.config.checks.kl import MAX_RELATIVE_ERROR
+from hybridrl.config.algorithm_schema import MAX_RELATIVE_ERROR
 from hybridrl.config.choices import KLEstimator
 
 # exp(20) = 5e8: beyond any policy worth training, and far from float32's overflow at exp(88).

@@ -16,12 +16,12 @@ import torch
 
 from hybridrl.app.inputs import RunInputs
 from hybridrl.app.setup_times import SetupTimes
-from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import world_size
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.sources.prompt_sets import PromptSets

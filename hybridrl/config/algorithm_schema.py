@@ -12,6 +12,10 @@ from hybridrl.config.choices import (
     KLPlacement,
 )
 
+# The adaptive coefficient's controller clips its error to this share (Ziegler et al. 2019, section
+# 2.2): one step changes the coefficient by at most this share of responses over horizon.
+MAX_RELATIVE_ERROR = 0.2
+
 
 @dataclass(kw_only=True)
 class KLConfig:

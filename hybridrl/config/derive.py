@@ -3,11 +3,12 @@
 import math
 
 from hybridrl.config.checks.resources import gpu_count_problems, gpu_counts, gpus_on_each
-from hybridrl.config.checks.sizes import mesh_problems, world_size
+from hybridrl.config.checks.sizes import mesh_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import world_size
 
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.

@@ -6,7 +6,7 @@ and one error does not cause another message.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hybridrl.config.checks import losses, resources, sequences, sizes
+from hybridrl.config.checks import algorithm, resources, sequences, sizes
 from hybridrl.config.checks.checkpoint import (
     restart_problems,
     resume_problems,
@@ -15,7 +15,6 @@ from hybridrl.config.checks.checkpoint import (
 from hybridrl.config.checks.data import mixture_problems
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.environment import environment_problems
-from hybridrl.config.checks.kl import kl_problems
 from hybridrl.config.checks.lora import lora_problems
 from hybridrl.config.checks.memory import memory_problems, offload_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
@@ -64,7 +63,7 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sequences.sequence_problems, SEQUENCES),
     (sizes.mini_batch_problems, MINI_BATCHES),
     (sizes.mini_batch_rank_problems, MINI_BATCHES),
-    (kl_problems, (*RESPONSES, "algorithm.kl")),
+    (algorithm.kl_problems, (*RESPONSES, "algorithm.kl")),
     (resume_problems, ("resume",)),
     (retention_problems, ("checkpoint", "eval", "trainer.total_steps")),
     (restart_problems, ("trainer.max_restarts", "checkpoint.every_steps")),
@@ -72,10 +71,10 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
         group_problems,
         ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),
     ),
-    (losses.correction_problems, ("algorithm.rollout_correction",)),
-    (losses.overlong_problems, ("algorithm.overlong", "rollout.max_response_tokens")),
+    (algorithm.correction_problems, ("algorithm.rollout_correction",)),
+    (algorithm.overlong_problems, ("algorithm.overlong", "rollout.max_response_tokens")),
     (
-        losses.sampling_problems,
+        algorithm.sampling_problems,
         ("algorithm.max_sampling_rounds", "rollout.responses_per_prompt"),
     ),
     (sizes.port_problems, ("cluster.rendezvous_ports",)),

@@ -7,10 +7,10 @@ can take; 0: none. Which node gets which number is Ray's choice wherever several
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.ray.node_calls import Agents, call_all
 
 LOOK_S = 60.0

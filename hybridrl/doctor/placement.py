@@ -6,8 +6,8 @@ Imports Ray, which may be missing or too old, inside functions: the stage of Ray
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.world import slots_on_nodes
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.stages import Case
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of

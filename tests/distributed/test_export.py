@@ -199,7 +199,7 @@ def test_failed_read_is_not_called_a_failed_write(cases, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         export(cases["untied"].run_dir, tmp_path / "model", DType.float32, str(base))
     said = capsys.readouterr().err
-    assert "could not be read" in said and "written, nothing is left" not in said
+    assert "could not be read" in said and "written, and was removed" not in said
 
 
 def test_damaged_file_is_named_and_nothing_is_written(cases, tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.paths import expanded
+from hybridrl.config.command.user_files import expanded
 from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.

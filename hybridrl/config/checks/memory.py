@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
@@ -21,6 +20,7 @@ from hybridrl.config.planner.memory import (
 from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import slots_on_nodes
 
 
 def memory_problems(

@@ -10,13 +10,13 @@ Units: bytes, of one rank unless said otherwise.
 
 from dataclasses import dataclass
 
-from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.choices import Accelerator, Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import world_size
 
 MIB = 2**20
 # Resident set of a worker with torch, transformers and vLLM (0.6 GiB) and its pools.

@@ -6,7 +6,6 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from hybridrl.config.checks.sizes import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.choices import Accelerator, Init, Layout
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
@@ -22,6 +21,7 @@ from hybridrl.config.planner.memory import (
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.shard_order import is_nested, ranks_by_shard
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.world import data_shards, slots_on_nodes, world_size, world_text
 
 # More ranks than this are listed node by node.
 MAX_RANKS_LISTED = 32

@@ -1,9 +1,21 @@
-"""JSON from files of the user."""
+"""Paths and JSON files of the user."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.command.input_errors import reason_of
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address such as https://host/file."""
+    return "://" in path
+
+
+def expanded(path: str) -> Path:
+    """Return a path with ~ replaced by the home directory, if there is one."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises if there is none
 
 
 def parse_json(data: bytes) -> Any:
