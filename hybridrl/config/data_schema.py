@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from hybridrl.config.annotations import at_least_one, at_least_zero
 from hybridrl.config.choices import Repeated, TooLongPrompts
 
-# Keys of data that a mixture sets per data set instead.
+# Keys of conf/data that a mixture replaces by keys per data set.
 SOURCE_KEYS = ("name", "train_files", "eval_files")
 
 

@@ -107,16 +107,16 @@ def gpu_count_problems(config: RunConfig) -> Iterator[str]:
     if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
         yield (
             "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
-            "Set cluster.gpus_per_node to the number of the machine you plan for."
+            "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
         )
 
 
 def kv_cache_problems(config: RunConfig) -> Iterator[str]:
-    """Without a GPU vLLM must be told the size of its KV cache."""
+    """Check that a run without GPU sets the size of the KV cache."""
     if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
         yield (
-            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU there is no memory "
-            "that gpu_memory_utilization could leave.\n"
+            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU "
+            "rollout.gpu_memory_utilization has no effect.\n"
             "Set rollout.kv_cache_mb=64 or more."
         )
 

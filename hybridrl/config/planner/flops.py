@@ -18,8 +18,8 @@ from hybridrl.config.planner.model_shape import ModelShape
 
 # Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
 HOPPER_BF16_PEAK = 989e12
-# Dense bfloat16 operations per second, by what nvidia-smi calls the GPU; the first match counts.
-# Data sheets give them with sparsity, which doubles them: nvidia.com/en-us/data-center/<name>.
+# Dense bfloat16 operations per second by nvidia-smi's name; the first match counts. Data sheets
+# (nvidia.com/en-us/data-center/<name>) give twice as much, with sparsity.
 BF16_PEAKS = (
     (r"\bH[12]00 NVL\b", 835.5e12),
     (r"\bH100 PCIe\b", 756.5e12),

@@ -91,7 +91,7 @@ def _watch(worker: int) -> int:
 
 
 def _reap(options: int, *, kills: bool = False) -> Iterator[tuple[int, int]]:
-    """Ids and statuses of children that have ended; with `kills` of all, until none is left."""
+    """Yield ids and statuses of ended children; with `kills`, kill and yield all of them."""
     with suppress(ChildProcessError):
         while True:
             for pid in _descendants() if kills else ():
