@@ -110,7 +110,7 @@ def rank_phases(
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
-        process["checkpoint's copy"] = staged_bytes(config, shape)
+        process["checkpoint staging"] = staged_bytes(config, shape)
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
@@ -190,7 +190,7 @@ def host_parts(
         "process": GPU_PROCESS_RAM_BYTES,
         "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
         "offload": pinned_bytes(config, shape, reward_shape),
-        "checkpoint's copy": staged_bytes(config, shape),
+        "checkpoint staging": staged_bytes(config, shape),
     }
 
 
