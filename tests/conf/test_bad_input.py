@@ -118,7 +118,7 @@ ONE_PROBLEM = [
     ),
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
     (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
-    (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot give memory back"]),
+    (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot free memory"]),
     (
         ["model.seed=3", "algorithm.advantage=grpo"],
         ["model.seed", "no effect", "set model.init=random"],

@@ -46,7 +46,7 @@ def answers(tmp_path, monkeypatch):
         ("echo 'no driver' >&2; exit 9", "no driver"),
         ("exit 9", "exit code 9"),
         ("exec sleep 20", "no answer within 0.5 s"),
-        ("echo 'GPU-1, NVIDIA GB10, [N/A]'", "it answers 'GPU-1, NVIDIA GB10, [N/A]', expected"),
+        ("echo 'GPU-1, NVIDIA GB10, [N/A]'", "output 'GPU-1, NVIDIA GB10, [N/A]', expected"),
     ],
     ids=["mismatch", "stderr", "silent", "hanging", "no memory"],
 )

@@ -129,7 +129,7 @@ def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
 def test_settings_of_adapters_that_there_are_not_are_refused():
     line = parse_argv(["hardware=cpu", "lora.alpha=8"])
     (problem,) = precompose(line, conf_dir()).problems
-    assert problem == "lora.alpha=8: there is no lora, so nothing reads it. Set lora=default"
+    assert problem == "lora.alpha=8: there is no lora, so nothing reads it.\nSet lora=default"
     assert not problems("hardware=cpu", "lora.alpha=8", "lora=default")
 
 

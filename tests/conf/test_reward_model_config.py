@@ -63,8 +63,8 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
             ["/rm is a Qwen2ForCausalLM", "LlamaForSequenceClassification", "reward.function"],
         ),
         ([], {"architectures": None}, ["/rm is a model without a class"]),
-        ([], {"model_type": "gemma2"}, ["reward_model.model.path names a model of type gemma2"]),
-        ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path names a quantized"]),
+        ([], {"model_type": "gemma2"}, ["reward_model.model.path is a model of type gemma2"]),
+        ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path is a quantized"]),
         ([], {"vocab_size": 64}, ["/rm has 64 token ids", "policy's 65", "reward=http"]),
         (
             [],
@@ -179,7 +179,7 @@ def test_a_key_of_a_reward_model_that_there_is_not_is_told_what_to_type():
     line = parse_argv(["hardware=cpu", "reward_model.weight=2"])
     (found,) = precompose(line, conf_dir()).problems
     assert found == (
-        "reward_model.weight=2: there is no reward_model, so nothing reads it. "
+        "reward_model.weight=2: there is no reward_model, so nothing reads it.\n"
         "Set reward_model=default"
     )
 
