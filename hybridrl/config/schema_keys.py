@@ -22,12 +22,12 @@ def _annotations(cls: type = RunConfig, prefix: str = "") -> Iterator[tuple[str,
         if name in LINKS.get(prefix[:-1], {}):
             continue
         key = f"{prefix}{name}"
-        plain, found = hint, ()
+        plain, *notes = (hint,)
         if typing.get_origin(hint) is typing.Annotated:
-            plain, *found = typing.get_args(hint)
+            plain, *notes = typing.get_args(hint)
         section = BUILT_IN[name][1] if cls is RunConfig and name in BUILT_IN else plain
         section = optional_class(section) or section
-        yield key, tuple(found)
+        yield key, tuple(notes)
         if dataclasses.is_dataclass(section):
             yield from _annotations(typing.cast(type, section), f"{key}.")
 

@@ -21,7 +21,9 @@ def definitions(file):
                 yield prefix + node.name
                 if isinstance(node, ast.ClassDef):
                     yield from of(node.body, f"{prefix}{node.name}.")
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            targets = (
+                [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            )
             yield from (prefix + t.id for t in targets if isinstance(t, ast.Name))
 
     return set(of(ast.parse(file.read_text()).body, ""))
