@@ -59,8 +59,8 @@ from hybridrl.config.planner.flops import HOPPER_BF16_PEAK, forward_flops, train
 from hybridrl.config.planner.memory import rank_phases
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
+from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import data_shards
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule, update_sizes

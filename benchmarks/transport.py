@@ -34,7 +34,7 @@ from timing import hardware, min_median_max
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import local_machine
-from hybridrl.config.world import slots_on_nodes
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.spawning import PoolConfig

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from hybridrl.app.compose import (
-    compose_line,
+    composed,
     conf_dir,
     examine_config,
     find_machine,
@@ -191,7 +191,7 @@ def _composed(line: CommandLine) -> Precomposed | None:
     """
     if line.has_own_primary or not line.composes:
         return None
-    found = compose_line(line, find_machine)
+    found = composed(line, find_machine)
     if found.problems:
         raise ConfigError(*found.problems, *_further_problems(line, found))
     return found

@@ -51,7 +51,7 @@ def find_machine() -> Machine:
     return local_machine()
 
 
-def compose_line(line: CommandLine, find_machine: Callable[[], Machine]) -> Precomposed:
+def composed(line: CommandLine, find_machine: Callable[[], Machine]) -> Precomposed:
     """Compose the line's overrides; choose `hardware` if they do not.
 
     If it cannot be chosen, that is one of the problems, and there is no config.

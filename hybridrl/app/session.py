@@ -20,8 +20,8 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import world_size
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
 from hybridrl.data.sources.prompt_sets import PromptSets

@@ -7,8 +7,8 @@ from hybridrl.config.checks.sizes import mesh_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import world_size
 
 MAX_REWARD_PROCESSES = 8
 # vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.config.estimators import uses_critic
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
-from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class
 from hybridrl.controller.importing import import_in_thread

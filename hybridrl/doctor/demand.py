@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import local_machine
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.ray.node_calls import Agents, call_all
 
 LOOK_S = 60.0

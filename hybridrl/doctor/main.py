@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.app.compose import compose_line, examine_config
+from hybridrl.app.compose import composed, examine_config
 from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.config.checks.installation import ray_problem, ray_version
 from hybridrl.config.command.command_line import CommandLine, parse_argv
@@ -142,7 +142,7 @@ def _case(overrides: list[str], agents: Agents) -> Case:
         )
     answers = call_all(agents, local_machine, timeout_s=LOOK_S)
     nodes = [a.value.nodes[0] for a in answers.values() if not a.error]
-    found = compose_line(line, lambda: Machine(tuple(nodes)))
+    found = composed(line, lambda: Machine(tuple(nodes)))
     if found.problems or found.cfg is None:
         raise ConfigError(*found.problems)
     # Nodes that are missing are for the stage ray to find; here they are like the others.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.world import slots_on_nodes
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.stages import Case
 

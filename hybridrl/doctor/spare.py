@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.world import slots_on_nodes
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.ray.node_calls import Agents, Answer
 from hybridrl.doctor.catalog import Stage, stage_of
 from hybridrl.doctor.demand import find_room

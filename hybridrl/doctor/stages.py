@@ -8,8 +8,8 @@ from functools import cached_property
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import slots_on_nodes
 from hybridrl.controller.ray.node_calls import Agents
 from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of

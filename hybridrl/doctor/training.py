@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from hybridrl.config.checks.sizes import warm_ups
-from hybridrl.config.world import world_size
+from hybridrl.config.planner.world import world_size
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.stages import Case

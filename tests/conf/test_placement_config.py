@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hybridrl.config.planner.machine import GIB, Machine, Node
 from hybridrl.config.planner.plan_text import plan
-from hybridrl.config.world import slots_on_nodes, world_size
+from hybridrl.config.planner.world import slots_on_nodes, world_size
 
 SMALL_NODE = Node("small", cores=32, memory_bytes=512 * GIB, gpus=(H200,) * 3)
 UNEQUAL = Machine((*GPU_NODE.nodes, SMALL_NODE))

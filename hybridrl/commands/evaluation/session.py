@@ -15,8 +15,8 @@ from hybridrl.commands.evaluation.completions import Completion, CompletionLog
 from hybridrl.commands.evaluation.options import EvalOptions
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.commands.running import report_removal
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import world_size
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths

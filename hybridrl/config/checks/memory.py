@@ -19,8 +19,8 @@ from hybridrl.config.planner.memory import (
 )
 from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import slots_on_nodes
 
 
 def memory_problems(

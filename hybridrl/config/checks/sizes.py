@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import data_shards, world_size, world_text
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import data_shards, world_size, world_text
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64

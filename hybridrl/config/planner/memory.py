@@ -15,8 +15,8 @@ from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import world_size
 
 MIB = 2**20
 # Resident set of a worker with torch, transformers and vLLM (0.6 GiB) and its pools.

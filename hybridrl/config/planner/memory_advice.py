@@ -12,8 +12,8 @@ from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_proble
 from hybridrl.config.choices import Accumulation, Offload
 from hybridrl.config.planner.memory import BYTES, Phase, gib, rank_phases
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import world_size
 
 # GPUs of a full node, and of the largest run.
 NODE_GPUS, MOST_GPUS = 8, 1024

@@ -20,8 +20,8 @@ from hybridrl.config.planner.memory import (
 )
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.shard_order import is_nested, ranks_by_shard
+from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import data_shards, slots_on_nodes, world_size, world_text
 
 # More ranks than this are listed node by node.
 MAX_RANKS_LISTED = 32

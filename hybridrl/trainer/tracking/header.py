@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.config.choices import Init, KLPlacement
+from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.world import data_shards
 from hybridrl.data.sources.prompt_sets import DataSetFacts
 
 # More evaluation steps than this are summed up.
