@@ -72,23 +72,11 @@ def parse_options(argv: Sequence[str]) -> EvalOptions:
         UsageError: contradictory flags.
     """
     args = _parser().parse_intermixed_args(list(argv))
-    ks = _default_ks(args.samples) if args.k is None else sorted(set(args.k))
-    problems = _contradictions(args.samples, ks, greedy=args.greedy)
+    args.ks = _default_ks(args.samples) if args.ks is None else sorted(set(args.ks))
+    problems = _contradictions(args.samples, args.ks, greedy=args.greedy)
     if problems:
         raise UsageError(*problems)
-    return EvalOptions(
-        subject=args.subject,
-        overrides=args.overrides,
-        config_dir=args.config_dir,
-        samples=args.samples,
-        ks=ks,
-        greedy=args.greedy,
-        problems=args.problems,
-        output=args.output,
-        split=args.split,
-        correct_at=args.correct_at,
-        runs_code=args.run_code,
-    )
+    return EvalOptions(**vars(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
     add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
     add("--samples", type=_positive, default=1, metavar="N", help="of each problem (1)")
-    add("--k", type=_ks, metavar="1,4,8", help="pass@k for these k (1, 2, 4... up to N)")
+    add("--k", type=_ks, dest="ks", metavar="1,4,8", help="pass@k for these k (1, 2, 4... up to N)")
     add("--greedy", action="store_true", help="decode greedily; one sample")
     add("--problems", type=_positive, metavar="N", help="only the first N problems (all)")
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
@@ -116,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
     trust = "trust the checkpoint's config: user code, URLs, environment variables"
-    add("--run-code", action="store_true", help=trust)
+    add("--run-code", dest="runs_code", action="store_true", help=trust)
     add("--config-dir", metavar="DIR", help="a folder with config groups of your own")
     return parser
 
