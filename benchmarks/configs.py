@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from hybridrl.app.compose import conf_dir
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import Machine, Node
@@ -29,7 +29,7 @@ def composed(values: Mapping[str, object]) -> RunConfig:
         cfg,
         machine=Machine((Node("here", cores=1, memory_bytes=0),)),
         read_model=lambda path: json.loads((Path(path) / "config.json").read_text()),
-        given=Given(),
+        provenance=Provenance(),
         checks=lambda *_: None,
     )
     if found.report.problems:

@@ -54,12 +54,12 @@ from benchmarks.training_workload import (
     run_config,
 )
 from hybridrl.config.checks.sequences import sequence_head_problems, sequence_problems
-from hybridrl.config.checks.sizes import data_shards
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.planner.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.planner.memory import rank_phases
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.planner.multicast import turn_off_multicast
+from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -31,10 +31,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from timing import hardware, min_median_max
 
-from hybridrl.config.checks.sizes import slots_on_nodes
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import local_machine
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.spawning import PoolConfig
@@ -141,7 +141,9 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
     """A pool of CPU workers as the program's own config makes it."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", ["hardware=cpu", f"cluster.gpus_per_node={ranks}"])
-    examined = examine(cfg, machine=local_machine(), read_model=read_model_config, given=Given())
+    examined = examine(
+        cfg, machine=local_machine(), read_model=read_model_config, provenance=Provenance()
+    )
     config = examined.config
     return PoolConfig(
         cluster=config.cluster,

@@ -1,13 +1,13 @@
-"""The one command: compose, check, run, and leave the machine as it was.
+"""Entry point of training: compose, check, run.
 
     python -m hybridrl.main +recipe=gsm8k_ppo                          one run
     python -m hybridrl.main +recipe=gsm8k_ppo -m seed=1,2              a sweep
-    python -m hybridrl.main +recipe=gsm8k_ppo run.dry=true             the plan alone
+    python -m hybridrl.main +recipe=gsm8k_ppo run.dry=true             only the plan
     python -m hybridrl.main +recipe=gsm8k_ppo --cfg job                the composed config
 
-Exit codes: 0 done, 1 failed, 2 the config is wrong, 75 SIGTERM or SIGHUP, and a checkpoint was
-written, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. Nothing heavy is imported before the config has passed
-its checks, so that a wrong key is answered at once.
+Exit codes: 0 done, 1 failed, 2 the config is wrong, 75 SIGTERM or SIGHUP with a checkpoint written,
+129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. Heavy imports follow the checks of the config, so that config
+errors appear at once.
 """
 
 import logging
@@ -24,8 +24,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from hybridrl.app.compose import composed, conf_dir, examined, look, stored_weight_problems
-from hybridrl.app.launch import Prepared, check_data, look_at_data, train_with_restarts
+from hybridrl.app.compose import (
+    composed,
+    conf_dir,
+    examine_config,
+    find_machine,
+    stored_weight_problems,
+)
+from hybridrl.app.launch import Prepared, check_data, examine_data, train_with_restarts
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -41,7 +47,7 @@ from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.command_line import CONFIG_NAME, CommandLine, Precomposed, parse_argv
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
-from hybridrl.config.command.provenance import Given, given_keys, recipe_files
+from hybridrl.config.command.provenance import Provenance, provenance_of, recipe_files
 from hybridrl.config.command.secrets import (
     argument_without_secret,
     config_secrets,
@@ -59,10 +65,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """The command: everything argv says; leaves by SystemExit unless all went well."""
+    """Run the command line; exits by SystemExit unless all goes well."""
     set_up_process()
     guard_standard_output()
-    # Hydra's errors come back from it, instead of their tracebacks to the terminal.
+    # Hydra raises its errors instead of printing tracebacks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     line = parse_argv(sys.argv[1:])
     with exit_codes():
@@ -78,7 +84,7 @@ def main() -> None:
 
 
 def job(cfg: DictConfig) -> float:
-    """Hydra's task: one run, or one job of a sweep, where a failure is a result like others."""
+    """Run Hydra's task: one run, or one job of a sweep, whose failure is a result."""
     state = HydraConfig.get()
     in_sweep = state.mode == RunMode.MULTIRUN
     start = time.time()
@@ -90,33 +96,32 @@ def job(cfg: DictConfig) -> float:
     except ConfigError as error:
         show_problems(error)
         metric, error_text, code = math.nan, "; ".join(error.problems), EXIT_CONFIG
-    except (WorkerError, RunStopped) as error:  # tells the whole story itself
+    except (WorkerError, RunStopped) as error:  # complete message
         log.error("%s", error)
         metric, error_text, code = math.nan, str(error), EXIT_FAILED
-    # The outermost frame: whatever it is, code of the user's that exits included, the next job must
-    # run, and this one has failed.
+    # Outermost frame: after any error, user code that exits included, the next job must run.
     except (Exception, SystemExit) as error:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
     if in_sweep:
         status = "failed" if code else "dry" if cfg.run.dry else "ok"
-        told = without_secrets(error_text, secrets)
-        _result(status, metric, time.time() - start, told).write()
+        text = without_secrets(error_text, secrets)
+        _result(status, metric, time.time() - start, text).write()
     elif code:
         sys.exit(code)
     return metric
 
 
 def _task_overrides() -> list[str]:
-    """The job's overrides as typed: Hydra's list would resolve links in them, or fail to."""
+    """Return the job's overrides as typed: Hydra's list would resolve their links."""
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(overrides, list)
     return [str(override) for override in overrides]
 
 
 def _written_by_hydra() -> list[Path]:
-    """The files in which Hydra has written a job's config as it is."""
+    """Return the files in which Hydra has written a job's config."""
     state = HydraConfig.get()
     files: list[Path] = []
     if state.output_subdir is not None:
@@ -134,15 +139,17 @@ def run(cfg: DictConfig) -> float:
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    given = given_keys(overrides, recipe_files(state.runtime.choices, state.runtime.config_sources))
+    provenance = provenance_of(
+        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
+    )
     in_sweep = state.mode == RunMode.MULTIRUN
     setup = SetupTimes(time.time() if in_sweep else program_start())
-    if not cfg.run.dry:  # first of all: what does not fit breaks the imports of the other checks
+    if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)
-    machine = look()
-    # A sweep over the cause of an idle key is no mistake: there it is only a warning.
-    result = examined(cfg, machine, Given() if in_sweep else given)
+    machine = find_machine()
+    # In a sweep a key without effect is only a warning: some jobs may use it.
+    result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
     key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
     if problem := auto_problem(result.config, state.overrides.hydra, key):
         result.report.add(problem)
@@ -150,7 +157,7 @@ def run(cfg: DictConfig) -> float:
         check_data(result)
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
     if in_sweep:
-        for text in effect_problems(config, given):
+        for text in effect_problems(config, provenance):
             log.warning("%s", text)
     assert shape is not None
     if config.run.dry:
@@ -158,60 +165,61 @@ def run(cfg: DictConfig) -> float:
         table = plan(config, shape, machine, reward_shape)
         (console if console.is_terminal else Console(width=160)).print(table)
         return math.nan
-    model_folder(config.model)  # a download, if any, is made once and not by every worker
-    # Workers may start elsewhere, and checkpoints be resumed from there.
+    model_folder(config.model)  # downloads once, not in every worker
+    # Workers may have another current directory, and so may a resumed run.
     config.model.path = absolute_path(config.model.path)
     if config.reward_model is not None:
         resolve_model(config.reward_model.model.path)
         config.reward_model.model.path = absolute_path(config.reward_model.model.path)
     if problems := [*stored_weight_problems(result, on_hub=True)]:
         raise ConfigError(*problems)
-    from hybridrl.doctor.preflight import preflight  # heavy, and needed only now
+    from hybridrl.doctor.preflight import preflight  # heavy
 
     prepared = Prepared(result, machine, setup, partial(preflight, result, machine, overrides))
-    prepared.is_on_course = config.resume == AUTO
+    prepared.owns_checkpoints = config.resume == AUTO
     return train_with_restarts(prepared, Path(state.runtime.output_dir))
 
 
 def _composed(line: CommandLine) -> Precomposed | None:
-    """What Hydra will compose, with `hardware` chosen in `line` where its overrides name none.
+    """Compose the config as Hydra will; add `hardware` to `line` if it is not chosen.
 
-    None where the user named another primary config, or nothing is composed.
+    Returns:
+        None for another primary config, or if nothing is composed.
 
     Raises:
-        ConfigError: some overrides cannot be used; the rest of the config is checked in the same
-            report.
+        ConfigError: problems of the overrides and of the rest of the config.
     """
     if line.has_own_primary or not line.composes:
         return None
-    found = composed(line, look)
+    found = composed(line, find_machine)
     if found.problems:
         raise ConfigError(*found.problems, *_further_problems(line, found))
     return found
 
 
 def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
-    """Those of config and data, as far as they were composed; of a sweep each job finds its own."""
+    """Return the problems of the composed config and its data; none of a sweep, whose jobs "
+    "check."""
     if found.cfg is None or line.args.multirun:
         return []
     guard_logging(config_secrets(found.cfg))
     try:
-        result = examined(found.cfg, look(), given_keys(found.overrides, []))
+        result = examine_config(found.cfg, find_machine(), provenance_of(found.overrides, []))
     except ConfigError as error:
         return error.problems
-    look_at_data(result)
+    examine_data(result)
     return result.report.problems
 
 
 def _problems_around(
     error: BaseException, line: CommandLine, found: Precomposed | None
 ) -> list[str]:
-    """What keeps Hydra from a run or a job, and what else is wrong.
+    """Return the problem of Hydra's error, and further problems of the config.
 
     Args:
-        error: Hydra's.
+        error: raised by Hydra.
         line: the command line.
-        found: what was composed of it.
+        found: the composed config.
     """
     further = _further_problems(line, found) if found is not None else []
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
@@ -219,11 +227,11 @@ def _problems_around(
     if isinstance(error, OSError | UnicodeEncodeError) or "null byte" in str(error):
         key = "hydra.sweep.dir" if line.args.multirun else "hydra.run.dir"
         folder = (
-            f"{key}: the directory cannot be made or written to: {reason_of(error)}.\n"
-            f"Set {key} to one that can."
+            f"{key}: the directory cannot be created or written: {reason_of(error)}.\n"
+            f"Set {key}=<a writable directory>."
         )
         return [folder, *further]
-    # A value that cannot be resolved stands in the directory's name, too.
+    # An unresolvable value is also part of the directory's name.
     return further or [problem_of(error)]
 
 

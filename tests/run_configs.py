@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import Machine, Node
 from hybridrl.config.schema import RunConfig
@@ -18,5 +18,7 @@ def run_config(*overrides: str) -> RunConfig:
     """The gsm8k_ppo recipe on CPU with `overrides`."""
     with initialize_config_dir(str(CONF), version_base=None):
         cfg = compose("config", overrides=["+recipe=gsm8k_ppo", "hardware=cpu", *overrides])
-    examined = examine(cfg, machine=MACHINE, read_model=lambda _: TINY, given=given_keys([], []))
+    examined = examine(
+        cfg, machine=MACHINE, read_model=lambda _: TINY, provenance=provenance_of([], [])
+    )
     return examined.config

@@ -1,4 +1,4 @@
-"""From a command line to a checked config: what the run and the doctor do alike."""
+"""Composition and examination of a config, for runs, the doctor and evaluations."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from hybridrl.config.command.command_line import (
     precompose,
     quoted,
 )
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine, local_machine
@@ -25,23 +25,23 @@ from hybridrl.models.vocabulary import vocabulary_problems
 from hybridrl.models.weight_files import weight_problems
 
 WEIGHTS_ADVICE = {
-    "model.path": "Name a folder with all weights of the model, or set model.init=random.",
-    REWARD_MODEL_PATH: "Name a folder with all weights of a reward model.",
+    "model.path": "Set model.path to a folder with all weights, or set model.init=random.",
+    REWARD_MODEL_PATH: "Set it to a folder with all weights of a reward model.",
 }
 
 
 def conf_dir() -> Path:
-    """The folder with config.yaml: inside an installed package, else beside it."""
+    """Return the folder with config.yaml: inside an installed package, else beside it."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "conf"
     return packaged if (packaged / "config.yaml").is_file() else package.parent / "conf"
 
 
-def look() -> Machine:
-    """What the run may use: the Ray cluster that RAY_ADDRESS names, else this machine.
+def find_machine() -> Machine:
+    """Return the Ray cluster of RAY_ADDRESS, else this machine.
 
     Raises:
-        ConfigError: the cluster cannot be joined, or not with the Ray that is installed.
+        ConfigError: the cluster cannot be joined, or the installed Ray is unsupported.
     """
     if ray_address():
         check_ray()
@@ -51,26 +51,26 @@ def look() -> Machine:
     return local_machine()
 
 
-def composed(line: CommandLine, look: Callable[[], Machine]) -> Precomposed:
-    """What can be composed of the line's overrides, `hardware` chosen where they name none.
+def composed(line: CommandLine, find_machine: Callable[[], Machine]) -> Precomposed:
+    """Compose the line's overrides; choose `hardware` if they do not.
 
-    Where it cannot be chosen, that is one of the problems, and there is no config to check.
+    If it cannot be chosen, that is one of the problems, and there is no config.
     """
     if names_hardware(line.overrides):
         return precompose(line, conf_dir())
     try:
-        line.overrides.extend(hardware_overrides(look()))
+        line.overrides.extend(hardware_overrides(find_machine()))
     except ConfigError as error:
-        # Whatever the hardware, the same groups and keys can be given.
+        # Groups and keys are the same for all hardware.
         line.overrides.append("hardware=cpu")
         found = precompose(line, conf_dir())
         return Precomposed([*error.problems, *found.problems], None, found.overrides)
     return precompose(line, conf_dir())
 
 
-def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
-    """All checks of a composed config, but for the data's."""
-    result = examine(cfg, machine=machine, read_model=read_model_config, given=given)
+def examine_config(cfg: DictConfig, machine: Machine, provenance: Provenance) -> Examined:
+    """Run all checks of a composed config, except those of the data."""
+    result = examine(cfg, machine=machine, read_model=read_model_config, provenance=provenance)
     if result.reward_shape is not None and result.report.usable(["model.path"]):
         config = result.config
         for problem in vocabulary_problems(config.model.path, config.reward_model.model.path):
@@ -81,11 +81,11 @@ def examined(cfg: DictConfig, machine: Machine, given: Given) -> Examined:
 
 
 def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
-    """What is wrong with the weights of the models of a config, seen by their headers.
+    """Check the weight files of a config's models, by their headers.
 
     Args:
         result: the examined config.
-        on_hub: whether models on the hub are looked at, which have been fetched, or all others.
+        on_hub: true for models from the hub, after their download; false for all others.
     """
     config, report = result.config, result.report
     models = []
@@ -100,16 +100,16 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
 
 
 def hardware_overrides(machine: Machine) -> list[str]:
-    """hardware=gpu if there is a GPU, else hardware=cpu, and why.
+    """Return hardware=gpu if there is a GPU, else hardware=cpu, with the reason.
 
     Raises:
-        ConfigError: whether there is a GPU cannot be told.
+        ConfigError: nvidia-smi failed.
     """
     if machine.gpu_error:
         raise ConfigError(
-            f"hardware is not given, and cannot be chosen: {machine.gpu_error}.\n"
-            f"Mend the driver, or say hardware=cpu, with which a run is many times slower.\n"
-            f"To plan a run for another machine, say hardware=gpu cluster.gpus_per_node=N "
+            f"hardware is not set and cannot be chosen: {machine.gpu_error}.\n"
+            f"Repair the driver, or set hardware=cpu, which is many times slower.\n"
+            f"To plan a run for another machine, set hardware=gpu cluster.gpus_per_node=N "
             f"run.dry=true."
         )
     address = ray_address()

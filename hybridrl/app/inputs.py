@@ -1,4 +1,4 @@
-"""What a run begins from: prompts, models and, perhaps, a checkpoint."""
+"""Inputs of a run: prompts, models and the checkpoint to resume from."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 
 @dataclass(frozen=True)
 class RunInputs:
-    """All that a run reads before any worker is built.
+    """Inputs that a run reads before workers are built.
 
     Attributes:
         prompts: for training and evaluation.
-        source: those for training, in the order in which they are drawn.
-        models: fingerprints of those that it takes from elsewhere.
-        resume: what it goes on from; None: it begins.
+        source: training prompts in the order in which they are drawn.
+        models: fingerprints of the base models.
+        resume: the checkpoint to resume from; None: none.
     """
 
     prompts: PromptSets
@@ -35,21 +35,21 @@ def read_inputs(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> RunInputs:
-    """Look at what a run begins from; nothing is written.
+    """Read the inputs of a run; writes nothing.
 
     Args:
-        config: the run.
+        config: of the run.
         run_dir: its directory.
-        prompts: its.
-        watch: told how far a checkpoint has been read.
-        confirm: reads a checkpoint's files elsewhere.
+        prompts: its prompts.
+        watch: receives the progress of reading a checkpoint.
+        confirm: verifies a checkpoint's files on other nodes.
 
     Raises:
-        ConfigError: whatever is wrong with a model, or with going on from the checkpoint.
+        ConfigError: a problem of a model or of the checkpoint.
     """
     source = prompt_source(prompts, config.data, config.seed)
     models = base_models(config)
-    # Seconds of hundreds of thousands of prompts, which no checkpoint is to wait for.
+    # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
     known = source.fingerprint
     resume = find_resume(config, run_dir, models, known, watch, confirm)
     return RunInputs(prompts, source, models, resume)

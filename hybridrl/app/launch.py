@@ -1,6 +1,6 @@
-"""From a checked config to the end of its run: the data, Ray, the workers, and restarts.
+"""Launch of a run from a checked config: data, Ray, workers, restarts.
 
-Nothing heavy is imported before a function asks for it: the command answers a wrong key at once.
+Heavy imports are inside functions, so that config errors appear at once.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.app.run_lock import sole_run
+from hybridrl.app.run_lock import exclusive_run
 from hybridrl.app.setup_times import SetupTimes
 from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import unconfirmed
@@ -34,45 +34,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds until a restart that could not begin is followed by the next.
+# Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
-# What data.prompts reads; with one of these wrong, looking at the data makes no sense.
+# Keys that the data needs.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
 
 @dataclass
 class Prepared:
-    """What is known of a run before anything is started.
+    """A run before anything is started.
 
     Attributes:
         result: the checked config.
-        machine: what the run may use.
-        setup: times what happens before the loop.
-        preflight: checks the machines; raises ConfigError where the run would fail on them.
-        is_on_course: whether all checkpoints in the run's directory are of its own course.
+        machine: nodes that the run may use.
+        setup: timing of the setup.
+        preflight: checks the machines; raises ConfigError if the run would fail there.
+        owns_checkpoints: true if all checkpoints in its directory belong to this run.
     """
 
     result: Examined
     machine: Machine
     setup: SetupTimes
     preflight: Callable[[], None]
-    is_on_course: bool = False
+    owns_checkpoints: bool = False
 
 
 def train_with_restarts(prepared: Prepared, folder: Path) -> float:
-    """Train; a run whose workers fail is started anew, as often as trainer.max_restarts allows.
+    """Train, with up to trainer.max_restarts restarts after failures of workers.
 
-    Where the machines let no restart begin, the next one is tried a little later.
+    A restart that cannot begin counts, and is followed by a pause.
 
     Raises:
-        WorkerError: the last failure of workers; no restart is left.
+        WorkerError: workers failed, and no restart is left.
         ConfigError: the run could not begin.
     """
     config, failed = prepared.result.config, None
     last = config.trainer.max_restarts
     for restart in range(last + 1):
         try:
-            with sole_run(folder):
+            with exclusive_run(folder):
                 return _train(prepared, folder, restart)
         except WorkerError as error:
             failed = error
@@ -84,9 +84,9 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
             log.error("Restart %d (trainer.max_restarts) could not begin: %s", restart, error)
             if restart < last:
                 time.sleep(RESTART_PAUSE_S)
-        # Else it begins where this attempt began; with AUTO as the same run, for its trackers, too.
+        # Else it begins where this attempt began. With AUTO trackers continue the same run.
         begins_anew = config.resume == NONE
-        if prepared.is_on_course and (begins_anew or steps_in(checkpoints_folder(folder))):
+        if prepared.owns_checkpoints and (begins_anew or steps_in(checkpoints_folder(folder))):
             config.resume = AUTO
         prepared.setup = SetupTimes(time.time())
     assert failed is not None
@@ -94,20 +94,20 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
 
 
 def check_data(result: Examined) -> "PromptSets":
-    """The prompts of a config.
+    """Return the prompts of a config.
 
     Raises:
-        ConfigError: every problem of the config and, where that makes sense, of the data.
+        ConfigError: every problem of config and data.
     """
-    prompts = look_at_data(result)
+    prompts = examine_data(result)
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     assert prompts is not None
     return prompts
 
 
-def look_at_data(result: Examined) -> "PromptSets | None":
-    """The data, if what it is read with is right; its problems join the config's."""
+def examine_data(result: Examined) -> "PromptSets | None":
+    """Return the prompts, if their keys are usable; add problems to the config's report."""
     if not result.report.usable(DATA_NEEDS):
         return None
     from hybridrl.data.sources.prompt_sets import examine_prompts
@@ -127,14 +127,13 @@ def look_at_data(result: Examined) -> "PromptSets | None":
 
 
 def _train(prepared: Prepared, folder: Path, restart: int) -> float:
-    """Start Ray and the workers, train, and end them; the final held-out accuracy.
+    """Start Ray and the workers, train, and stop them; return the final held-out accuracy.
 
     Args:
-        prepared: what is known.
-        folder: the run's.
-        restart: how often the run has been started anew because of its workers.
+        prepared: the run.
+        folder: its directory.
+        restart: number of this restart, 0 for the first start.
     """
-    # Heavy imports come only now.
     from hybridrl.controller.ray.runtime import ray_runtime
 
     result, machine, setup = prepared.result, prepared.machine, prepared.setup
@@ -142,7 +141,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
     if not ray_address():
         prepared.preflight()
     setup.mark("checks")
-    # For seconds Ray's start does nothing but wait.
+    # Ray's start only waits, for seconds.
     with ThreadPoolExecutor(1) as meanwhile, VerificationProgress(log.info) as watch:
         agents: Future[Agents] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
@@ -161,8 +160,8 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
                     restart,
                     config.trainer.max_restarts,
                 )
-            # A used directory has been refused, or its later steps are set aside.
-            prepared.is_on_course = True
+            # A used directory was refused, or its later steps are quarantined.
+            prepared.owns_checkpoints = True
             from hybridrl.app.session import train
 
             return train(config, folder, machine, inputs, setup)
@@ -170,7 +169,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
 
 @contextmanager
 def _nodes(config: RunConfig) -> Iterator[Agents]:
-    """Open the nodes that verify a checkpoint together."""
+    """Open the node probes that verify a checkpoint."""
     if config.cluster.nodes == 1 or config.resume == NONE:
         yield LocalAgents(socket.gethostname())
         return
@@ -183,16 +182,16 @@ def _nodes(config: RunConfig) -> Iterator[Agents]:
 def _prepare_session(
     result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[Agents]"
 ) -> "RunInputs":
-    """What a run begins from; torch and the like are imported on the way.
+    """Return the inputs of a run; also imports torch and other heavy packages.
 
     Args:
-        result: the run's config, checked.
-        folder: the run's.
-        watch: told how far a checkpoint has been read.
-        agents: of the nodes that read it, once they are there.
+        result: the checked config.
+        folder: the run's directory.
+        watch: receives the progress of reading a checkpoint.
+        agents: node probes, available after Ray's start.
 
     Raises:
-        ConfigError: whatever is wrong with the data, a model or the checkpoint.
+        ConfigError: a problem of the data, a model or the checkpoint.
     """
     prompts = check_data(result)
     importlib.import_module("hybridrl.app.session")

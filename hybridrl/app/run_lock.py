@@ -1,4 +1,4 @@
-"""One run at a time in a run's directory."""
+"""Lock of a run's directory: one run at a time."""
 
 import fcntl
 import logging
@@ -18,14 +18,14 @@ WAIT_S = 5.0
 
 
 @contextmanager
-def sole_run(run_dir: Path) -> Iterator[None]:
-    """The directory for this process alone, for the time of the block.
+def exclusive_run(run_dir: Path) -> Iterator[None]:
+    """Lock the directory for this process during the block.
 
-    The kernel gives it back when the process ends, however that is.
+    The kernel releases the lock at the end of the process.
 
     Raises:
-        ConfigError: another run is in it, as when a job was queued again before its end; or no file
-            can be written there.
+        ConfigError: another run has the lock, such as a job that was requeued before its end; or no
+            file can be written there.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -50,22 +50,22 @@ def _lock(run_dir: Path, descriptor: int) -> None:
         raise ConfigError(
             f"hydra.run.dir = {run_dir} is in use by {owner}: two runs would overwrite each "
             f"other's metrics and checkpoints.\n"
-            f"Wait for it to end, or name another directory."
+            f"Wait for its end, or set another directory."
         ) from None
-    except OSError as error:  # some network file systems know no locks
-        log.warning("%s cannot be locked (%s): see that no other run uses it", run_dir, error)
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked (%s): make sure that no other run uses it", run_dir, error)
         return
-    with suppress(OSError):  # a full disk: then nobody is told who has it
+    with suppress(OSError):  # a full disk: the owner is then unknown
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _wait_for(descriptor: int) -> None:
-    """Take the lock; children of a run that was killed may have it for some seconds more.
+    """Acquire the lock; children of a killed run may hold it for some seconds.
 
     Raises:
-        BlockingIOError: somebody has it for good.
-        OSError: the file system knows no locks.
+        BlockingIOError: another process holds it.
+        OSError: the file system has no locks.
     """
     deadline = time.monotonic() + WAIT_S
     while True:

@@ -1,8 +1,8 @@
-"""One training run from a checked config to a trained model: opens what the loop needs, in order.
+"""Session of a training run: opens everything the loop needs, in order.
 
 reward processes                 on the driver, at once
 worker processes                 all roles on all ranks (controller/)
-header, manifest                 what is about to run
+header, manifest                 description of the run
 PPOTrainer.fit                   the loop
 """
 
@@ -16,11 +16,11 @@ import torch
 
 from hybridrl.app.inputs import RunInputs
 from hybridrl.app.setup_times import SetupTimes
-from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.choices import Accelerator
+from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.config.planner.peaks import peak_per_rank
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
@@ -44,7 +44,7 @@ from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 
 log = logging.getLogger(__name__)
 
-# Seconds that trackers get to send what is left: after success, and after anything else.
+# Seconds for trackers to send remaining metrics: after success, and after a failure.
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
@@ -55,21 +55,21 @@ def train(
     inputs: RunInputs,
     setup: SetupTimes,
 ) -> float:
-    """Run PPO as configured; to be called inside `ray_runtime`.
+    """Train as configured, inside `ray_runtime`.
 
     Args:
         config: checked and resolved.
-        run_dir: existing directory; everything the run writes goes there.
-        machine: what the run may use.
-        inputs: what the run begins from.
-        setup: times what happens before the loop.
+        run_dir: directory for all output of the run.
+        machine: nodes that the run may use.
+        inputs: prompts, models, checkpoint.
+        setup: timing of the setup.
 
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
     """
     prompts, resume = inputs.prompts, inputs.resume
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not os.environ.get("OMP_NUM_THREADS"):  # else torch has taken the user's number
+    if not os.environ.get("OMP_NUM_THREADS"):  # else torch uses the user's number
         on_gpu = config.hardware.accelerator is Accelerator.gpu
         torch.set_num_threads(torch_threads(on_gpu=on_gpu, processes=1))
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ def train(
             found = None if resume is None else resume.found
             facts = {"hardware": machine, "data": prompts.data_sets, "models": inputs.models}
             write_manifest(run_dir, config, facts, started=started, found=found)
-        except OSError as error:  # a run can do without
+        except OSError as error:  # the run does not need it
             log.warning("the manifest could not be written: %s", error)
         _show_header(config, run_dir, machine, prompts, resume, console)
         decode = decoder(load_tokenizer(config.model.path))
@@ -92,7 +92,7 @@ def train(
         setup.mark("driver")
         workers = stack.enter_context(start_workers(config, run_dir))
         setup.mark("workers", workers.pool.start_times.seconds)
-        preemption = stack.enter_context(Preemption(_grace_s(config)))
+        preemption = stack.enter_context(Preemption(_preemption_s(config)))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
@@ -114,15 +114,15 @@ def train(
 
 
 def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
-    """Where metrics go; at the end, however it comes, they are sent and drawn."""
+    """Return the tracker; its metrics are sent and drawn at the end, also after a failure."""
     tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
     stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
     stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
     return tracker
 
 
-def _grace_s(config: RunConfig) -> float:
-    """Seconds that SIGTERM leaves; none where there are no checkpoints."""
+def _preemption_s(config: RunConfig) -> float:
+    """Return the seconds after SIGTERM for a checkpoint; 0 without checkpoints."""
     return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
 
 
@@ -152,7 +152,7 @@ def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
 
 
 def _throughput(config: RunConfig, machine: Machine) -> Throughput:
-    """What the run's times say of its speed: with GPUs of several kinds, no share of a peak."""
+    """Return the throughput metrics; without MFU if GPUs are of several or unknown kinds."""
     peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
     return Throughput(
         shape=model_shape(read_model_config(config.model.path)),
@@ -197,7 +197,7 @@ def _show_workers(workers: Workers, setup: SetupTimes, console: RunConsole) -> N
 def _draw_unfinished(
     kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
 ) -> None:
-    """Draw the curves of a run that an exception ends early; never hides that exception."""
+    """Draw the curves of a run that ends by an exception, without hiding it."""
     if kind is None or not tracker.rows:
         return
     try:
@@ -207,7 +207,7 @@ def _draw_unfinished(
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:
-    """Let log lines stand above the live ones for the time of the run."""
+    """Route log lines above the console's live display during the run."""
     root = logging.getLogger()
     handler = console.logging_handler()
     before = list(root.handlers)

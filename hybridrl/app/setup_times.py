@@ -1,19 +1,19 @@
-"""Where the time goes between the start of the program and its first step."""
+"""Timing of the setup, from the start of the program to its first step."""
 
 import time
 from collections.abc import Mapping
 
 import psutil
 
-# Parts shorter than this are not shown.
+# Shorter parts are not shown.
 MIN_SHOWN_S = 0.05
 
 
 class SetupTimes:
-    """Wall seconds of the parts of the setup, which follow each other without gaps.
+    """Wall seconds of the consecutive parts of the setup.
 
     Args:
-        began: when the setup began, in seconds since the epoch.
+        began: start of the setup, in seconds since the epoch.
     """
 
     def __init__(self, began: float) -> None:
@@ -22,11 +22,11 @@ class SetupTimes:
         self._seconds: dict[str, float] = {}
 
     def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
-        """Let what happened since the last mark be a part.
+        """End a part that began at the last mark.
 
         Args:
             part: its name.
-            inside: seconds of pieces of it that count as parts of their own; it keeps the rest.
+            inside: seconds of parts within it, which are subtracted from it.
         """
         now = time.time()
         pieces = dict(inside or {})
@@ -36,7 +36,7 @@ class SetupTimes:
         self._last = now
 
     def metrics(self) -> dict[str, float]:
-        """setup/<part>_s, and setup/total_s up to the last mark."""
+        """Return setup/<part>_s, and setup/total_s up to the last mark."""
         parts = {f"setup/{name}_s": seconds for name, seconds in self._seconds.items()}
         return parts | {"setup/total_s": self._last - self._began}
 
@@ -50,5 +50,5 @@ class SetupTimes:
 
 
 def program_start() -> float:
-    """When this process was started, in seconds since the epoch."""
+    """Return the start of this process, in seconds since the epoch."""
     return psutil.Process().create_time()

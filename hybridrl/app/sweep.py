@@ -1,7 +1,7 @@
-"""The end of a sweep: one table of its jobs, ranked, with the failed ones in it.
+"""Results of a sweep: a ranked table of its jobs, failed ones included.
 
-Each job leaves `result.json` in its directory, so that jobs which a launcher ran in other
-processes or on other machines are in the table, too. A job that leaves none has failed.
+Each job writes `result.json` to its directory, so that jobs of other processes and machines are in
+the table, too. A job without the file has failed.
 """
 
 import json
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.json"
-# Written by Hydra when a sweep begins.
+# Written by Hydra at the start of a sweep.
 SWEEP_CONFIG = "multirun.yaml"
-# Written by Hydra into a job's directory when the job begins.
+# Written by Hydra into a job's directory at its start.
 JOB_OVERRIDES = ".hydra/overrides.yaml"
-# Number of a job that cannot be told from its directory.
+# Number of a job with an unknown number.
 UNKNOWN_JOB = -1
 
 
@@ -39,12 +39,12 @@ class JobResult:
 
     Attributes:
         job: its number in the sweep.
-        overrides: as composed; none where there is no result that can be read.
+        overrides: as composed; empty without a readable result.
         status: ok | dry | failed.
-        metric: what the sweep ranks by: the final eval/accuracy; None if there is none.
+        metric: final eval/accuracy, by which jobs are ranked; None if there is none.
         seconds: wall time.
         directory: the job's run directory.
-        error: why it failed, first line; empty otherwise.
+        error: first line of the reason of a failure; else empty.
     """
 
     job: int
@@ -56,7 +56,7 @@ class JobResult:
     error: str = ""
 
     def write(self) -> None:
-        """Leave result.json in the job's directory; a disk that does not take it costs no more."""
+        """Write result.json to the job's directory; a disk error is only logged."""
         path = Path(self.directory) / RESULT_FILE
         try:
             _write_json(path, asdict(self))
@@ -68,18 +68,18 @@ class SweepTable(Callback):
     """Hydra callback: prints the ranked table and writes sweep.json when a sweep ends."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Note the time, to leave out what an earlier sweep left in the same directory."""
+        """Record the time, to skip results of an earlier sweep in the same directory."""
         self._started = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Show the results.
 
         Raises:
-            SystemExit: 1, if a job failed: hydra.main itself reports no such thing.
+            SystemExit: 1, if a job failed; hydra.main does not report it.
         """
         directory = Path(config.hydra.sweep.dir)
         results = ranked(read_results(directory, since=self._started))
-        # Not a terminal: wide enough that no cell is folded.
+        # Without a terminal: wide enough for all cells.
         console = Console()
         console = console if console.is_terminal else Console(width=200)
         console.print(sweep_table(results))
@@ -94,13 +94,13 @@ class SweepTable(Callback):
 
 
 def read_results(directory: Path, since: float) -> list[JobResult]:
-    """The results of the jobs below a sweep's directory that ran at or after `since` (time.time()).
+    """Return the results of jobs below a sweep's directory, not older than `since` (time.time()).
 
-    A job has failed that left no result, or one that cannot be read.
+    A job without a readable result has failed.
     """
     files = _written(directory.rglob(RESULT_FILE), since)
     jobs = {file.parent.parent for file in _written(directory.rglob(JOB_OVERRIDES), since)}
-    # They may be all that a full disk took, and hydra.output_subdir moves the overrides.
+    # A full disk may leave only the folder, and hydra.output_subdir moves the overrides.
     numbered = (path for path in directory.glob("*") if path.name.isdigit())
     jobs |= {*_written(numbered, since)}
     lost = jobs - {file.parent for file in files}
@@ -123,7 +123,7 @@ def _read(file: Path) -> JobResult:
 
 
 def _failed(folder: Path, reason: str) -> JobResult:
-    """The result of a job of which no more is known."""
+    """Return the result of a job without a readable result."""
     job = int(folder.name) if folder.name.isdigit() else UNKNOWN_JOB
     return JobResult(job, [], "failed", None, 0.0, str(folder), reason)
 
@@ -134,14 +134,14 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def ranked(results: list[JobResult]) -> list[JobResult]:
-    """Highest metric first; jobs without one last, in their own order."""
+    """Sort by metric, highest first; jobs without one last, in their order."""
     return sorted(
         results, key=lambda r: (r.metric is None, -(r.metric if r.metric is not None else 0), r.job)
     )
 
 
 def sweep_table(results: list[JobResult]) -> Table:
-    """The ranked results, each with the overrides in which the jobs differ."""
+    """Return a table of the results with the overrides in which jobs differ."""
     known = [set(r.overrides) for r in results if r.overrides]
     common = set.intersection(*known) if len(known) > 1 else set()
     table = Table(title="Sweep, best first", title_justify="left")
@@ -162,5 +162,5 @@ def sweep_table(results: list[JobResult]) -> Table:
 
 
 def finite(metric: float) -> float | None:
-    """The metric, or None where there is none (NaN)."""
+    """Return the metric; None for NaN and infinity."""
     return metric if math.isfinite(metric) else None

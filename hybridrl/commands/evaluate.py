@@ -1,4 +1,4 @@
-"""`hybridrl eval`: checks what was asked for, starts Ray, shows and writes what came of it."""
+"""`hybridrl eval`: checks options and config, starts Ray, prints and writes the results."""
 
 import logging
 import sys
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybridrl.app.compose import look
+from hybridrl.app.compose import find_machine
 from hybridrl.commands.evaluation.config import evaluation_config
 from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
 from hybridrl.commands.evaluation.subject import Subject, find_subject
-from hybridrl.commands.running import UsageError, note_other_files, run_command
+from hybridrl.commands.running import UsageError, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
 from hybridrl.config.errors import ConfigError
@@ -25,7 +25,7 @@ from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
-    from hybridrl.commands.evaluation.session import Case
+    from hybridrl.commands.evaluation.session import Evaluation
     from hybridrl.data.sources.prompt_sets import PromptSets
     from hybridrl.data.sources.prompts import Prompt
 
@@ -33,7 +33,7 @@ LOG = "eval.log"
 
 
 def main() -> None:
-    """The command; leaves by SystemExit unless all goes well."""
+    """Run the command; exits by SystemExit unless all goes well."""
     guard_standard_output()
     run_command(lambda: _evaluate(sys.argv[1:]))
 
@@ -41,7 +41,7 @@ def main() -> None:
 def _evaluate(argv: Sequence[str]) -> None:
     options = parse_options(argv)
     subject = find_subject(options.subject)
-    machine = look()
+    machine = find_machine()
     config_dir = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     line = parse_argv([*config_dir, *options.overrides])
     examined = evaluation_config(line, subject, machine, runs_code=options.runs_code)
@@ -50,43 +50,47 @@ def _evaluate(argv: Sequence[str]) -> None:
 
 
 def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Machine) -> None:
-    # Heavy imports come only now.
+    # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.report import results_of, table_of, write_results
-    from hybridrl.commands.evaluation.session import Answers, Case, evaluate
+    from hybridrl.commands.evaluation.session import Evaluation, Totals, evaluate
     from hybridrl.controller.ray.runtime import ray_runtime
 
     config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
-    model_folder(config.model)  # a download, if any, is made once and not by every worker
+    model_folder(config.model)  # downloads once, not in every worker
     if subject.checkpoint is not None:
-        note_other_files(subject.checkpoint, config.model)
+        warn_about_changed_model(subject.checkpoint, config.model)
     prompts = _prompts(examined.config)
     asked = _asked(prompts, options)
-    case = Case(options, subject, config, prompts, asked, _output_folder(options, subject))
+    evaluation = Evaluation(
+        options, subject, config, prompts, asked, _output_folder(options, subject)
+    )
     console = Console(highlight=False, markup=False)
-    console.print(_headline(case), soft_wrap=True)
+    console.print(_headline(evaluation), soft_wrap=True)
 
-    def progress(samples: int, answers: Answers) -> None:
-        speed = answers.tokens / answers.seconds
+    def progress(samples: int, totals: Totals) -> None:
+        speed = totals.tokens / totals.seconds
         done = f"{samples} of {options.samples} samples of each problem"
-        console.print(f"{done}, {answers.tokens:,} tokens, {speed:,.0f} tokens/s", soft_wrap=True)
+        console.print(f"{done}, {totals.tokens:,} tokens, {speed:,.0f} tokens/s", soft_wrap=True)
 
-    _log_to(case.output / LOG)
+    _log_to(evaluation.output / LOG)
     with ray_runtime(config.cluster, config.hardware.accelerator):
-        config.model.path = absolute_path(config.model.path)  # workers may start elsewhere
-        answers = evaluate(case, progress)
-    results = results_of(case, answers)
-    path = write_results(case, answers, results, machine, started)
+        config.model.path = absolute_path(
+            config.model.path
+        )  # workers may have another current directory
+        totals = evaluate(evaluation, progress)
+    results = results_of(evaluation, totals)
+    path = write_results(evaluation, totals, results, machine, started)
     (console if console.is_terminal else Console(width=160)).print(table_of(results))
-    if answers.failed:
-        console.print(f"{answers.failed} judgements failed and count as wrong", soft_wrap=True)
+    if totals.failed:
+        console.print(f"{totals.failed} scores failed and count as wrong", soft_wrap=True)
     console.print(f"{path} after {time.perf_counter() - begin:.0f} s", soft_wrap=True)
 
 
 def _prompts(config: RunConfig) -> "PromptSets":
-    """The problems of a config.
+    """Return the prompts of a config.
 
     Raises:
-        ConfigError: whatever is wrong with the data.
+        ConfigError: every problem of the data.
     """
     from hybridrl.data.sources.prompt_sets import examine_prompts
     from hybridrl.trainer.multi_turn.environment import stop_problems
@@ -101,49 +105,52 @@ def _prompts(config: RunConfig) -> "PromptSets":
 
 
 def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
-    """Those that are answered.
+    """Return the prompts to evaluate.
 
     Raises:
-        UsageError: there are not as many as --problems.
+        UsageError: there are fewer than --problems.
     """
     half = prompts.train if options.split is Split.train else prompts.held_out
     if options.problems is not None and options.problems > len(half):
         raise UsageError(
-            f"--problems {options.problems}: the split {options.split.value} has {len(half)} "
-            f"(data.num_eval_problems limits held_out).\nLower --problems."
+            f"--problems {options.problems}: expected at most {len(half)}, the problems of the "
+            f"split "
+            f"{options.split.value} (data.num_eval_problems limits held_out).\nLower --problems."
         )
     return half[: options.problems]
 
 
 def _output_folder(options: EvalOptions, subject: Subject) -> Path:
-    """The folder for the results, made.
+    """Create the folder for the results.
 
     Raises:
-        UsageError: there is something in it.
+        UsageError: it is not empty.
     """
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = options.output or Path("evals", subject.name, now)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"--output {folder}: there is something already. Name a new folder.")
+        raise UsageError(
+            f"--output {folder}: it exists and is not an empty folder.\nUse a new folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _headline(case: "Case") -> str:
-    options, subject = case.options, case.subject
+def _headline(evaluation: "Evaluation") -> str:
+    options, subject = evaluation.options, evaluation.subject
     what = subject.model if subject.folder is None else str(subject.folder)
-    sampling = "greedy" if options.greedy else f"temperature {case.temperature:g}"
-    asked = f"{len(case.asked)} problems ({options.split.value})"
-    environment = case.config.environment
-    judge = case.config.reward.function if environment is None else environment.function
+    sampling = "greedy" if options.greedy else f"temperature {evaluation.temperature:g}"
+    asked = f"{len(evaluation.asked)} problems ({options.split.value})"
+    environment = evaluation.config.environment
+    judge = evaluation.config.reward.function if environment is None else environment.function
     return (
         f"{what}: {asked}, {options.samples} samples each, {sampling}, scored by {judge}, "
-        f"into {case.output}"
+        f"into {evaluation.output}"
     )
 
 
 def _log_to(file: Path) -> None:
-    """Warnings go to the terminal, everything to a file; neither holds secrets."""
+    """Log warnings to the terminal and everything to a file, without secrets."""
     to_terminal = logging.StreamHandler()
     to_terminal.setLevel(logging.WARNING)
     logging.basicConfig(

@@ -1,4 +1,4 @@
-"""`hybridrl export`: a checkpoint as a folder that transformers and vLLM load."""
+"""`hybridrl export`: writes a checkpoint as a folder for transformers and vLLM."""
 
 import argparse
 import sys
@@ -13,9 +13,9 @@ from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.commands.running import (
     UsageError,
     checkpoint_at,
-    note_other_files,
+    report_removal,
     run_command,
-    while_it_stays,
+    warn_about_changed_model,
 )
 from hybridrl.config.choices import Accelerator, DType, Init
 from hybridrl.config.errors import ConfigError
@@ -29,12 +29,12 @@ MAX_NAMED = 5
 
 DESCRIPTION = """\
 Write a checkpoint as an ordinary Hugging Face folder: weights as safetensors, config, tokenizer,
-generation config. Adapters are merged, and stand beside it in peft's format (DIR/adapter).
+generation config. Adapters are merged, and also written in peft's format (DIR/adapter).
 
   hybridrl export outputs/x model                              newest good checkpoint of a run
   hybridrl export outputs/x/checkpoints/step_00000020 model    that one
 
-Needs neither GPU nor Ray. In host memory is one tensor at a time.
+Needs neither GPU nor Ray, and host memory for one tensor.
 """
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 129 SIGHUP, 130 Ctrl-C, "
@@ -43,7 +43,7 @@ EPILOG = (
 
 
 def main() -> None:
-    """The command; leaves by SystemExit unless all goes well."""
+    """Run the command; exits by SystemExit unless all goes well."""
     guard_standard_output()
     args = _parser().parse_args()
     run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
@@ -59,39 +59,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
-    add("folder", type=Path, metavar="DIR", help="the folder to write; an earlier export of ours")
+    add(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the folder to write: new, empty or an earlier export",
+    )
     add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
-    add("--model", metavar="PATH", help="the model that was trained, where it lies now")
+    add("--model", metavar="PATH", help="the base model, if it has moved")
     return parser
 
 
 def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
-    """Write the checkpoint that a path means to a folder, and say what was written.
+    """Export a checkpoint to a folder, and print a summary.
 
     Args:
         checkpoint: a checkpoint's folder, or a run's directory for its newest one.
-        folder: where; an earlier export there is replaced.
+        folder: the target; an earlier export there is replaced.
         dtype: of the weights.
-        base: the model that was trained, if it is not where the run had it.
+        base: path of the base model, if it has moved.
 
     Raises:
-        ConfigError: a path means nothing, the checkpoint is damaged, or the folder is in use.
-        SystemExit: the disk did not take it, or did not give it.
+        ConfigError: a path is wrong, the checkpoint is damaged, or the folder is in use.
+        SystemExit: reading or writing failed.
     """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
     check_target(folder)
     found = checkpoint_at(checkpoint)
     check_origin(folder, found, base)
-    note_other_files(found, _model(found.manifest.config, base))
+    warn_about_changed_model(found, _model(found.manifest.config, base))
     try:
-        with while_it_stays(found.folder):
+        with report_removal(found.folder):
             tensors = write_checkpoint(found, folder, dtype, base)
     except OSError as error:
-        said = f"{folder} could not be written, nothing is left of it"
-        if not _is_of_writing(error, folder):
-            said = f"{folder} was not written, what it is made of could not be read"
-        sys.stderr.write(f"{said}: {error}\n")
+        problem = f"{folder} could not be written, and was removed"
+        if not _is_write_error(error, folder):
+            problem = f"{folder} was not written, as its source could not be read"
+        sys.stderr.write(f"{problem}: {error}\n")
         sys.exit(EXIT_FAILED)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     sys.stdout.write(
@@ -101,22 +106,22 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
 
 
 def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
-    """Write the policy of a checkpoint, which has been verified, to a folder.
+    """Write the policy of a verified checkpoint to a folder.
 
     Args:
         found: the checkpoint.
-        folder: replaced if it is there.
+        folder: replaced if it exists.
         dtype: of the weights.
-        base: the model that was trained, if it is not where the run had it.
+        base: path of the base model, if it has moved.
 
     Returns:
-        How many tensors it has.
+        Number of tensors.
 
     Raises:
         ConfigError: there is no such model, or the checkpoint is of another one.
-        OSError: the disk does not take it, or does not give it.
+        OSError: reading or writing failed.
     """
-    # What is wrong with the paths is said before these imports of seconds.
+    # Problems of the paths are reported before these slow imports.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
     from hybridrl.distributed.storage.stored_policy import StoredPolicy
     from hybridrl.trainer.tracking.provenance import versions
@@ -126,7 +131,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     drawn_on = Accelerator(config["hardware"]["accelerator"])
     try:
         policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
-    except OSError as error:  # transformers' name no path
+    except OSError as error:  # errors of transformers contain no path
         raise ConfigError(f"model.path = {model.path} could not be read: {error}") from error
     files = None
     if lora is not None:
@@ -144,33 +149,33 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
 
 
 def check_target(folder: Path) -> None:
-    """Refuse to write where something else is.
+    """Check the target folder.
 
     Raises:
-        UsageError: it is a file, or a folder with other things than an earlier export.
+        UsageError: it is a file, or a folder with other files than an earlier export.
     """
     if folder.is_dir() and not folder.is_symlink():
         added = added_to(folder) if is_export(folder) else []
         if not added and (is_export(folder) or not any(folder.iterdir())):
             return
-        found = "is not empty, and no earlier export"
+        found = "is not empty and not an earlier export"
         if added:
             rest = f" and {len(added) - MAX_NAMED} more" if len(added) > MAX_NAMED else ""
             found = f"has more than an earlier export: {', '.join(added[:MAX_NAMED])}{rest}"
     elif folder.exists() or folder.is_symlink():
-        found = "is no folder"
+        found = "is not a folder"
     else:
         return
-    raise _not_there(folder, found)
+    raise _target_error(folder, found)
 
 
 def check_origin(folder: Path, found: Found, base: str | None) -> None:
-    """Refuse to write where the checkpoint, or the model that was trained, comes from.
+    """Check that the target is neither the checkpoint's nor the base model's folder.
 
     Args:
-        folder: to be written.
+        folder: the target.
         found: the checkpoint.
-        base: the model that was trained, if it is not where the run had it.
+        base: path of the base model, if it has moved.
 
     Raises:
         UsageError: the folder is that model's, or lies among checkpoints.
@@ -181,20 +186,18 @@ def check_origin(folder: Path, found: Found, base: str | None) -> None:
     among = checkpoint.parent in above and checkpoint.parent.name == CHECKPOINTS
     in_some = any(step_of(p.name) is not None or promised_step(p.name) is not None for p in above)
     if among or in_some or checkpoint in above:
-        raise _not_there(folder, "lies among a run's checkpoints")
+        raise _target_error(folder, "lies among a run's checkpoints")
     source = plain_folder(_model(found.manifest.config, base).path).resolve()
     if target in (source, *source.parents):
-        raise _not_there(folder, "has the model that was trained")
+        raise _target_error(folder, "contains the base model")
 
 
-def _not_there(folder: Path, found: str) -> UsageError:
-    return UsageError(
-        f"DIR = {folder}: {found}; nothing there is overwritten.\nName another folder."
-    )
+def _target_error(folder: Path, found: str) -> UsageError:
+    return UsageError(f"DIR = {folder}: {found}, and is not overwritten.\nUse another folder.")
 
 
-def _is_of_writing(error: OSError, folder: Path) -> bool:
-    """Whether an error names a folder that is written, what lies above it, or no path at all."""
+def _is_write_error(error: OSError, folder: Path) -> bool:
+    """Return whether an error has a path in or above the target, or no path."""
     names = [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
     written = (folder, *in_between(folder))
     return not names or any(

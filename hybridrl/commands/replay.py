@@ -1,8 +1,8 @@
 """`hybridrl replay <run>/replay/step_<n>`: which responses make an update NaN or infinite?
 
-Starts the workers of that run's config, loads the weights that met the batch, computes forward,
-loss and gradients of exactly that update, prints what is not finite, and writes replay.json into
-the folder. Takes no step.
+Starts the workers of that run's config, loads the weights of that step, computes forward, loss and
+gradients of that update, prints values that are not finite, and writes replay.json to the folder.
+Updates no weights.
 
 Exit codes: 0 everything is finite, 1 failed, 2 the folder or the config is wrong, 3 something is
 not finite, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
@@ -20,21 +20,21 @@ from hybridrl.config.checks.installation import check_ray
 from hybridrl.controller.output import guard_standard_output
 
 EXIT_NOT_FINITE = 3
-# Of the tables, where the output is no terminal.
+# Width of the tables without a terminal.
 WIDTH = 160
 
 
 def main() -> None:
-    """The command; leaves by SystemExit unless everything is finite."""
+    """Run the command; exits by SystemExit unless everything is finite."""
     guard_standard_output()
     parser = argparse.ArgumentParser(
         prog="hybridrl replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="what a stopped run has named")
+    parser.add_argument("folder", type=Path, help="folder named by the stopped run")
     parser.add_argument(
-        "--run-code", action="store_true", help="of others that the folder's config names"
+        "--run-code", action="store_true", help="run user code named in the folder's config"
     )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _replay(folder: Path, *, runs_code: bool) -> None:
     check_ray()
-    # Heavy imports come only when the command line is known to be right.
+    # Heavy imports follow the check of the command line.
     from hybridrl.controller.ray.runtime import ray_runtime
     from hybridrl.trainer.replay.batch import read_replay
     from hybridrl.trainer.replay.session import replay, show, write_findings

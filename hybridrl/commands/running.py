@@ -1,4 +1,4 @@
-"""What the commands beside training have in common: how they end, and what they say then."""
+"""Common code of the commands: exit codes, and finding and verifying a checkpoint."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,60 +17,57 @@ from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
 
 class UsageError(ConfigError):
-    """What is wrong with a command's own arguments."""
+    """Problems of a command's own arguments."""
 
     subject = "on the command line"
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command; leaves by SystemExit unless all goes well.
+    """Run a command; exits by SystemExit unless all goes well.
 
-    Exit codes: 1 failed, 2 what the user can fix, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM; others
-    are a command's own, by sys.exit.
+    Exit codes: 1 failed, 2 the user can fix it, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM, and the
+    command's own.
     """
     set_up_process()
     with exit_codes():
         try:
             command()
-        except DamagedCheckpoint as error:  # in a way that shows only when its content is used
-            problem = f"{error}.\nName another checkpoint."
+        except DamagedCheckpoint as error:  # damage that shows only in use
+            problem = f"{error}.\nUse another checkpoint."
             sys.stderr.write(f"{ConfigError.__name__}: {UsageError(problem)}\n")
             sys.exit(EXIT_CONFIG)
 
 
 def checkpoint_at(path: Path) -> Found:
-    """The checkpoint that a path means, verified; says which newer ones were passed over.
-
-    Where that takes more than seconds, it also says how far it is.
+    """Find and verify a checkpoint; prints progress, and newer damaged checkpoints.
 
     Args:
-        path: a checkpoint's folder, or a run's directory for its newest one that is whole.
+        path: a checkpoint's folder, or a run's directory for its newest intact one.
 
     Raises:
-        ConfigError: there is none, or the one that was named is damaged or goes meanwhile, or the
-            disk fails, for seconds.
+        ConfigError: there is none, it is damaged or removed meanwhile, or the disk fails.
     """
     try:
         with as_unreadable():
             found = _look(path)
     except ConfigError as error:
-        if type(error) is not ConfigError:  # says what it is about
+        if type(error) is not ConfigError:  # has its own subject
             raise
         raise UsageError(*error.problems) from error
     for damaged in found.damaged:
-        if damaged.folder.exists():  # else a run that trains has removed it
-            sys.stderr.write(f"passed over, damaged: {damaged}\n")
+        if damaged.folder.exists():  # else the run has removed it
+            sys.stderr.write(f"skipped, damaged: {damaged}\n")
     return found
 
 
-def note_other_files(found: Found, model: ModelConfig) -> None:
-    """Say so if the model that a checkpoint was trained from has other files than it had then.
+def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
+    """Warn if the files of a checkpoint's base model have changed since training.
 
-    The tokenizer and the chat template come from there, and what adapters are added to.
+    Tokenizer and chat template come from there, and the weights under adapters.
 
     Args:
         found: the checkpoint.
-        model: that model, where it lies now.
+        model: the base model at its present path.
 
     Raises:
         ConfigError: there is no such model, or a file of it cannot be read.
@@ -81,17 +78,17 @@ def note_other_files(found: Found, model: ModelConfig) -> None:
         before = {key: without_weights(known) for key, known in before.items()}
     for names in other_files(before, trained_model(model, weights=weights)).values():
         sys.stderr.write(
-            f"{model.path} is not as {found.folder} was trained from it: "
-            f"{', '.join(names)} changed, came or went\n"
+            f"{model.path} has changed since {found.folder} was trained: "
+            f"{', '.join(names)} changed, were added or removed\n"
         )
 
 
 @contextmanager
-def while_it_stays(folder: Path) -> Iterator[None]:
-    """Say so if a folder goes while it is read: a run that trains removes old checkpoints.
+def report_removal(folder: Path) -> Iterator[None]:
+    """Report an error as removal, if the folder is gone: a run removes its old checkpoints.
 
     Raises:
-        UsageError: something failed, and the folder is gone.
+        UsageError: the block failed, and the folder is gone.
     """
     try:
         yield
@@ -100,16 +97,16 @@ def while_it_stays(folder: Path) -> Iterator[None]:
             raise
         raise UsageError(
             f"{folder} was removed meanwhile (checkpoint.keep_last).\n"
-            f"Name the run's directory again for its newest checkpoint, or copy the folder first."
+            f"Use the run's directory for its newest checkpoint, or copy the folder first."
         ) from error
 
 
 def _look(path: Path) -> Found:
     watch = VerificationProgress(lambda line: sys.stderr.write(f"{line}\n"))
     if not path.expanduser().exists():
-        return named(path, key="PATH")  # raises, and says what was expected
-    with while_it_stays(path.expanduser()):
+        return named(path, key="PATH")  # raises
+    with report_removal(path.expanduser()):
         try:
             return named(path, key="PATH", watch=watch)
-        except NoWholeCheckpoint:  # perhaps all that were there have been replaced meanwhile
+        except NoWholeCheckpoint:  # all may have been replaced meanwhile
             return named(path, key="PATH", watch=watch)

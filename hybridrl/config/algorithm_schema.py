@@ -1,8 +1,9 @@
-"""The types of conf/algorithm. Defaults and comments stand in the YAML."""
+"""Types of conf/algorithm."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from hybridrl.config.annotations import Range, above_zero, at_least_one, at_least_zero, share
 from hybridrl.config.choices import (
     Aggregation,
     CorrectionLevel,
@@ -22,9 +23,9 @@ class KLConfig:
 
     placement: KLPlacement
     estimator: KLEstimator
-    coef: float
-    target: float | None
-    horizon: int
+    coef: Annotated[float, Range(0, why="a negative penalty drives the policy away; 0 disables it")]
+    target: Annotated[float | None, above_zero("the controller divides by it")]
+    horizon: Annotated[int, at_least_one("the controller divides by it")]
 
 
 @dataclass(kw_only=True)
@@ -41,16 +42,16 @@ class RolloutCorrectionConfig:
 
     method: CorrectionMethod
     level: CorrectionLevel
-    low: float
-    high: float
+    low: Annotated[float, Range(0, why="it is a bound of ratios; 0 means none")]
+    high: Annotated[float, above_zero("it is a bound of ratios")]
 
 
 @dataclass(kw_only=True)
 class OverlongConfig:
     """conf/algorithm: overlong."""
 
-    buffer_tokens: int
-    penalty: float
+    buffer_tokens: Annotated[int, at_least_zero("it counts tokens; 0 means no penalty")]
+    penalty: Annotated[float, above_zero("it is subtracted from the reward")]
     train_on_truncated: bool
 
 
@@ -59,13 +60,13 @@ class AlgorithmConfig:
     """conf/algorithm."""
 
     advantage: str
-    gamma: float
-    lam: float
-    pass_k: int
+    gamma: Annotated[float, share("it is a discount per token", low_open=True)]
+    lam: Annotated[float, share("1 is Monte Carlo, 0 is one-step TD")]
+    pass_k: Annotated[int, at_least_one("a set needs a response")]
     whiten_advantages: bool
     loss: LossConfig
     aggregation: Aggregation
     rollout_correction: RolloutCorrectionConfig
     overlong: OverlongConfig
-    max_sampling_rounds: int
+    max_sampling_rounds: Annotated[int, at_least_one("1 means that no prompt is sampled again")]
     kl: KLConfig

@@ -1,4 +1,4 @@
-"""What differs between the config a checkpoint was made with and the one it is resumed with."""
+"""Differences between the config of a checkpoint and that of the resuming run."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,59 +6,25 @@ from typing import Any, NamedTuple
 
 from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
+from hybridrl.config.schema_keys import is_free
 
-# Keys and sections that decide where and how fast a run goes, what it shows and what it keeps, but
-# not what is computed, up to rounding.
-FREE = frozenset(
-    {
-        *("resume", "run", "hardware", "cluster", "placement", "eval", "tracking", "doctor"),
-        # Where models lie; the files there are compared instead.
-        *("model.path", "reward_model.model.path"),
-        "checkpoint",
-        "actor.log_prob_chunk_tokens",
-        "actor.max_tokens_per_gpu",
-        "ref.log_prob_chunk_tokens",
-        "reward.num_processes",
-        "reward.timeout_s",
-    }
-)
-FREE_FSDP = frozenset(
-    {
-        *("dp_shard", "dp_replicate", "reshard_after_forward", "activation_checkpointing"),
-        *("accumulation", "layout", "tensor_parallel_size", "columns", "ulysses_size", "offload"),
-        "compile",
-    }
-)
-FREE_ROLLOUT = frozenset(
-    {
-        *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mb", "max_num_seqs"),
-        *("enforce_eager", "sleep", "reshard_bucket_mb", "verify_reshard"),
-    }
-)
-FREE_TRAINER = frozenset(
-    {
-        *("total_steps", "samples_every_steps", "save_final_model", "max_log_prob_diff"),
-        *("max_skipped_steps", "max_restarts", "profile_steps"),
-    }
-)
-# Keys that are the first one's value unless they are set: told only where they differ from it.
+# key -> keys that link to it by default; those are reported only if they differ from it.
 FOLLOWING = {
     "seed": ("model.seed", "rollout.seed"),
     "trainer.total_steps": ("actor.total_steps", "critic.total_steps", "data.curriculum_steps"),
 }
-# Of a model's files so many are named.
+# Files named in a message.
 MAX_FILES_SHOWN = 3
-_FREE_IN = {"fsdp": FREE_FSDP, "rollout": FREE_ROLLOUT, "trainer": FREE_TRAINER}
 
 
 class Change(NamedTuple):
-    """A key with another value, or of a path with other files behind it.
+    """A key with another value, or a path with other files.
 
     Attributes:
         key: dotted.
-        before, now: values as plain JSON; MISSING where there is no such key.
-        matters: whether it changes what is computed, beyond rounding.
-        files: names of those that are others than before.
+        before, now: values as plain JSON; MISSING if there is no such key.
+        matters: true if results change by more than rounding.
+        files: names of the changed files.
     """
 
     key: str
@@ -84,11 +50,11 @@ def changes(
     now: Mapping[str, Any],
     files: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Change]:
-    """The keys whose values differ, those that matter first, each by name.
+    """Return the changes, those that matter first, sorted by key.
 
     Args:
         before, now: resolved configs as plain JSON.
-        files: those that are others than before, by the key of the path that they lie under.
+        files: changed files by the key of their folder's path.
     """
     old, new = _own_leaves(before), _own_leaves(now)
     differing = [
@@ -101,7 +67,7 @@ def changes(
         for leader, keys in FOLLOWING.items()
         if leader in differing and leader in old and leader in new
     }
-    told = set(differing) - {key for keys in followers.values() for key in keys}
+    reported = set(differing) - {key for keys in followers.values() for key in keys}
     found = [
         Change(
             key,
@@ -110,13 +76,13 @@ def changes(
             key in files or any(_matters(one, new) for one in (key, *followers.get(key, ()))),
             files.get(key, ()),
         )
-        for key in sorted(told)
+        for key in sorted(reported)
     ]
     return sorted(found, key=lambda change: not change.matters)
 
 
 def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves without those of shared nodes in roles, which stand where they are shared."""
+    """Return the leaves; those of shared nodes only once, outside of the roles."""
     shared = {role: LINKS[role].keys() for role in LINKS}
     own = {
         name: {key: value for key, value in section.items() if key not in shared.get(name, ())}
@@ -128,10 +94,10 @@ def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _matters(key: str, config: Mapping[str, Any]) -> bool:
-    section, _, rest = key.partition(".")
-    if key in FREE or section in FREE or rest in _FREE_IN.get(section, ()):
+    if is_free(key):
         return False
-    if rest == "total_steps":  # the learning rate is laid out over it, unless it is constant
+    section, _, rest = key.partition(".")
+    if rest == "total_steps":  # the length of a schedule that is not constant
         return config.get(f"{section}.optim.schedule") != "constant"
     if key == "data.curriculum_steps":
         return config.get("data.curriculum") is not None

@@ -1,11 +1,11 @@
-"""Values that keys of the configuration may take, each a word."""
+"""Enumerations of config values."""
 
 from enum import StrEnum
 
 
-# OmegaConf takes enum members by their names, so names and values are the same words.
+# OmegaConf parses enum members by name, so names and values are equal.
 class KLPlacement(StrEnum):
-    """Where the penalty against the reference acts."""
+    """Placement of the penalty against the reference."""
 
     reward = "reward"
     loss = "loss"
@@ -22,7 +22,7 @@ class KLEstimator(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the losses of tokens become the loss of a mini-batch (algorithms/aggregation.py)."""
+    """Aggregation of token losses to the loss of a mini-batch (algorithms/aggregation.py)."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -30,7 +30,7 @@ class Aggregation(StrEnum):
 
 
 class CorrectionMethod(StrEnum):
-    """What is done about tokens that the trainer finds likelier or less likely than vLLM did."""
+    """Correction of the mismatch between vLLM's and the trainer's probabilities."""
 
     none = "none"
     truncate = "truncate"
@@ -38,7 +38,7 @@ class CorrectionMethod(StrEnum):
 
 
 class CorrectionLevel(StrEnum):
-    """What an importance ratio is of (algorithms/rollout_correction.py)."""
+    """Unit of an importance ratio (algorithms/rollout_correction.py)."""
 
     token = "token"
     sequence = "sequence"
@@ -46,7 +46,7 @@ class CorrectionLevel(StrEnum):
 
 
 class LRSchedule(StrEnum):
-    """Course of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -54,7 +54,7 @@ class LRSchedule(StrEnum):
 
 
 class Accelerator(StrEnum):
-    """The device workers use."""
+    """Device of the workers."""
 
     cpu = "cpu"
     gpu = "gpu"
@@ -68,21 +68,21 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
-    """How FSDP shards lie (config/planner/layout.py, distributed/columns.py)."""
+    """Layout of FSDP shards (config/planner/shard_order.py, distributed/columns.py)."""
 
     aligned = "aligned"
     plain = "plain"
 
 
 class Accumulation(StrEnum):
-    """What adds up over the micro-batches of an optimizer step (distributed/accumulation.py)."""
+    """Gradients accumulated over micro-batches: full or sharded (distributed/accumulation.py)."""
 
     full = "full"
     sharded = "sharded"
 
 
 class Offload(StrEnum):
-    """What lies in pinned host memory while the current phase does not use it."""
+    """State that is offloaded to pinned host memory while unused."""
 
     none = "none"
     idle_optimizer = "idle_optimizer"
@@ -90,14 +90,14 @@ class Offload(StrEnum):
 
 
 class NVLinkMulticast(StrEnum):
-    """Whether NCCL and vLLM may reduce inside the NVLink switches (config/planner/multicast.py)."""
+    """NVLink multicast: reductions inside the switches (config/planner/multicast.py)."""
 
     auto = "auto"
     off = "off"
 
 
 class DoctorChecks(StrEnum):
-    """What a run checks of its machines by itself."""
+    """Checks of the machines that a run makes."""
 
     quick = "quick"
     full = "full"
@@ -105,14 +105,14 @@ class DoctorChecks(StrEnum):
 
 
 class Init(StrEnum):
-    """Where a model's first weights come from."""
+    """Source of a model's initial weights."""
 
     pretrained = "pretrained"
     random = "random"
 
 
 class SleepMode(StrEnum):
-    """What vLLM gives back between rollouts."""
+    """Memory that vLLM frees between rollouts."""
 
     none = "none"
     kv_cache = "kv_cache"
@@ -120,14 +120,14 @@ class SleepMode(StrEnum):
 
 
 class TooLongPrompts(StrEnum):
-    """What a prompt longer than rollout.max_prompt_tokens gets."""
+    """Treatment of prompts longer than rollout.max_prompt_tokens."""
 
     error = "error"
     drop = "drop"
 
 
 class Repeated(StrEnum):
-    """What a training problem gets whose question is there already."""
+    """Treatment of training problems with a repeated question."""
 
     keep = "keep"
     drop = "drop"

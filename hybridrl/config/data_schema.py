@@ -1,21 +1,22 @@
-"""The types of conf/data. Defaults and comments stand in the YAML."""
+"""Types of conf/data."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from hybridrl.config.annotations import at_least_one, at_least_zero
 from hybridrl.config.choices import Repeated, TooLongPrompts
 
-# What each data set of a mixture has for itself.
+# Keys of conf/data that a mixture replaces by keys per data set.
 SOURCE_KEYS = ("name", "train_files", "eval_files")
 
 
 @dataclass(kw_only=True)
 class MixturePart:
-    """conf/data: one data set of the mixture. What is null is as in data itself.
+    """conf/data: one data set of the mixture; null means the value of conf/data.
 
-    Args:
-        weight: its share of the prompts, relative to the other data sets.
-        name, train_files: where it comes from; one of them.
+    Attributes:
+        weight: share of the prompts, relative to the other data sets.
+        name, train_files: source of the problems; exactly one is set.
     """
 
     weight: float
@@ -31,21 +32,21 @@ class MixturePart:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """conf/data. Files are lists of paths or one path; without a mixture `mixture` is empty."""
+    """conf/data. Files are a path or a list of paths."""
 
     name: str
     train_files: Any
     eval_files: Any
     prompt_key: str
     answer_key: str
-    num_eval_problems: int | None
+    num_eval_problems: Annotated[int | None, at_least_one("null evaluates all problems")]
     system_prompt: str | None
-    few_shot: int
+    few_shot: Annotated[int, at_least_zero("it counts examples; 0 means none")]
     solution_key: str | None
     too_long_prompts: TooLongPrompts
     duplicates: Repeated
     held_out_overlap: Repeated
     curriculum: str | None
-    curriculum_steps: int
-    prompts_per_step: int
+    curriculum_steps: Annotated[int, at_least_one("it is the length of the curriculum")]
+    prompts_per_step: Annotated[int, at_least_one("a step needs prompts")]
     mixture: dict[str, MixturePart]

@@ -1,21 +1,22 @@
-"""Numbers in place of the nulls that mean "derive it"."""
+"""Derivation of config values that are null: GPUs, shards, sequences, processes."""
 
 import math
 
 from hybridrl.config.checks.resources import gpu_count_problems, gpu_counts, gpus_on_each
-from hybridrl.config.checks.sizes import mesh_problems, world_size
+from hybridrl.config.checks.sizes import mesh_problems
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
 from hybridrl.config.planner.machine import Machine
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 
 MAX_REWARD_PROCESSES = 8
-# What vLLM itself takes on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
+# vLLM's own default on GPUs of 70 GiB and more; its KV cache may hold fewer at a time.
 MAX_NUM_SEQS = 1024
 
 
 def derive(config: RunConfig, machine: Machine, report: Report) -> None:
-    """Put numbers in place of nulls; what cannot be derived joins the report."""
+    """Replace nulls by numbers; add what cannot be derived to the report."""
     cluster, fsdp = config.cluster, config.fsdp
     _resolve_nodes(config, machine, report)
     if cluster.gpus_per_node is None and report.usable(["cluster.gpus_per_node"]):
@@ -38,7 +39,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
 
 
 def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:
-    """Unequal nodes: those that were given, or else GPUs as the machine's nodes have them."""
+    """Resolve placement.slots_on_nodes from unequal nodes, and gpus_per_node from it."""
     cluster, placement = config.cluster, config.placement
     keys = ["cluster.nodes", "cluster.gpus_per_node", "placement", "rollout.tensor_parallel_size"]
     if not report.usable([*keys, "hardware.accelerator"]):
@@ -54,7 +55,7 @@ def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:
 
 
 def _num_seqs(config: RunConfig, report: Report) -> int:
-    """Responses that one engine is dealt in a step, up to MAX_NUM_SEQS; that where unknown."""
+    """Return the responses per engine and step, at most MAX_NUM_SEQS; that also if unknown."""
     ranks = ["cluster.nodes", "cluster.gpus_per_node", "rollout.tensor_parallel_size"]
     if not report.usable([*ranks, "data.prompts_per_step", "rollout.responses_per_prompt"]):
         return MAX_NUM_SEQS
@@ -64,7 +65,7 @@ def _num_seqs(config: RunConfig, report: Report) -> int:
 
 
 def _slots(config: RunConfig, machine: Machine, report: Report) -> int | None:
-    """Processes on each node where the config leaves them open; None if that cannot be said."""
+    """Return the default number of processes per node; None if it is unknown."""
     if not report.usable(["hardware.accelerator", "cluster.nodes", "run.dry"]):
         return None
     if config.hardware.accelerator is Accelerator.cpu:

@@ -1,15 +1,14 @@
-"""The one exception for what the user can fix."""
+"""ConfigError, the exception for errors that the user can fix."""
 
 
 class ConfigError(ValueError):
-    """What the user can fix before a run: every problem found, in one report.
+    """Every problem of a config or command, in one report.
 
     Args:
-        problems: one text per problem, in the shape "key = value found, what was expected,
-            why it matters, what to type".
+        problems: one text each: "key = value, expected ...: reason", then a line with the remedy.
     """
 
-    # What the problems are of, for the first line.
+    # Place of the problems, for the first line.
     subject = "in the config"
 
     def __init__(self, *problems: str) -> None:

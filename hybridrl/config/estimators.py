@@ -1,9 +1,8 @@
-"""The advantage estimators that `algorithm.advantage` may name, and what each of them takes.
+"""Registry of advantage estimators, the values of `algorithm.advantage`.
 
-An estimator is a function of tensors and settings that it takes by name (algorithms/advantages.py).
-Whether a run has a critic, compares the responses of a prompt, or answers each prompt greedily,
-follows from these names. The built-in ones are listed here, so that a check of the config does not
-import torch.
+An estimator is a function of named tensors and settings (algorithms/advantages.py). Its parameters
+decide whether a run has a critic, compares responses of a prompt, or adds greedy responses. The
+registry holds paths, so that checks of a config do not import torch.
 """
 
 import inspect
@@ -15,18 +14,18 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import locate
 
-# What the trainer can give an estimator: tensors, and keys of the algorithm section.
+# Parameters that an estimator may have: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
 
 
 class Estimator(NamedTuple):
-    """A function that estimates advantages.
+    """An advantage estimator.
 
     Attributes:
         path: dotted.
-        takes: names of its parameters, out of TENSORS and SETTINGS.
-        whitens: whether its own definition normalises the advantages over the batch.
+        takes: names of its parameters, from TENSORS and SETTINGS.
+        whitens: true if it whitens the advantages over the batch itself.
     """
 
     path: str
@@ -35,17 +34,17 @@ class Estimator(NamedTuple):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether it takes the critic's values."""
+        """True if the critic's values are a parameter."""
         return "values" in self.takes
 
     @property
     def compares_groups(self) -> bool:
-        """Whether it takes the prompt to which each response belongs."""
+        """True if the group of each response is a parameter."""
         return "group_id" in self.takes
 
     @property
     def needs_greedy_responses(self) -> bool:
-        """Whether it takes the outcome of each prompt's greedy response."""
+        """True if the reward of each prompt's greedy response is a parameter."""
         return "baseline_rewards" in self.takes
 
 
@@ -72,10 +71,10 @@ BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 
 def estimator_of(advantage: str) -> Estimator:
-    """The estimator that `algorithm.advantage` names: a built-in one, or a dotted path.
+    """Return the estimator of `algorithm.advantage`: a built-in name or a dotted path.
 
     Raises:
-        ConfigError: there is none, or it takes something the trainer does not have.
+        ConfigError: it does not exist, or has a parameter that the trainer cannot fill.
     """
     if advantage in BUILT_IN_ESTIMATORS:
         return BUILT_IN_ESTIMATORS[advantage]
@@ -86,43 +85,45 @@ def estimator_of(advantage: str) -> Estimator:
         )
     function = locate("algorithm.advantage", advantage)
     if not inspect.isfunction(function):
-        raise ConfigError(f"algorithm.advantage = {advantage} is no function.")
+        raise ConfigError(
+            f"algorithm.advantage = {advantage}, expected a function.\nSet the path of one."
+        )
     parameters = inspect.signature(function).parameters.values()
     known = [*TENSORS, *SETTINGS]
     unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
     if unknown:
         raise ConfigError(
-            f"algorithm.advantage = {advantage} takes {', '.join(unknown)}, which the trainer does "
-            f"not have; an estimator may take {', '.join(known)}."
+            f"algorithm.advantage = {advantage} has unknown parameters {', '.join(unknown)}.\n"
+            f"Use only {', '.join(known)}."
         )
     return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))
 
 
 def taking(setting: str) -> list[str]:
-    """The built-in estimators that take a setting."""
+    """Return the built-in estimators with a setting as parameter."""
     return [name for name, found in BUILT_IN_ESTIMATORS.items() if setting in found.takes]
 
 
 def uses_critic(config: RunConfig) -> bool:
-    """Whether the run trains a value function."""
+    """Return whether the run trains a value function."""
     return estimator_of(config.algorithm.advantage).uses_critic
 
 
 def group_problems(config: RunConfig) -> Iterator[str]:
-    """Whether an estimator that compares the responses to a prompt has enough of them."""
+    """Check that an estimator that compares responses to a prompt has enough of them."""
     advantage, each = config.algorithm.advantage, config.rollout.responses_per_prompt
     estimator, k = estimator_of(advantage), config.algorithm.pass_k
     if estimator.compares_groups and each < 2:
         yield (
-            f"rollout.responses_per_prompt = {each}, but algorithm.advantage = {advantage} "
-            f"compares the responses to a prompt with each other: alone, each has advantage 0.\n"
+            f"rollout.responses_per_prompt = {each}, expected at least 2: algorithm.advantage = "
+            f"{advantage} compares the responses to a prompt; a single one has advantage 0.\n"
             f"Set rollout.responses_per_prompt=2 or more, or algorithm=ppo."
         )
     elif estimator.compares_groups and "pass_k" in estimator.takes and k >= each:
         yield (
-            f"algorithm.pass_k = {k}, but rollout.responses_per_prompt = {each}: "
-            f"algorithm.advantage = {advantage} compares sets of pass_k responses to a prompt, and "
-            f"one set alone has advantage 0.\n"
+            f"algorithm.pass_k = {k}, expected less than rollout.responses_per_prompt = {each}: "
+            f"algorithm.advantage = {advantage} compares sets of pass_k responses to a prompt; a "
+            f"single set has advantage 0.\n"
             f"Set algorithm.pass_k={each - 1} or less, or rollout.responses_per_prompt={k + 1} or "
             f"more."
         )

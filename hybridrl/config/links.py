@@ -1,11 +1,11 @@
-"""The shared nodes: a role follows them by a link, and may not have a copy of its own."""
+"""Shared nodes: roles link to them, and must not have copies."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# role -> its shared nodes -> the node that each must link
+# role -> key -> the node that it must link to
 LINKS: dict[str, dict[str, str]] = {
     "actor": {
         "model": "model",
@@ -21,17 +21,17 @@ LINKS: dict[str, dict[str, str]] = {
 REASONS = {
     "model": "every role must start from the same weights",
     "fsdp": "roles must shard alike, or the reshard plan is wrong",
-    "algorithm": "loss and penalty are checked, and reported, as algorithm has them",
-    "lora": "the reference is the model under the actor's adapters, and vLLM samples with them",
+    "algorithm": "loss and penalty are checked and reported from algorithm",
+    "lora": "reference and vLLM use the actor's adapters",
 }
 
 
 def link_problems(cfg: DictConfig) -> Iterator[str]:
-    """The roles that do not follow a shared node, seen on the unresolved config.
+    """Find roles without the link to a shared node, in the unresolved config.
 
-    A role follows the shared spec through `fsdp: ${fsdp}`. A recipe that sets a key below it, or a
-    `++role.fsdp.key=` override, replaces that link by a copy, and later changes to `fsdp` stop
-    reaching the role; hence even an equal copy is a problem.
+    A role has the shared spec by `fsdp: ${fsdp}`. A recipe that sets a key below it, or a
+    `++role.fsdp.key=` override, replaces the link by a copy. Later changes of `fsdp` do not reach
+    the copy, so even an equal copy is a problem.
     """
     raw = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(raw, dict)

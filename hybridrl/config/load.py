@@ -1,9 +1,9 @@
-"""From the composed config to a typed, resolved RunConfig, or to every problem it has."""
+"""Loading: from the composed config to a typed, resolved RunConfig, or to all its problems."""
 
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
@@ -19,9 +19,9 @@ from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
-from hybridrl.config.ranges import RANGES, range_problems
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.typed import Builder, circular_links, element_class, optional_class
+from hybridrl.config.schema_keys import RANGES, is_read, known_keys
+from hybridrl.config.typed import Builder, circular_links, optional_class
 from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
 from hybridrl.config.validate import Checks, run_checks
 
@@ -31,9 +31,9 @@ class Examined:
     """A config after all checks.
 
     Attributes:
-        config: typed and resolved as far as it could be; whole only if there are no problems.
-        shape: the model's sizes, where it could be read.
-        reward_shape: the reward model's, where there is one and it could be read.
+        config: typed and resolved; complete only without problems.
+        shape: the model's sizes; None if it could not be read.
+        reward_shape: the reward model's sizes; None if there is none or it could not be read.
         report: every problem, and the keys without usable values.
     """
 
@@ -48,17 +48,17 @@ def examine(
     *,
     machine: Machine,
     read_model: Callable[[str], dict[str, Any]],
-    given: Given,
+    provenance: Provenance,
     checks: Checks = run_checks,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
 
     Args:
-        cfg: as Hydra composed it, links unresolved.
-        machine: what the run may use.
+        cfg: as composed by Hydra, links unresolved.
+        machine: nodes that the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
-        given: which keys were set by hand.
-        checks: of the typed config; a run's unless others are given.
+        provenance: keys that the user set.
+        checks: checks of the typed config.
     """
     report = Report()
     for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
@@ -68,19 +68,19 @@ def examine(
     derive(config, machine, report)
     shape = _shape(config, read_model, report)
     reward_shape = _reward_shape(config, read_model, report)
-    checks(config, machine, shape, reward_shape, given, report)
+    checks(config, machine, shape, reward_shape, provenance, report)
     return Examined(config, shape, reward_shape, report)
 
 
-def typed_again(config: Mapping[str, Any]) -> RunConfig:
-    """A resolved config as dataclasses, from the plain data that a run has written of it.
+def load_resolved(config: Mapping[str, Any]) -> RunConfig:
+    """Return a resolved config as dataclasses, from the plain data that a run has written.
 
     Raises:
-        ConfigError: it is not one, or has something to resolve, which nobody wrote there.
+        ConfigError: the data has problems or unresolved values.
     """
     report = Report()
     if "${" in json.dumps(config):
-        raise ConfigError("the config has a value with ${...}, which a run resolves before.")
+        raise ConfigError("the config has a value with ${...}, expected resolved values.")
     typed = _typed(OmegaConf.create(dict(config)), report)
     if report.problems:
         raise ConfigError(*report.problems)
@@ -88,7 +88,7 @@ def typed_again(config: Mapping[str, Any]) -> RunConfig:
 
 
 def _typed(cfg: DictConfig, report: Report) -> RunConfig:
-    """The config as dataclasses, roles as their workers' own."""
+    """Return the config as dataclasses; roles with their workers' config classes."""
     classes = _role_classes(cfg, report)
     known = known_keys(cfg, classes.values())
     builder = Builder(report, known, circular_links(leaves(_raw_tree(cfg))))
@@ -119,7 +119,7 @@ def _at(cfg: DictConfig, key: str) -> Any:
 
 
 def _raw_tree(cfg: DictConfig) -> dict[Any, Any]:
-    """The config as plain data, links unresolved."""
+    """Return the config as plain data, links unresolved."""
     tree = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(tree, dict)
     return tree
@@ -134,7 +134,7 @@ def _follow(sections: dict[str, Any], target: str) -> Any:
 
 
 def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.RoleConfig]]:
-    """Each role's dataclass; the built-in one where its worker cannot be had."""
+    """Return each role's dataclass; the built-in one if its worker cannot be imported."""
     classes = {}
     for role, (_, built_in) in BUILT_IN.items():
         path = _at(cfg, f"{role}.worker")
@@ -147,67 +147,8 @@ def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.Role
     return classes
 
 
-def known_keys(cfg: DictConfig, role_classes: Collection[type]) -> list[str]:
-    """All keys of the composed config and of the roles' dataclasses that something reads."""
-    tree = _raw_tree(cfg)
-    composed = [key for key in leaves(tree) if _is_read(key)]
-    roles = dict(zip(BUILT_IN, role_classes, strict=True))
-    return sorted({*composed, *_fields(RunConfig, "", roles, tree)})
-
-
-def _fields(
-    cls: type, prefix: str, roles: Mapping[str, type], tree: Mapping[Any, Any]
-) -> Iterator[str]:
-    """Dotted keys of a dataclass, but for the shared nodes of roles.
-
-    Args:
-        cls: of the section at the dotted key `prefix`.
-        roles: each role's dataclass.
-        tree: the composed section, which names the sections of mappings.
-    """
-    for name, hint in typing.get_type_hints(cls).items():
-        inner = roles[name] if cls is RunConfig and name in roles else hint
-        if prefix[:-1] in LINKS and name in LINKS[prefix[:-1]]:
-            continue
-        if dataclasses.is_dataclass(inner):
-            inside = _inside(tree, name)
-            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles, inside)
-        elif element := element_class(inner):
-            for entry in _inside(tree, name):
-                yield from _fields(element, f"{prefix}{name}.{entry}.", roles, {})
-        else:
-            yield f"{prefix}{name}"
-
-
-def _inside(tree: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """The section `name` of the tree; empty where there is none."""
-    if name in tree and isinstance(tree[name], Mapping):
-        return tree[name]
-    return {}
-
-
-def _is_read(key: str) -> bool:
-    """Whether the built-in dataclasses have `key`; mappings of plain values hold any key."""
-    cls: Any = RunConfig
-    names = iter(key.split("."))
-    for name in names:
-        if cls is RunConfig and name in BUILT_IN:
-            cls = BUILT_IN[name][1]
-            continue
-        if not dataclasses.is_dataclass(cls):
-            return True
-        types = {field.name: field.type for field in dataclasses.fields(cls)}
-        if name not in types:
-            return False
-        cls = optional_class(types[name]) or types[name]
-        if element := element_class(cls):
-            next(names, None)  # of the section, which may be any
-            cls = element
-    return True
-
-
 def _top_level_problems(cfg: DictConfig) -> list[str]:
-    """Top-level keys that nothing reads; keys that other values refer to are the user's own."""
+    """Find top-level keys that nothing reads; keys in links of other values are allowed."""
     tree = _raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
@@ -215,35 +156,35 @@ def _top_level_problems(cfg: DictConfig) -> list[str]:
     for name in sorted(tree.keys() - read):
         if name in ADDED_GROUPS:
             problems.append(
-                f"{name} is a section of its own, so the {name} changes nothing: its file does not "
-                f"begin with the line '# @package _global_'.\n"
-                f"Make that the first line of the file, above every other comment."
+                f"{name} is a section of its own and has no effect: its file does not begin with "
+                f"'# @package _global_'.\n"
+                f"Make that the first line of the file, above all comments."
             )
         elif f"${{{name}}}" not in text and f"${{{name}." not in text:
-            known = [*ADDED_GROUPS, *(key for key in leaves(tree) if _is_read(key))]
+            known = [*ADDED_GROUPS, *(key for key in leaves(tree) if is_read(key))]
             problems += nothing_reads(str(name), tree[name], known)
     return problems
 
 
 def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
-    """Numbers out of range; a role's link to a number is checked where the number stands."""
-    values = {}
-    for key in RANGES:
+    """Report numbers out of range; a role's link to a number is checked where the number is set."""
+    for key, allowed in RANGES.items():
         parent, _, name = key.rpartition(".")
         node = _at(cfg, parent) if parent else cfg
         linked = (
             isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
         )
-        if node is not None and report.usable([key]) and not linked:
-            values[key] = _follow(vars(config), key)
-    for key, problem in range_problems(values):
-        report.add(problem, broken=key)
+        if node is None or linked or not report.usable([key]):
+            continue
+        value = _follow(vars(config), key)
+        if value is not None and (problem := allowed.problem(key, value)):
+            report.add(problem, broken=key)
 
 
 def _shape(
     config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
 ) -> ModelShape | None:
-    """The model's sizes, or None with the reason in the report."""
+    """Return the model's sizes; None, with the reason in the report, if it cannot be read."""
     if not report.usable(["model.path"]):
         return None
     try:
@@ -257,7 +198,7 @@ def _shape(
 def _reward_shape(
     config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
 ) -> ModelShape | None:
-    """The reward model's sizes, or None: there is none, or the report has the reason."""
+    """Return the reward model's sizes; None if there is none or it cannot be read."""
     if config.reward_model is None or not report.usable([REWARD_MODEL_PATH]):
         return None
     try:

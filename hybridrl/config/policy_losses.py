@@ -1,8 +1,7 @@
-"""The policy losses that `algorithm.loss.function` may name, what they take, and their settings.
+"""Registry of policy losses, the values of `algorithm.loss.function`, and their settings.
 
-A policy loss is a function of flat tensors and keyword settings that it takes by name
-(algorithms/clipped_losses.py and its neighbours). The built-in ones are listed here, so that a
-check of the config does not import torch.
+A policy loss is a function of named flat tensors and keyword settings (algorithms/). The registry
+holds paths, so that checks of a config do not import torch.
 """
 
 import inspect
@@ -11,13 +10,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.algorithm_schema import LossConfig
+from hybridrl.config.annotations import Range
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
-from hybridrl.config.ranges import Range
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.importing import check_import
 
-# What the actor can give a policy loss.
+# Tensors that a policy loss may have as parameters.
 TENSORS = (
     "log_probs",
     "old_log_probs",
@@ -30,15 +29,14 @@ KEY = "algorithm.loss"
 
 
 class PolicyLoss(NamedTuple):
-    """A function that gives the losses of tokens.
+    """A policy loss per token.
 
     Attributes:
         path: dotted.
-        tensors: names of those it takes.
-        settings: its keyword settings and what they may be; None: not known.
-        selection: dotted path of the function that selects the step's tokens for it, if there is
-            one; it takes the settings that the loss itself does not.
-        selection_settings: these, likewise.
+        tensors: names of its tensors.
+        settings: keyword settings with their ranges; None: any number.
+        selection: dotted path of the function that selects the step's tokens for it, if any.
+        selection_settings: settings of `selection`, likewise.
     """
 
     path: str
@@ -49,7 +47,7 @@ class PolicyLoss(NamedTuple):
 
     @property
     def is_against_rollout(self) -> bool:
-        """Whether it weighs by the probabilities with which tokens were sampled, by itself."""
+        """True if the loss itself uses the probabilities of sampling."""
         return "rollout_log_probs" in self.tensors
 
     @property
@@ -63,7 +61,7 @@ _CLIP = {
     "clip_low": Range(0, high=1, low_open=True, why="ratios are clipped to 1 - clip_low"),
     "clip_high": Range(0, low_open=True, why="ratios are clipped to 1 + clip_high"),
 }
-_RATIO = Range(1, why="the weight of a token that became no likelier is at most 1")
+_RATIO = Range(1, why="a ratio of 1 means no change")
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
 _CLIPPED = "hybridrl.algorithms.clipped_losses"
@@ -80,8 +78,8 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
             f"{_TRUST}.sapo",
             _BASE,
             {
-                "tau_positive": Range(0, low_open=True, why="the gate is scaled by 4 over it"),
-                "tau_negative": Range(0, low_open=True, why="the gate is scaled by 4 over it"),
+                "tau_positive": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
+                "tau_negative": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
             },
         ),
         "dppo_tv": PolicyLoss(
@@ -112,7 +110,7 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "kl_cov": PolicyLoss(
             f"{_COVARIANCE}.kl_cov",
             (*_BASE, "selected"),
-            {"coef": Range(0, why="a negative one drives the policy away")},
+            {"coef": Range(0, why="a negative penalty drives the policy away")},
             f"{_COVARIANCE}.largest",
             {"fraction": _SHARE},
         ),
@@ -121,10 +119,10 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 
 
 def policy_loss_of(function: str) -> PolicyLoss:
-    """The policy loss that `algorithm.loss.function` names: a built-in one, or a dotted path.
+    """Return the policy loss of `algorithm.loss.function`: a built-in name or a dotted path.
 
     Raises:
-        ConfigError: there is none, or it takes something the actor does not have.
+        ConfigError: it does not exist, or has a parameter that the actor cannot fill.
     """
     if function in BUILT_IN_LOSSES:
         return BUILT_IN_LOSSES[function]
@@ -133,25 +131,25 @@ def policy_loss_of(function: str) -> PolicyLoss:
         raise ConfigError(
             f"{key} = {function}, expected one of {', '.join(BUILT_IN_LOSSES)} or a dotted path "
             f"such as my_package.my_module.my_loss.\n"
-            f"algorithm/loss=<name> sets it with its settings."
+            f"Set algorithm/loss=<name> for a built-in loss with its settings."
         )
     found = locate(key, function)
     if not inspect.isfunction(found):
-        raise ConfigError(f"{key} = {function} is no function.")
+        raise ConfigError(f"{key} = {function}, expected a function.\nSet the path of one.")
     parameters = inspect.signature(found).parameters.values()
     settings = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
     tensors = tuple(p.name for p in parameters if p.name not in settings)
     unknown = [name for name in tensors if name not in TENSORS]
     if unknown:
         raise ConfigError(
-            f"{key} = {function} takes {', '.join(unknown)}, which the actor does not have; a loss "
-            f"may take {', '.join(TENSORS)}, and settings by keyword."
+            f"{key} = {function} has unknown parameters {', '.join(unknown)}.\n"
+            f"Use only {', '.join(TENSORS)}, and keyword-only settings."
         )
     return PolicyLoss(function, tensors, settings)
 
 
 def loss_problems(config: LossConfig) -> Iterator[str]:
-    """What is wrong with the settings of the policy loss."""
+    """Check the policy loss and its settings."""
     try:
         check_import(f"{KEY}.function", config.function)
         loss = policy_loss_of(config.function)
@@ -162,20 +160,20 @@ def loss_problems(config: LossConfig) -> Iterator[str]:
     for name in config.args.keys() - known.keys():
         near = did_you_mean(f"{KEY}.args.{name}", [f"{KEY}.args.{k}" for k in known])
         yield (
-            f"{KEY}.args.{name} is no setting of {KEY}.function = {config.function}, which has "
+            f"{KEY}.args.{name} is not a setting of {KEY}.function = {config.function}, expected "
             f"{', '.join(known) or 'none'}. {near}\n"
-            f"algorithm/loss={config.function} sets a built-in function with its settings."
+            f"Remove it, or set algorithm/loss=<name> for a built-in loss with its settings."
         )
     for name in known.keys() - config.args.keys():
         yield (
-            f"{KEY}.args.{name} is missing: {KEY}.function = {config.function} asks for it. "
-            f"Set +{KEY}.args.{name}=<a value>, or algorithm/loss=<name>, which sets them all."
+            f"{KEY}.args.{name} is missing: {KEY}.function = {config.function} needs it.\n"
+            f"Set +{KEY}.args.{name}=<a value>, or algorithm/loss=<name> for all settings."
         )
     yield from _value_problems(config, known)
 
 
 def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
-    """Built-in functions' settings out of range; a user's function checks its own."""
+    """Check the ranges of a built-in loss's settings; a user's function checks its own."""
     if config.function not in BUILT_IN_LOSSES:
         return
     args = {name: value for name, value in config.args.items() if name in known}
@@ -192,10 +190,11 @@ def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> It
     if config.function == "dual_clip" and args["max_ratio"] <= 1 + args["clip_high"]:
         yield (
             f"{KEY}.args.max_ratio = {args['max_ratio']}, expected above 1 + clip_high = "
-            f"{1 + args['clip_high']:g}: below, it would bound what clipping lets pass."
+            f"{1 + args['clip_high']:g}: a smaller bound would act on unclipped ratios.\n"
+            f"Raise it."
         )
     if config.function == "clip_cov" and args["cov_low"] >= args["cov_high"]:
         yield (
             f"{KEY}.args.cov_low = {args['cov_low']}, expected below {KEY}.args.cov_high = "
-            f"{args['cov_high']}: tokens are drawn from the band between."
+            f"{args['cov_high']}: tokens between the two are selected.\nRaise cov_high."
         )

@@ -1,12 +1,26 @@
-"""The typed configuration. Defaults and comments stand in conf/*.yaml only; here are types.
+"""The typed configuration: types, ranges and resume rules. Defaults and comments are in conf/.
 
-A role's worker class names its dataclass as `config_class`; a subclass of both may add keys.
+`Annotated` fields carry a Range, and FREE if a resume may change them (annotations.py). A role's
+worker class names its dataclass as `config_class`; a subclass of both may add keys.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from hybridrl.config.algorithm_schema import AlgorithmConfig
+from hybridrl.config.annotations import (
+    ANY,
+    FREE,
+    LONGEST_S,
+    SEED,
+    TEMPERATURE,
+    Range,
+    above_zero,
+    at_least_one,
+    at_least_zero,
+    seconds,
+    share,
+)
 from hybridrl.config.choices import (
     Accelerator,
     Accumulation,
@@ -32,7 +46,7 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """conf/hardware: the device, and why it was chosen."""
+    """conf/hardware: the device, and the reason for it."""
 
     accelerator: Accelerator
     reason: str
@@ -42,50 +56,54 @@ class HardwareConfig:
 class ModelConfig:
     """conf/model."""
 
-    path: str
+    path: Annotated[str, FREE]
     init: Init
-    seed: int
+    seed: Annotated[int, SEED]
 
 
 @dataclass(kw_only=True)
 class FSDPConfig:
     """conf/fsdp: the one sharding spec.
 
-    dp_shard may be null before it is resolved, columns until the rollout engine has been traced.
+    dp_shard may be null before `derive`, columns until the rollout engine is traced.
     """
 
-    dp_shard: int | None
-    dp_replicate: int
-    reshard_after_forward: bool
+    dp_shard: Annotated[int | None, at_least_one("it counts ranks"), FREE]
+    dp_replicate: Annotated[int, at_least_one("it counts copies; 1 means no replication"), FREE]
+    reshard_after_forward: Annotated[bool, FREE]
     param_dtype: DType
     reduce_dtype: DType
-    activation_checkpointing: bool
-    accumulation: Accumulation
-    layout: Layout
-    tensor_parallel_size: int
-    columns: list[str] | None
-    ulysses_size: int
-    offload: Offload
-    compile: bool
+    activation_checkpointing: Annotated[bool, FREE]
+    accumulation: Annotated[Accumulation, FREE]
+    layout: Annotated[Layout, FREE]
+    tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
+    columns: Annotated[list[str] | None, FREE]
+    ulysses_size: Annotated[int, at_least_one("1 means no sequence parallelism"), FREE]
+    offload: Annotated[Offload, FREE]
+    compile: Annotated[bool, FREE]
 
 
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """conf/cluster. gpus_per_node may be null before it is resolved."""
+    """conf/cluster. gpus_per_node may be null before `derive`."""
 
-    nodes: int
-    gpus_per_node: int | None
-    rendezvous_ports: list[int]
-    start_timeout_s: float
-    stall_timeout_s: float
+    nodes: Annotated[int, at_least_one("a run needs a node")]
+    gpus_per_node: Annotated[
+        int | None, at_least_one("a node needs a process; null means all GPUs")
+    ]
+    rendezvous_ports: Annotated[list[int], Range(1024, high=65535, why="lower ports need root")]
+    start_timeout_s: Annotated[float, seconds("workers need time to start")]
+    stall_timeout_s: Annotated[
+        float, Range(0, high=LONGEST_S, why="it is a time; 0 disables the stall detector")
+    ]
     nvlink_multicast: NVLinkMulticast
 
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """conf/placement. slots_on_nodes is null where all nodes are alike."""
+    """conf/placement. slots_on_nodes is null if all nodes are alike."""
 
-    slots_on_nodes: list[int] | None
+    slots_on_nodes: Annotated[list[int] | None, at_least_one("each node runs a process")]
     allow_straddle: bool
 
 
@@ -101,29 +119,31 @@ class DoctorConfig:
 class LoRAConfig:
     """conf/lora: low-rank adapters of the actor."""
 
-    rank: int
-    alpha: float
+    rank: Annotated[int, at_least_one("lora=none trains without adapters")]
+    alpha: Annotated[float, above_zero("it scales the update")]
     target_modules: list[str]
-    seed: int
+    seed: Annotated[int, SEED]
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
     """conf/actor and conf/critic: optim."""
 
-    lr: float
-    betas: list[float]
-    eps: float
-    weight_decay: float
-    max_grad_norm: float
+    lr: Annotated[float, share("AdamW needs a positive step; above 1 it diverges", low_open=True)]
+    betas: Annotated[
+        list[float], Range(0, high=1, high_open=True, why="they are decay rates of averages")
+    ]
+    eps: Annotated[float, above_zero("it prevents a division by zero in AdamW")]
+    weight_decay: Annotated[float, Range(0, why="a negative decay makes weights grow")]
+    max_grad_norm: Annotated[float, above_zero("gradients are scaled down to it")]
     schedule: LRSchedule
-    warmup_steps: int
-    min_lr_ratio: float
+    warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
+    min_lr_ratio: Annotated[float, share("it is a share of the peak learning rate")]
 
 
 @dataclass(kw_only=True)
 class RoleConfig:
-    """What every role has: its worker class."""
+    """Common field of all roles: the worker class."""
 
     worker: str
 
@@ -136,14 +156,14 @@ class ActorConfig(RoleConfig):
     fsdp: FSDPConfig
     lora: LoRAConfig | None
     algorithm: AlgorithmConfig
-    max_response_tokens: int
-    total_steps: int
-    temperature: float
-    mini_batch_size: int
-    epochs: int
-    max_tokens_per_gpu: int
-    entropy_coef: float
-    log_prob_chunk_tokens: int
+    max_response_tokens: Annotated[int, at_least_one("losses are divided by it")]
+    total_steps: Annotated[int, at_least_one("it is the length of the learning-rate schedule")]
+    temperature: Annotated[float, TEMPERATURE]
+    mini_batch_size: Annotated[int, at_least_one("an optimizer step needs responses")]
+    epochs: Annotated[int, at_least_one("responses must be used at least once")]
+    max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE]
+    entropy_coef: Annotated[float, Range(0, why="a negative bonus punishes exploration")]
+    log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
 
 
@@ -153,8 +173,8 @@ class CriticConfig(RoleConfig):
 
     model: ModelConfig
     fsdp: FSDPConfig
-    total_steps: int
-    value_clip: float
+    total_steps: Annotated[int, at_least_one("it is the length of the learning-rate schedule")]
+    value_clip: Annotated[float, above_zero("values may change by at most this much")]
     optim: OptimConfig
 
 
@@ -165,15 +185,15 @@ class ReferenceConfig(RoleConfig):
     model: ModelConfig
     fsdp: FSDPConfig
     lora: LoRAConfig | None
-    temperature: float
-    log_prob_chunk_tokens: int
+    temperature: Annotated[float, TEMPERATURE]
+    log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
 
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """conf/reward_model: model, a folder of its own."""
+    """conf/reward_model: model."""
 
-    path: str
+    path: Annotated[str, FREE]
 
 
 @dataclass(kw_only=True)
@@ -182,30 +202,36 @@ class RewardModelConfig(RoleConfig):
 
     model: ModelPathConfig
     fsdp: FSDPConfig
-    weight: float
+    weight: Annotated[float, ANY._replace(why="scores are multiplied by it")]
 
 
 @dataclass(kw_only=True)
 class RolloutConfig(RoleConfig):
-    """conf/rollout. max_num_seqs may be null before it is resolved."""
+    """conf/rollout. max_num_seqs may be null before `derive`."""
 
     model: ModelConfig
     lora: LoRAConfig | None
-    seed: int
-    tensor_parallel_size: int
-    responses_per_prompt: int
-    temperature: float
-    top_p: float
-    max_prompt_tokens: int
-    max_response_tokens: int
+    seed: Annotated[int, SEED]
+    tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
+    responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
+    temperature: Annotated[
+        float, above_zero("logits are divided by it; eval.greedy=true evaluates greedily")
+    ]
+    top_p: Annotated[float, share("it is a share of probability; 1 means all", low_open=True)]
+    max_prompt_tokens: Annotated[int, at_least_one("a prompt has tokens")]
+    max_response_tokens: Annotated[int, at_least_one("a response has tokens")]
     dtype: DType
-    gpu_memory_utilization: float
-    kv_cache_mb: int | None
-    max_num_seqs: int | None
-    enforce_eager: bool
-    sleep: SleepMode
-    reshard_bucket_mb: int
-    verify_reshard: bool
+    gpu_memory_utilization: Annotated[
+        float,
+        Range(0, 1, low_open=True, high_open=True, why="it is a share of the GPU's memory"),
+        FREE,
+    ]
+    kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
+    max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]
+    enforce_eager: Annotated[bool, FREE]
+    sleep: Annotated[SleepMode, FREE]
+    reshard_bucket_mb: Annotated[int, at_least_one("weights are moved in buckets"), FREE]
+    verify_reshard: Annotated[bool, FREE]
 
 
 @dataclass(kw_only=True)
@@ -214,18 +240,20 @@ class RewardConfig:
 
     function: str
     args: dict[str, Any]
-    timeout_s: float
-    num_processes: int | None
-    failed_score: float
+    timeout_s: Annotated[float, seconds("a reward needs time"), FREE]
+    num_processes: Annotated[
+        int | None, Range(1, high=4096, why="each is a process of tens of megabytes"), FREE
+    ]
+    failed_score: Annotated[float, ANY._replace(why="NaN or infinity would spoil the whole batch")]
 
 
 @dataclass(kw_only=True)
 class EnvironmentConfig:
-    """conf/environment: what answers the model between its turns."""
+    """conf/environment: answers between the model's turns."""
 
     function: str
     args: dict[str, Any]
-    max_turns: int
+    max_turns: Annotated[int, at_least_one("a conversation needs a turn")]
     stop: list[str]
     role: str
 
@@ -234,19 +262,23 @@ class EnvironmentConfig:
 class TrainerConfig:
     """conf/trainer."""
 
-    total_steps: int
-    critic_warmup_steps: int
-    max_log_prob_diff: float
-    samples_every_steps: int
-    save_final_model: bool
-    max_skipped_steps: int
-    max_restarts: int
-    profile_steps: list[int]
+    total_steps: Annotated[int, at_least_one("a run needs a step"), FREE]
+    critic_warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
+    max_log_prob_diff: Annotated[float, above_zero("it limits a mean of absolute values"), FREE]
+    samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
+    save_final_model: Annotated[bool, FREE]
+    max_skipped_steps: Annotated[
+        int, at_least_one("1 ends the run at the first skipped step"), FREE
+    ]
+    max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
+    profile_steps: Annotated[
+        list[int], at_least_one("steps are counted from 1; [] profiles none"), FREE
+    ]
 
 
 @dataclass(kw_only=True)
 class RuleConfig:
-    """conf/eval: one more rule by which completions are judged."""
+    """conf/eval: one more reward function for completions."""
 
     function: str
     args: dict[str, Any]
@@ -256,7 +288,7 @@ class RuleConfig:
 class EvalConfig:
     """conf/eval."""
 
-    every_steps: int
+    every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
     rules: dict[str, RuleConfig]
 
@@ -274,18 +306,21 @@ class TrackingConfig:
 class CheckpointConfig:
     """conf/checkpoint. on_sigterm is in seconds."""
 
-    every_steps: int
-    keep_last: int
+    every_steps: Annotated[int, at_least_zero("0 means never")]
+    keep_last: Annotated[int, at_least_zero("it counts checkpoints; 0 keeps all")]
     keep_best: str | None
-    on_sigterm: float
+    on_sigterm: Annotated[
+        float, Range(0, high=LONGEST_S, why="it is a time; 0 ends the run at once")
+    ]
     allow_config_changes: bool
 
 
 @dataclass(kw_only=True)
 class SaverConfig(RoleConfig):
-    """Of the role that writes checkpoints; made in code, no section of its own.
+    """Config of the role that writes checkpoints; built in code, not a section.
 
-    `prepares`: whether it has host memory for them from the start, which takes a while on GPUs.
+    Attributes:
+        prepares: true allocates host memory at the start, which takes some time on GPUs.
     """
 
     prepares: bool
@@ -293,23 +328,21 @@ class SaverConfig(RoleConfig):
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run, whole and resolved: no interpolations, no nulls that mean "derive it".
+    """Config of one run, resolved: no interpolations, no nulls that mean "derive it".
 
-    Except fsdp.columns, which is known once the rollout engine has been traced.
-
-    Role sections are instances of their workers' `config_class`, which may be a user's subclass;
-    `reward_model` is None in a run without one.
+    Only fsdp.columns stays null until the rollout engine is traced. Role sections are instances of
+    their workers' `config_class`, possibly a user's subclass. Absent sections are None.
     """
 
-    seed: int
-    resume: str
-    run: RunSection
-    hardware: HardwareConfig
+    seed: Annotated[int, SEED]
+    resume: Annotated[str, FREE]
+    run: Annotated[RunSection, FREE]
+    hardware: Annotated[HardwareConfig, FREE]
     model: ModelConfig
     data: DataConfig
     fsdp: FSDPConfig
-    cluster: ClusterConfig
-    placement: PlacementConfig
+    cluster: Annotated[ClusterConfig, FREE]
+    placement: Annotated[PlacementConfig, FREE]
     algorithm: AlgorithmConfig
     lora: LoRAConfig | None
     actor: Any
@@ -319,8 +352,8 @@ class RunConfig:
     reward: RewardConfig
     reward_model: Any
     trainer: TrainerConfig
-    eval: EvalConfig
+    eval: Annotated[EvalConfig, FREE]
     environment: EnvironmentConfig | None
-    tracking: TrackingConfig
-    checkpoint: CheckpointConfig
-    doctor: DoctorConfig
+    tracking: Annotated[TrackingConfig, FREE]
+    checkpoint: Annotated[CheckpointConfig, FREE]
+    doctor: Annotated[DoctorConfig, FREE]

@@ -1,4 +1,4 @@
-"""From composed YAML to the dataclasses of schema.py, noting every problem instead of the first."""
+"""Conversion of composed YAML to the dataclasses of schema.py, collecting all problems."""
 
 import dataclasses
 import re
@@ -20,12 +20,12 @@ LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
 class Builder:
-    """Builds sections of the config; fields without a usable value are None and noted as broken.
+    """Builder of config sections; fields without a usable value are None and marked as broken.
 
     Args:
-        report: takes the problems and the broken keys.
-        known: all keys there are, for "did you mean".
-        circular: keys that are links to known keys, and so on, back to themselves.
+        report: collects problems and broken keys.
+        known: all keys, for "did you mean".
+        circular: keys whose links lead back to themselves.
     """
 
     def __init__(
@@ -34,30 +34,31 @@ class Builder:
         self.report = report
         self.known = known
         self.circular = circular
-        # For OmegaConf's conversions: to build one for every leaf took half of all checks.
+        # Cache for OmegaConf's conversions: building one per leaf doubled the time of all checks.
         self._structured: dict[type, DictConfig] = {}
 
     def section(
         self, cls: type[T], value: Any, path: str, shared: Mapping[str, Any] | None = None
     ) -> T:
-        """Like `build`, for a value that may be no section; then the section is broken."""
+        """Build a section from a value that may not be one; then the section is broken."""
         if isinstance(value, DictConfig):
             return self.build(cls, value, path, shared)
         self.report.add(
-            f"{path} = {shown(value)}, expected a section with keys of its own.", broken=path
+            f"{path} = {shown(value)}, expected a section.\nSet {path}.<key>=<value>.",
+            broken=path,
         )
         return Builder(Report(), ()).build(cls, OmegaConf.create({}), path, shared)
 
     def build(
         self, cls: type[T], node: DictConfig, path: str, shared: Mapping[str, Any] | None = None
     ) -> T:
-        """An instance of `cls` from `node`, the section at the dotted key `path`.
+        """Build an instance of `cls` from `node`, the section at the dotted key `path`.
 
         Args:
             cls: a dataclass of schema.py or a subclass of one.
             node: the section of the composed config.
             path: its dotted key.
-            shared: values of fields that are links to shared nodes, already built.
+            shared: fields that link to shared nodes, already built.
         """
         values = dict(shared or {})
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -75,9 +76,9 @@ class Builder:
     def field(
         self, field: dataclasses.Field[Any], hint: Any, cls: type, node: DictConfig, key: str
     ) -> Any:
-        """One field's value, converted; None where there is none."""
+        """Return a field's converted value; None if it has none."""
         if OmegaConf.is_missing(node, field.name):
-            self.report.add(f"{key} is missing. Set {key}=<{type_name(hint)}>.", broken=key)
+            self.report.add(f"{key} is missing.\nSet {key}=<{type_name(hint)}>.", broken=key)
             return None
         if field.name not in node:
             return _default(cls, field, hint, key, self.report)
@@ -98,19 +99,20 @@ class Builder:
         return self.section(typing.cast(type, hint), value, key)
 
     def element(self, cls: type[T], value: Any, path: str) -> T:
-        """A section of a mapping; no YAML can hold its defaults, so null is what may be null."""
+        """Build an entry of a mapping; absent optional fields are None, as YAML cannot hold "
+        "defaults."""
         hints = typing.get_type_hints(cls)
         given = value if isinstance(value, DictConfig) else {}
         absent = [name for name in hints if name not in given and _may_be_null(hints[name])]
         return self.section(cls, value, path, dict.fromkeys(absent))
 
     def is_link(self, node: DictConfig, name: str) -> bool:
-        """Whether a value is nothing but a link to a known key, where any problem is reported."""
+        """Return whether a value is only a link to a known key, which has its own report."""
         link = LINK.fullmatch(str(raw_value(node, name)))
         return link is not None and link[1] in self.known
 
     def leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
-        """A leaf's value, converted to the field's type by OmegaConf's rules."""
+        """Return a leaf's value, converted to the field's type by OmegaConf's rules."""
         if cls not in self._structured:
             self._structured[cls] = OmegaConf.structured(cls)
         typed = self._structured[cls]
@@ -131,13 +133,13 @@ class Builder:
 
 
 def _default(cls: type, field: dataclasses.Field[Any], hint: Any, key: str, report: Report) -> Any:
-    """What the dataclass itself says, which only a user's subclass may."""
+    """Return the default of a dataclass; only users' subclasses have some."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     report.add(
-        f"{key} is missing: {cls.__module__}.{cls.__qualname__} asks for it. "
+        f"{key} is missing: {cls.__module__}.{cls.__qualname__} has no default for it.\n"
         f"Set +{key}=<{type_name(hint)}>.",
         broken=key,
     )
@@ -145,7 +147,8 @@ def _default(cls: type, field: dataclasses.Field[Any], hint: Any, key: str, repo
 
 
 def _instance(cls: type[T], values: dict[str, Any], path: str, report: Report) -> T:
-    """`cls(**values)`, past __init__ where values are missing, whose checks could not be met."""
+    """Return `cls(**values)`; without __init__, and so without its checks, if values are "
+    "missing."""
     if report.usable([path]):
         try:
             return cls(**values)
@@ -162,7 +165,7 @@ def _may_be_null(hint: Any) -> bool:
 
 
 def circular_links(values: Mapping[str, Any]) -> set[str]:
-    """The keys whose links lead back to themselves.
+    """Return the keys whose links lead back to themselves.
 
     Args:
         values: unresolved, by dotted key.
@@ -181,27 +184,27 @@ def circular_links(values: Mapping[str, Any]) -> set[str]:
 
 
 def element_class(hint: Any) -> Any:
-    """The dataclass of a mapping's values; None for everything else."""
+    """Return the dataclass of a mapping's values; None for other types."""
     values = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else ()
     return values[0] if values and dataclasses.is_dataclass(values[0]) else None
 
 
 def optional_class(hint: Any) -> Any:
-    """The dataclass of a section that a run may leave out; None for everything else."""
+    """Return the dataclass of an optional section; None for other types."""
     options = typing.get_args(hint) if isinstance(hint, UnionType) else ()
     found = [option for option in options if dataclasses.is_dataclass(option)]
     return found[0] if found else None
 
 
 def raw_value(node: DictConfig, name: str) -> Any:
-    """The unresolved value of a key."""
+    """Return the unresolved value of a key."""
     tree = OmegaConf.to_container(node, resolve=False)
     assert isinstance(tree, dict)
     return tree[name]
 
 
 def type_name(hint: Any) -> str:
-    """A type for readers: 'an integer', 'one of k1, k2, k3', 'a number or null'."""
+    """Return a type in words: 'an integer', 'one of k1, k2, k3', 'a number or null'."""
     if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):

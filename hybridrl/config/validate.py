@@ -1,12 +1,12 @@
-"""Every check of a typed config, and the keys each of them needs.
+"""All checks of a typed config, each with the keys that it reads.
 
-A check is run only where the keys it reads have usable values, so that one mistake never hides
-another and no check meets a value of the wrong type.
+A check is skipped if one of its keys has no usable value. So checks need not handle wrong types,
+and one error does not cause another message.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hybridrl.config.checks import losses, resources, sequences, sizes
+from hybridrl.config.checks import algorithm, resources, sequences, sizes
 from hybridrl.config.checks.checkpoint import (
     restart_problems,
     resume_problems,
@@ -15,15 +15,13 @@ from hybridrl.config.checks.checkpoint import (
 from hybridrl.config.checks.data import mixture_problems
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.environment import environment_problems
-from hybridrl.config.checks.kl import kl_problems
 from hybridrl.config.checks.lora import lora_problems
 from hybridrl.config.checks.memory import memory_problems, offload_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import estimator_of, group_problems
-from hybridrl.config.planner.layout import layout_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
@@ -60,12 +58,12 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
     (sizes.mesh_problems, (*RANKS, "fsdp.dp_replicate", "fsdp.dp_shard")),
     (sizes.uneven_problems, RANKS),
     (sizes.engine_problems, (*RANKS, TP)),
-    (layout_problems, (TP, "fsdp.tensor_parallel_size")),
+    (sizes.layout_problems, (TP, "fsdp.tensor_parallel_size")),
     (sizes.prompt_problems, (*RANKS, TP, "data.prompts_per_step")),
     (sequences.sequence_problems, SEQUENCES),
     (sizes.mini_batch_problems, MINI_BATCHES),
     (sizes.mini_batch_rank_problems, MINI_BATCHES),
-    (kl_problems, (*RESPONSES, "algorithm.kl")),
+    (algorithm.kl_problems, (*RESPONSES, "algorithm.kl")),
     (resume_problems, ("resume",)),
     (retention_problems, ("checkpoint", "eval", "trainer.total_steps")),
     (restart_problems, ("trainer.max_restarts", "checkpoint.every_steps")),
@@ -73,10 +71,10 @@ CONFIG_CHECKS: tuple[tuple[Callable[[RunConfig], Iterable[str]], tuple[str, ...]
         group_problems,
         ("algorithm.advantage", "algorithm.pass_k", "rollout.responses_per_prompt"),
     ),
-    (losses.correction_problems, ("algorithm.rollout_correction",)),
-    (losses.overlong_problems, ("algorithm.overlong", "rollout.max_response_tokens")),
+    (algorithm.correction_problems, ("algorithm.rollout_correction",)),
+    (algorithm.overlong_problems, ("algorithm.overlong", "rollout.max_response_tokens")),
     (
-        losses.sampling_problems,
+        algorithm.sampling_problems,
         ("algorithm.max_sampling_rounds", "rollout.responses_per_prompt"),
     ),
     (sizes.port_problems, ("cluster.rendezvous_ports",)),
@@ -132,12 +130,12 @@ REWARD_MODEL = (
     "rollout.max_response_tokens",
     "fsdp.ulysses_size",
 )
-# What an evaluation must have right, too: it trains nothing.
+# Checks of evaluations, which do not train.
 OF_EVALUATIONS: tuple[Callable[..., Iterable[str]], ...] = (
     sizes.mesh_problems,
     sizes.uneven_problems,
     sizes.engine_problems,
-    layout_problems,
+    sizes.layout_problems,
     sizes.port_problems,
     offload_problems,
     resources.kv_cache_problems,
@@ -168,7 +166,10 @@ EFFECT_NEEDS = (
     TP,
 )
 
-Checks = Callable[[RunConfig, Machine, ModelShape | None, ModelShape | None, Given, Report], None]
+Check = tuple[Iterable[str], tuple[str, ...]]
+Checks = Callable[
+    [RunConfig, Machine, ModelShape | None, ModelShape | None, Provenance, Report], None
+]
 
 
 def run_checks(
@@ -176,35 +177,30 @@ def run_checks(
     machine: Machine,
     shape: ModelShape | None,
     reward_shape: ModelShape | None,
-    given: Given,
+    provenance: Provenance,
     report: Report,
 ) -> None:
     """Add every problem of a typed config to `report`.
 
     Args:
-        config: as far as it could be typed and resolved.
-        machine: what the run may use.
-        shape: the model's; None where it could not be read, which the caller has reported.
-        reward_shape: the reward model's, likewise; None also where there is none.
-        given: which keys were set by hand.
-        report: takes the problems; its broken keys decide which checks can be run.
+        config: typed and resolved as far as possible.
+        machine: nodes that the run may use.
+        shape: the model's; None if it could not be read, which is reported already.
+        reward_shape: the reward model's, likewise; None also without a reward model.
+        provenance: keys that the user set.
+        report: collects problems; its broken keys decide which checks are skipped.
     """
     _check_estimator(config, report)
     _check_loss(config, report)
-    found = [
-        *_applicable(report, ((check(config), needs) for check, needs in CONFIG_CHECKS)),
-        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
-        *_applicable(report, [(effect_problems(config, given), EFFECT_NEEDS)]),
-        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
+    checks = [
+        *_common_checks(config, machine, shape, lambda check: True),
+        (effect_problems(config, provenance), EFFECT_NEEDS),
     ]
     if shape is not None:
-        checks = [(check(config, shape), needs) for check, needs in MODEL_CHECKS]
         checks.append((memory_problems(config, shape, machine, reward_shape), MEMORY))
         if reward_shape is not None:
             checks.append((reward_shape_problems(config, shape, reward_shape), REWARD_MODEL))
-        found += _applicable(report, checks)
-    for problem in found:
-        report.add(problem)
+    _run(checks, report)
     _check_data(config, report)
 
 
@@ -213,32 +209,40 @@ def run_evaluation_checks(
     machine: Machine,
     shape: ModelShape | None,
     reward_shape: ModelShape | None,
-    given: Given,
+    provenance: Provenance,
     report: Report,
 ) -> None:
-    """Add every problem that an evaluation would have to `report`; as `run_checks`."""
-    of_config = [pair for pair in CONFIG_CHECKS if pair[0] in OF_EVALUATIONS]
-    of_model = [pair for pair in MODEL_CHECKS if pair[0] in OF_EVALUATIONS]
-    found = [
-        *_applicable(report, ((check(config), needs) for check, needs in of_config)),
-        *_applicable(report, ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)),
-        *_applicable(report, [(_reward_problems(config), ("reward", "eval.rules"))]),
-    ]
-    if shape is not None:
-        checks = ((check(config, shape), needs) for check, needs in of_model)
-        found += _applicable(report, checks)
-    for problem in found:
-        report.add(problem)
+    """Add every problem of an evaluation's config to `report`; as `run_checks`."""
+    _run(_common_checks(config, machine, shape, OF_EVALUATIONS.__contains__), report)
     _check_data(config, report)
 
 
-def _applicable(
-    report: Report, checks: Iterable[tuple[Iterable[str], tuple[str, ...]]]
-) -> Iterator[str]:
-    """The problems of those checks whose keys are usable; generators of others are not begun."""
-    for problems, needs in checks:
-        if report.usable(needs):
-            yield from problems
+def _common_checks(
+    config: RunConfig,
+    machine: Machine,
+    shape: ModelShape | None,
+    applies: Callable[[Callable[..., Iterable[str]]], bool],
+) -> Iterator[Check]:
+    """Yield the checks of runs and evaluations, with the keys that each one reads.
+
+    Args:
+        config, machine, shape: as in `run_checks`.
+        applies: selects from CONFIG_CHECKS and MODEL_CHECKS.
+    """
+    yield from ((check(config), needs) for check, needs in CONFIG_CHECKS if applies(check))
+    yield from ((check(config, machine), needs) for check, needs in MACHINE_CHECKS)
+    yield _reward_problems(config), ("reward", "eval.rules")
+    if shape is not None:
+        yield from (
+            (check(config, shape), needs) for check, needs in MODEL_CHECKS if applies(check)
+        )
+
+
+def _run(checks: Iterable[Check], report: Report) -> None:
+    """Add the problems of all checks whose keys are usable; other generators are not started."""
+    found = [p for problems, needs in checks if report.usable(needs) for p in problems]
+    for problem in found:
+        report.add(problem)
 
 
 def _check_loss(config: RunConfig, report: Report) -> None:
@@ -258,7 +262,7 @@ def _check_estimator(config: RunConfig, report: Report) -> None:
 
 
 def _check_data(config: RunConfig, report: Report) -> None:
-    """Note what is wrong with the sources of data; then nobody looks into them."""
+    """Check the sources of data; broken ones are not read later."""
     if report.usable(["data.mixture"]):
         for problem in mixture_problems(config):
             report.add(problem, broken="data.mixture")
@@ -278,7 +282,7 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
             yield (
                 f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
-                f"with greedy or sampled, for eval/accuracy_<name>. Rename it."
+                f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
             )
     for key, rule in functions.items():
         try:

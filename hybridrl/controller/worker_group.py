@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
 from hybridrl.controller.calls import Outcome, RoleCall
 from hybridrl.controller.host import import_class

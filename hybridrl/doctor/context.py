@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.ray.node_calls import Agents, call_all
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.app.compose import composed, examined
+from hybridrl.app.compose import composed, examine_config
 from hybridrl.app.process import EXIT_CONFIG, import_from_here, show_problems
 from hybridrl.config.checks.installation import ray_problem, ray_version
 from hybridrl.config.command.command_line import parse_argv
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
@@ -145,7 +145,7 @@ def _context(overrides: list[str], agents: Agents) -> CheckContext:
     # The stage ray reports missing nodes; here they count as copies of the first.
     missing = max(0, int(found.cfg.cluster.nodes) - len(nodes))
     machine = Machine((*nodes, *nodes[:1] * missing))
-    result = examined(found.cfg, machine, given_keys(found.overrides, []))
+    result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
     return CheckContext.of(

@@ -6,7 +6,7 @@ Imports Ray inside functions: it may be missing or too old.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, Verdict, fails_if, first, ok, skipped
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.config.checks.sizes import slots_on_nodes
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, Verdict, skipped

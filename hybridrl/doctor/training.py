@@ -9,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybridrl.config.checks.sizes import warm_ups, world_size
+from hybridrl.config.checks.sizes import warm_ups
+from hybridrl.config.planner.world import world_size
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, fails_if, first, skipped

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.json_text import parse_json
+from hybridrl.config.command.user_files import parse_json
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.command.provenance import given_keys, recipe_files
+from hybridrl.config.command.provenance import provenance_of, recipe_files
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
 from hybridrl.main import conf_dir
@@ -42,10 +42,10 @@ def examined(
     cfg = composed(overrides, config_dir)
     runtime = HydraConfig.get().runtime
     recipes = recipe_files(runtime.choices, runtime.config_sources)
-    given = given_keys(overrides, recipes)
+    provenance = provenance_of(overrides, recipes)
     on_gpu = "hardware=gpu" in overrides
     config_json = model or (QWEN if on_gpu else TINY)
-    return examine(cfg, machine=machine, read_model=lambda path: config_json, given=given)
+    return examine(cfg, machine=machine, read_model=lambda path: config_json, provenance=provenance)
 
 
 def problems(*overrides: str, **kwargs: Any) -> list[str]:

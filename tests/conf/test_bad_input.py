@@ -6,9 +6,9 @@ import pytest
 from composing import GPU_NODE, LAPTOP, TINY, composed, examined, problems
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.app.launch import look_at_data
+from hybridrl.app.launch import examine_data
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.provenance import Given
+from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.keys import leaves, similar_keys
 from hybridrl.config.load import examine
 from hybridrl.config.planner.machine import GIB, GPU, Machine, Node
@@ -77,7 +77,7 @@ ONE_PROBLEM = [
     (["actor.optim.betas=[0.9,1.0]"], ["actor.optim.betas = [0.9, 1.0]", "below 1"]),
     (
         ["trainer.profile_steps=[3,31]"],
-        ["trainer.profile_steps = [3, 31]", "total_steps = 30", "31 would never happen"],
+        ["trainer.profile_steps = [3, 31]", "total_steps = 30", "no step 31"],
     ),
     (["trainer.profile_steps=[a]"], ["trainer.profile_steps"]),
     (["actor.optim.warmup_steps=30"], ["actor.optim.warmup_steps = 30", "total_steps = 30"]),
@@ -119,7 +119,7 @@ ONE_PROBLEM = [
     ),
     (["algorithm.kl.coef=0", "ref.log_prob_chunk_tokens=8"], ["ref.log_prob_chunk_tokens"]),
     (["rollout.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "kv_cache_mb"]),
-    (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot give memory back"]),
+    (["rollout.sleep=none"], ["rollout.sleep", "no effect", "cannot free memory"]),
     (
         ["model.seed=3", "algorithm.advantage=grpo"],
         ["model.seed", "no effect", "set model.init=random"],
@@ -223,9 +223,9 @@ def test_all_mistakes_of_a_mixture_are_in_one_report():
         "data.mixture.three_steps and data.mixture.one_step read the same training problems",
         "data.mixture.nothing has neither of name and train_files",
         "data.mixture.both has both of name and train_files",
-        "data.mixture.both.train_files = setup.cfg: expected a file that ends in .jsonl",
+        "data.mixture.both.train_files = setup.cfg, expected a file that ends in .jsonl",
         "data.mixture.both.num_eval_problems = 0, expected at least 1",
-        "data.mixture.a-b: `a-b` is no name for a data set",
+        "data.mixture.a-b: the name a-b is not allowed",
     ]
     assert len(found) == len(expected), found
     assert all(any(text in problem for problem in found) for text in expected), found
@@ -238,12 +238,12 @@ def test_data_with_a_wrong_weight_is_not_looked_at(weight):
     )
     (found,) = result.report.problems
     assert "data.mixture.one_step.weight" in found
-    assert look_at_data(result) is None
+    assert examine_data(result) is None
 
 
 def test_a_column_that_is_not_there_is_told_once():
     result = examined(["hardware=cpu", "data.prompt_key=nope"])
-    look_at_data(result)
+    examine_data(result)
     assert [p.splitlines()[0] for p in result.report.problems] == [
         "data.prompt_key = nope: embedded (from data.name) has no such column."
     ]
@@ -265,7 +265,9 @@ def test_any_key_may_be_garbage_without_hiding_the_others():
     for key in leaves(tree):
         broken = copy.deepcopy(cfg)
         OmegaConf.update(broken, key, "gar-bage", merge=False)
-        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        result = examine(
+            broken, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance()
+        )
         found = result.report.problems
         expected = "eval_files = gar-bage" if key == "data.eval_files" else "/nowhere.jsonl"
         assert any(expected in problem for problem in found), (key, found)
@@ -278,7 +280,9 @@ def test_any_section_may_be_missing_without_a_crash():
     for section in cfg:
         broken = copy.deepcopy(cfg)
         del broken[section]
-        result = examine(broken, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+        result = examine(
+            broken, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance()
+        )
         assert any(section in problem for problem in result.report.problems), section
 
 
@@ -498,5 +502,5 @@ def test_examine_leaves_the_composed_config_as_it_was():
     """Sweeps compose each job anew, but callers may keep theirs."""
     cfg = composed(["hardware=cpu"])
     before = OmegaConf.to_yaml(cfg)
-    examine(cfg, machine=LAPTOP, read_model=lambda path: TINY, given=Given())
+    examine(cfg, machine=LAPTOP, read_model=lambda path: TINY, provenance=Provenance())
     assert isinstance(cfg, DictConfig) and OmegaConf.to_yaml(cfg) == before

@@ -19,7 +19,7 @@ from tests.run_configs import run_config
         (["checkpoint.keep_best=accuracy"], ["checkpoint.keep_best = accuracy", "eval/accuracy"]),
         (
             ["trainer.max_restarts=2", "checkpoint.every_steps=0"],
-            ["trainer.max_restarts = 2", "checkpoint.every_steps = 0", "begin with the first"],
+            ["trainer.max_restarts = 2", "checkpoint.every_steps = 0", "begin at the first"],
         ),
         (["checkpoint.on_sigterm=-1"], ["checkpoint.on_sigterm = -1", "at least 0"]),
     ],
@@ -39,7 +39,10 @@ def test_a_metric_may_be_best_where_it_is_largest_or_smallest(name):
     [
         (["checkpoint.keep_best=eval/accurcy"], "Did you mean eval/accuracy?"),
         (["checkpoint.keep_best=-eval/length"], "Did you mean eval/length_mean?"),
-        (["checkpoint.keep_best=eval/x"], "It gives eval/accuracy, eval/accuracy_flexible, "),
+        (
+            ["checkpoint.keep_best=eval/x"],
+            "Evaluations give eval/accuracy, eval/accuracy_flexible, ",
+        ),
         (["checkpoint.keep_best=eval/accuracy_greedy", "eval.greedy=false"], "mean eval/accuracy?"),
     ],
 )

@@ -56,27 +56,27 @@ def overrides_of(*argv: str) -> list[str]:
         (["lr=1"], ["lr=1: unknown key", "actor.optim.lr"]),
         (["fsdp=nope"], ["fsdp has no nope", "full_shard, hybrid_shard"]),
         (["+recipe=gsm8k"], ["recipe has no gsm8k", "Did you mean gsm8k_ppo"]),
-        (["recipe=gsm8k_ppo"], ["Write +recipe=gsm8k_ppo"]),
+        (["recipe=gsm8k_ppo"], ["Type +recipe=gsm8k_ppo"]),
         (["seed=1,2"], ["several values need --multirun"]),
         (["actor.fsdp.dp_shard=2"], ["actor.fsdp is a link to fsdp", "Set fsdp.dp_shard=2"]),
         (["actor.model.path=x"], ["Set model.path=x"]),
         (["actor.algorithm.kl.coef=0"], ["Set algorithm.kl.coef=0"]),
         (["a=b=c'"], ["a=b=c': not an override"]),
-        (["=3"], ["=3: not an override (it names no key)"]),
+        (["=3"], ["=3: not an override (it has no key)"]),
         (["="], ["=: not an override"]),
         (["+"], ["+: not an override"]),
         (["~"], ["~: not an override"]),
         ([f"seed={'9' * 5000}"], ["seed=999", "more than 4,300 digits"]),
         ([f"+data.x={'[' * 500}{']' * 500}"], ["+data.x=[[[", "nested too deeply"]),
-        (["hydra.run.dir="], ["hydra.run.dir=: names no directory"]),
-        (["-m", "hydra.sweep.dir=null"], ["hydra.sweep.dir=null: names no directory"]),
+        (["hydra.run.dir="], ["hydra.run.dir=: expected a directory"]),
+        (["-m", "hydra.sweep.dir=null"], ["hydra.sweep.dir=null: expected a directory"]),
         (["algoritm=grpo"], ["algoritm=grpo: unknown key", "Did you mean algorithm?"]),
         (["~nothing"], ["nothing", "does not exist"]),
         (["+seed=3"], ["seed", "already"]),
         (["-m", "seed=1,2", "nix=1,2"], ["nix=1,2: unknown key"]),
         (["-m", "model=embedded,nope"], ["model has no nope"]),
-        (["-m", "seed=range(0)"], ["seed=range(0): not an override (it gives no value)"]),
-        (["-m", "model=glob(x*)"], ["model=glob(x*): not an override (it gives no value)"]),
+        (["-m", "seed=range(0)"], ["seed=range(0): not an override (it has no value)"]),
+        (["-m", "model=glob(x*)"], ["model=glob(x*): not an override (it has no value)"]),
         (["hydra.searchpath=[3]"], ["hydra.searchpath=[3]", "expected a list of folders"]),
     ],
     ids=lambda value: " ".join(value),
@@ -184,10 +184,10 @@ def test_a_config_error_has_no_traceback_and_exit_code_2(dry, tmp_path):
     [
         (
             ["hydra.run.dir=taken", "actor.mini_batch_size=7"],
-            ["hydra.run.dir: the directory cannot be made", "actor.mini_batch_size = 7"],
+            ["hydra.run.dir: the directory cannot be created", "actor.mini_batch_size = 7"],
         ),
-        (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be made"]),
-        (["hydra.run.dir=/proc"], ["hydra.run.dir: the directory cannot be made"]),
+        (["hydra.run.dir=/proc/here"], ["hydra.run.dir: the directory cannot be created"]),
+        (["hydra.run.dir=/proc"], ["hydra.run.dir: the directory cannot be created"]),
         (["-m", "seed=1,2", "hydra.sweep.dir=taken/here"], ["hydra.sweep.dir: the directory"]),
         (["run.name=${oc.env:NOT_SET}"], ["run.name = ${oc.env:NOT_SET} cannot be resolved"]),
         (
@@ -294,7 +294,7 @@ def test_a_failing_nvidia_smi_chooses_no_hardware(dry, tmp_path):
     assert "nvidia-smi failed: Failed to initialize NVML: Unknown Error" in done.stderr
     assert "Did you mean trainer.total_steps?" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "say hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
+    assert "set hardware=gpu cluster.gpus_per_node=N run.dry=true" in done.stderr
     small = ["data=embedded", "rollout.max_prompt_tokens=96", "rollout.max_response_tokens=48"]
     for given in (["hardware=cpu"], ["hardware=gpu", "cluster.gpus_per_node=1"]):
         done = command(*dry, *small, *given, cwd=tmp_path, **path)

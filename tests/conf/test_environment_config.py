@@ -38,7 +38,10 @@ def test_the_calculator():
         ("environment.role=''", "environment.role is empty"),
         ("environment.function=hybridrl.environments.calculator.Calculater", "has no Calculater"),
         ("environment.function=no_such_module.Thing", "importing no_such_module failed"),
-        ("environment.function=hybridrl.environments.calculator.MARKER", "is no class or function"),
+        (
+            "environment.function=hybridrl.environments.calculator.MARKER",
+            "calculator.MARKER, expected a function or class",
+        ),
         ("+environment.args.mod=strict", "Did you mean environment.args.mode?"),
         ("~environment.args.mode", "missing a required argument: 'mode'"),
         ("+environment.max_turn=3", "Did you mean environment.max_turns?"),

@@ -48,7 +48,7 @@ NAMES = (
         ),
         (
             ["algorithm=reinforce_plus_plus", "algorithm.whiten_advantages=true"],
-            ["algorithm.whiten_advantages", "no effect", "which whitens by itself"],
+            ["algorithm.whiten_advantages", "no effect", "which always whitens"],
         ),
         (
             ["algorithm=rloo", "rollout.responses_per_prompt=1", "data.prompts_per_step=256"],
@@ -59,7 +59,10 @@ NAMES = (
             ["rollout.responses_per_prompt = 1", "compares the responses", "=2 or more"],
         ),
         (["algorithm.advantage=gro"], ["algorithm.advantage = gro", *NAMES, "dotted path"]),
-        (["algorithm.advantage=json.dumps"], ["algorithm.advantage = json.dumps takes obj"]),
+        (
+            ["algorithm.advantage=json.dumps"],
+            ["algorithm.advantage = json.dumps has unknown parameters obj", "response_mask"],
+        ),
         (["algorithm.advantage=json.nothing"], ["json has no nothing"]),
         (["algorithm.advantage=null"], ["algorithm.advantage = null, expected text"]),
     ],

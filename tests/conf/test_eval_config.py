@@ -110,8 +110,8 @@ def test_a_model_is_evaluated_with_the_defaults():
         (RUN, "algorithm=grpo", "has no effect on an evaluation"),
         (RUN, "lora.rank=4", "has no effect on an evaluation"),
         (RUN, "eval.every_steps=1", "has no effect on an evaluation"),
-        (RUN, "rollout.responses_per_prompt=4", "Write --samples N"),
-        (RUN, "hydra.run.dir=x", "Write --output DIR"),
+        (RUN, "rollout.responses_per_prompt=4", "Type --samples N"),
+        (RUN, "hydra.run.dir=x", "Type --output DIR"),
         (RUN, "+recipe=gsm8k_ppo", "its run's own config"),
         (HUB, "model.path=x", "the model is embedded"),
         (HUB, "data=nothing", "data has no nothing"),
@@ -129,7 +129,7 @@ def test_secrets_that_the_checkpoint_hides_are_asked_for():
     function = "reward.function=tests.conf.test_eval_config.reward_with_key"
     run = checkpoint_of("reward=none", function, f"{key}=k", "+reward.args.url=http://me:x@host")
     problems = problems_of(run, runs_code=True)
-    assert any("reward.args.api_key = ***" in p and "Give it again" in p for p in problems)
+    assert any("reward.args.api_key = ***" in p and "=<the secret>" in p for p in problems)
     assert any(f"{url} = http://***@host" in problem for problem in problems)
     config = config_of(run, "reward.args.api_key=k", f"{url}=http://me:x@host", runs_code=True)
     assert config.reward.args == {"api_key": "k", "url": "http://me:x@host"}

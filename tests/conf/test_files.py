@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.keys import leaves
-from hybridrl.config.ranges import RANGES
+from hybridrl.config.schema_keys import RANGES
 from hybridrl.config.typed import optional_class
 from hybridrl.config.user_code.classes import BUILT_IN
 from tests.model_shapes import QWEN, REWARD_MODEL

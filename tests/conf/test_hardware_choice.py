@@ -17,7 +17,7 @@ H200 = GPU("NVIDIA H200", 143771 * 2**20)
 # Folders and files close themselves to everybody but root.
 ASK_AS_USER = """
 import os
-from hybridrl.config import nvidia_smi
+from hybridrl.config.planner import nvidia_smi
 if os.getuid() == 0:
     os.setuid(65534)
 print(nvidia_smi.ask("uuid"))
@@ -46,7 +46,7 @@ def answers(tmp_path, monkeypatch):
         ("echo 'no driver' >&2; exit 9", "no driver"),
         ("exit 9", "exit code 9"),
         ("exec sleep 20", "no answer within 0.5 s"),
-        ("echo 'GPU-1, NVIDIA GB10, [N/A]'", "it answers 'GPU-1, NVIDIA GB10, [N/A]', expected"),
+        ("echo 'GPU-1, NVIDIA GB10, [N/A]'", "output 'GPU-1, NVIDIA GB10, [N/A]', expected"),
     ],
     ids=["mismatch", "stderr", "silent", "hanging", "no memory"],
 )
@@ -60,7 +60,7 @@ def test_a_failing_nvidia_smi_is_not_taken_for_no_gpu(answers, monkeypatch, line
     (text,) = raised.value.problems
     assert f"nvidia-smi failed: {told}" in text
     assert machine.nodes[0].name in text
-    assert "Mend the driver, or say hardware=cpu" in text
+    assert "Repair the driver, or set hardware=cpu" in text
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,14 @@ def test_layers_and_their_sizes_are_those_of_the_real_model(config_class):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lora.target_modules=[q_prj,v_proj]", "q_prj, which is no linear layer of the decoder. "),
+        (
+            "lora.target_modules=[q_prj,v_proj]",
+            "q_prj, which is not a linear layer of the decoder. Did you mean q_proj?",
+        ),
         ("lora.target_modules=[q_prj,v_proj]", "Did you mean q_proj?"),
-        ("lora.target_modules=[lm_head]", "names lm_head, which is no linear layer"),
-        ("lora.target_modules=[]", "lora.target_modules = [], expected names of linear layers"),
-        ("lora.rank=33", "lora.rank = 33, expected at most 32, the smaller side of k_proj"),
+        ("lora.target_modules=[lm_head]", "contains lm_head, which is not a linear layer"),
+        ("lora.target_modules=[]", "lora.target_modules = [], expected at least one linear layer"),
+        ("lora.rank=33", "lora.rank = 33, expected at most 32, the smaller dimension of k_proj"),
         ("lora.rank=0", "lora.rank = 0, expected at least 1"),
         ("lora.alpha=0", "lora.alpha = 0.0, expected above 0"),
         ("+lora.dropout=0.1", "lora.dropout = 0.1: unknown key"),
@@ -126,7 +129,7 @@ def test_a_rank_may_be_as_large_as_the_smallest_adapted_layer():
 def test_settings_of_adapters_that_there_are_not_are_refused():
     line = parse_argv(["hardware=cpu", "lora.alpha=8"])
     (problem,) = precompose(line, conf_dir()).problems
-    assert problem == "lora.alpha=8: there is no lora, so nothing reads it. Set lora=default"
+    assert problem == "lora.alpha=8: there is no lora, so nothing reads it.\nSet lora=default"
     assert not problems("hardware=cpu", "lora.alpha=8", "lora=default")
 
 

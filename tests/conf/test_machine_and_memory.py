@@ -187,7 +187,7 @@ def test_host_memory_that_is_not_pinned_must_fit_the_node_too():
         "process": 4 * GIB,
         "loading": 4 * 151_936 * 896 // 8,
         "offload": 0,
-        "checkpoint's copy": 0,
+        "checkpoint staging": 0,
     }
     node = Node("tight", 16, 32 * GIB, gpus=(H200,) * 8)
     (problem,) = problems(*overrides, machine=Machine((node,)))

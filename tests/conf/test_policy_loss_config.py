@@ -47,7 +47,10 @@ CORRECTION = "algorithm.rollout_correction"
     ("overrides", "words"),
     [
         ([f"{LOSS}.function=gsop"], [f"{LOSS}.function = gsop", "ppo_clip, dual_clip", "=<name>"]),
-        ([f"{LOSS}.function=json.dumps"], ["json.dumps takes obj", "a loss may take log_probs"]),
+        (
+            [f"{LOSS}.function=json.dumps"],
+            ["json.dumps has unknown parameters obj", "Use only log_probs"],
+        ),
         ([f"{LOSS}.function=json.nothing"], ["json has no nothing"]),
         ([f"+{LOSS}.args.clip_hi=0.3"], [f"{LOSS}.args.clip_hi", "Did you mean", "clip_high"]),
         ([f"~{LOSS}.args.clip_high"], [f"{LOSS}.args.clip_high is missing", "algorithm/loss="]),
@@ -79,7 +82,11 @@ CORRECTION = "algorithm.rollout_correction"
         (["algorithm.overlong.penalty=2"], ["algorithm.overlong.penalty", "no effect"]),
         (
             ["algorithm.overlong.buffer_tokens=49"],
-            ["algorithm.overlong.buffer_tokens = 49", "at most", "48 tokens"],
+            [
+                "algorithm.overlong.buffer_tokens = 49",
+                "at most",
+                "rollout.max_response_tokens = 48",
+            ],
         ),
         (
             [

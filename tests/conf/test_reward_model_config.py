@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hybridrl.config.checks.reward_model import reward_model_shape
 from hybridrl.config.command.command_line import parse_argv, precompose
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.load import examine
 from hybridrl.config.planner.memory import pinned_bytes, rank_phases
 from hybridrl.config.planner.model_shape import model_shape
@@ -32,7 +32,7 @@ def with_reward_model(*overrides, machine=LAPTOP, policy=TINY, **changes):
         composed(overrides),
         machine=machine,
         read_model=lambda path: files.get(path, policy),
-        given=given_keys(overrides, []),
+        provenance=provenance_of(overrides, []),
     )
 
 
@@ -54,7 +54,7 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
 @pytest.mark.parametrize(
     ("overrides", "changes", "words"),
     [
-        ([], {"id2label": None}, ["reward_model.model.path = /rm has 2 labels, expected one"]),
+        ([], {"id2label": None}, ["reward_model.model.path = /rm has 2 labels, expected 1"]),
         ([], {"id2label": {"0": "a", "1": "b", "2": "c"}}, ["has 3 labels", "reward=http"]),
         ([], {"id2label": None, "num_labels": 5}, ["has 5 labels"]),
         (
@@ -62,11 +62,15 @@ def test_the_default_shares_the_sharding_and_has_a_model_of_its_own():
             {"architectures": ["Qwen2ForCausalLM"]},
             ["/rm is a Qwen2ForCausalLM", "LlamaForSequenceClassification", "reward.function"],
         ),
-        ([], {"architectures": None}, ["/rm is a model of no class"]),
-        ([], {"model_type": "gemma2"}, ["reward_model.model.path names a model of type gemma2"]),
-        ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path names a quantized"]),
-        ([], {"vocab_size": 64}, ["/rm knows 64 token ids", "policy's 65", "reward=http"]),
-        ([], {"max_position_embeddings": 100}, ["expected at most 100", "another reward model"]),
+        ([], {"architectures": None}, ["/rm is a model without a class"]),
+        ([], {"model_type": "gemma2"}, ["reward_model.model.path is a model of type gemma2"]),
+        ([], {"quantization_config": {"bits": 4}}, ["reward_model.model.path is a quantized"]),
+        ([], {"vocab_size": 64}, ["/rm has 64 token ids", "policy's 65", "reward=http"]),
+        (
+            [],
+            {"max_position_embeddings": 100},
+            ["expected at most 100", "another reward_model.model.path"],
+        ),
         (
             ["cluster.gpus_per_node=2", "fsdp.ulysses_size=2", "actor.mini_batch_size=256"],
             {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 32},
@@ -95,7 +99,7 @@ def test_one_mistake_gets_one_problem(overrides, changes, words):
 
 def test_it_asks_for_its_checkpoint():
     (found,) = problems("hardware=cpu", "reward_model=default")
-    assert found.startswith("reward_model.model.path is missing. Set reward_model.model.path=")
+    assert found.startswith("reward_model.model.path is missing.\nSet reward_model.model.path=")
 
 
 def test_no_reward_without_a_reward_model_is_refused():
@@ -175,7 +179,7 @@ def test_a_key_of_a_reward_model_that_there_is_not_is_told_what_to_type():
     line = parse_argv(["hardware=cpu", "reward_model.weight=2"])
     (found,) = precompose(line, conf_dir()).problems
     assert found == (
-        "reward_model.weight=2: there is no reward_model, so nothing reads it. "
+        "reward_model.weight=2: there is no reward_model, so nothing reads it.\n"
         "Set reward_model=default"
     )
 

@@ -158,17 +158,17 @@ def test_folder_in_use_is_refused_but_an_earlier_export_replaced(cases, tmp_path
     assert not (target / "adapter").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     (target / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"more than an earlier export: notes\.txt;"):
+    with pytest.raises(ConfigError, match=r"more than an earlier export: notes\.txt,"):
         exported(cases["tied"], target)
     (target / "hybridrl_export.json").unlink()
-    with pytest.raises(ConfigError, match=r"not empty(.|\n)*Name another folder\.$"):
+    with pytest.raises(ConfigError, match=r"not empty(.|\n)*Use another folder\.$"):
         exported(cases["untied"], target)
 
 
 def test_neither_the_trained_model_nor_checkpoints_are_written_over(cases, tmp_path):
     case, base = cases["untied"], tmp_path / "base"
     exported(case, base)
-    with pytest.raises(ConfigError, match="has the model that was trained"):
+    with pytest.raises(ConfigError, match="contains the base model"):
         export(case.run_dir, base, DType.float32, str(base))
     with pytest.raises(ConfigError, match="lies among a run's checkpoints"):
         exported(case, case.run_dir / "checkpoints" / "model")
@@ -199,7 +199,7 @@ def test_failed_read_is_not_called_a_failed_write(cases, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         export(cases["untied"].run_dir, tmp_path / "model", DType.float32, str(base))
     said = capsys.readouterr().err
-    assert "could not be read" in said and "written, nothing is left" not in said
+    assert "could not be read" in said and "written, and was removed" not in said
 
 
 def test_damaged_file_is_named_and_nothing_is_written(cases, tmp_path):

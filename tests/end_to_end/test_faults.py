@@ -162,7 +162,7 @@ def test_what_is_no_worker_may_fall_out_and_sigterm_to_the_group_saves(tmp_path)
         os.killpg(run.run.process.pid, signal.SIGTERM)
         run.reader.join(40.0)
         assert run.run.process.wait() == 75, run.text
-        assert "the run goes on from" in run.text
+        assert "; resume from " in run.text
         assert newest_good(tmp_path / "run").manifest.step == run.steps()[-1]
         run.run.assert_nothing_left()
 

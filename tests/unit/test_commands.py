@@ -17,9 +17,9 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.commands.running import (
     UsageError,
     checkpoint_at,
-    note_other_files,
+    report_removal,
     run_command,
-    while_it_stays,
+    warn_about_changed_model,
 )
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
@@ -66,7 +66,7 @@ def test_damage_that_shows_late_is_told_as_other_damage(tmp_path, capsys):
         (
             Preempted(signal.SIGTERM, Path("x/step_4")),
             75,
-            "Stopped by SIGTERM; the run goes on from x/step_4\n",
+            "Stopped by SIGTERM; resume from x/step_4\n",
         ),
         (Preempted(signal.SIGHUP, None), 129, "Stopped by SIGHUP\n"),
     ],
@@ -102,10 +102,10 @@ def test_a_model_with_other_files_than_the_run_had_is_told(tmp_path, capsys):
     adapters = replace(whole, manifest=replace(manifest, config={"lora": {"rank": 4}}))
 
     def told(found: Found) -> str:
-        note_other_files(found, model)
+        warn_about_changed_model(found, model)
         return capsys.readouterr().err
 
-    said = f"{model.path} is not as {whole.folder} was trained from it: "
+    said = f"{model.path} has changed since {whole.folder} was trained: "
     assert told(whole) == told(adapters) == ""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -120,13 +120,13 @@ def test_a_folder_that_goes_while_it_is_read_is_told_so(tmp_path):
     folder = tmp_path / "step_00000020"
     folder.mkdir()
     gone = rf"{folder} was removed meanwhile \(checkpoint\.keep_last\)"
-    with pytest.raises(ConfigError, match=gone), while_it_stays(folder):
+    with pytest.raises(ConfigError, match=gone), report_removal(folder):
         shutil.rmtree(folder)
         (folder / "state").stat()
 
 
 def test_a_failure_with_the_folder_in_its_place_stays_what_it_is(tmp_path):
-    with pytest.raises(RuntimeError, match="mine"), while_it_stays(tmp_path):
+    with pytest.raises(RuntimeError, match="mine"), report_removal(tmp_path):
         raise RuntimeError("mine")
 
 

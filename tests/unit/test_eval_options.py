@@ -53,8 +53,8 @@ def test_contradictions_say_what_to_type(argv, says):
     [
         ([], "PATH"),
         (["x", "--smaples", "2"], "--smaples"),
-        (["x", "--samples", "0"], "--samples: 0, expected a whole number from 1 on"),
-        (["x", "--k", "1,two"], "--k: two, expected a whole number from 1 on"),
+        (["x", "--samples", "0"], "--samples: 0, expected an integer of at least 1"),
+        (["x", "--k", "1,two"], "--k: two, expected an integer of at least 1"),
         (["x", "--split", "test"], "held_out"),
     ],
 )

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.app.run_lock import sole_run
+from hybridrl.app.run_lock import exclusive_run
 from hybridrl.config.errors import ConfigError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hybridrl.app.run_lock import sole_run
-with sole_run(Path(sys.argv[1])):
+from hybridrl.app.run_lock import exclusive_run
+with exclusive_run(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
 """
@@ -39,25 +39,25 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path, other, monkeypatch):
     monkeypatch.setattr("hybridrl.app.run_lock.WAIT_S", 0.3)
     with (
         pytest.raises(ConfigError, match=rf"in use by process {other.pid} on "),
-        sole_run(tmp_path),
+        exclusive_run(tmp_path),
     ):
         pass
 
 
 def test_a_run_that_was_killed_leaves_the_directory_free(tmp_path, other):
     other.send_signal(signal.SIGKILL)
-    with sole_run(tmp_path):
+    with exclusive_run(tmp_path):
         pass
 
 
 def test_one_after_the_other_is_no_matter(tmp_path):
     for _ in range(2):
-        with sole_run(tmp_path / "new"):
+        with exclusive_run(tmp_path / "new"):
             assert (tmp_path / "new" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
 def test_a_directory_that_cannot_be_written_to_is_named(folder):
     says = f"hydra.run.dir = {folder} cannot be written to: No such"
-    with pytest.raises(ConfigError, match=says), sole_run(Path(folder)):
+    with pytest.raises(ConfigError, match=says), exclusive_run(Path(folder)):
         pass

@@ -3,8 +3,8 @@
 import pytest
 
 from hybridrl.config.choices import DType
+from hybridrl.config.planner.flops import bf16_peak, peak_per_rank
 from hybridrl.config.planner.machine import GPU
-from hybridrl.config.planner.peaks import bf16_peak, peak_per_rank
 from hybridrl.trainer.timing.throughput import Throughput
 from tests.model_shapes import QWEN_1_5B
 

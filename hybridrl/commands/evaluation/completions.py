@@ -1,4 +1,4 @@
-"""completions.jsonl: every response of an evaluation and what it was worth."""
+"""completions.jsonl: every response of an evaluation with its scores."""
 
 import json
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 COMPLETIONS = "completions.jsonl"
-# What the rule of training is called in files and tables.
+# Name of the training reward in files and tables.
 REWARD = "reward"
 
 
@@ -18,12 +18,12 @@ class Completion:
     Attributes:
         problem: id of the problem.
         sample: index among its samples.
-        prompt: as the model read it.
-        response: decoded, special tokens left out.
-        answer: what was expected.
-        scores: by rule; training's has the name "".
+        prompt: input text of the model.
+        response: decoded, without special tokens.
+        answer: the expected answer.
+        scores: by rule; the training reward is "".
         length: tokens of the response, its end token included.
-        truncated: whether a limit ended it.
+        truncated: true if a limit ended it.
     """
 
     problem: int
@@ -37,11 +37,11 @@ class Completion:
 
 
 class CompletionLog:
-    """The file of completions, which grows pass by pass. A context manager closes itself.
+    """File of completions, appended after each pass; a context manager.
 
     Args:
         folder: existing.
-        correct_at: the score from which a response is correct.
+        correct_at: smallest score of a correct response.
     """
 
     def __init__(self, folder: Path, correct_at: float) -> None:
@@ -49,7 +49,7 @@ class CompletionLog:
         self._correct_at = correct_at
 
     def write(self, completions: Iterable[Completion]) -> None:
-        """Add some, a line each."""
+        """Append completions, one line each."""
         for completion in completions:
             row = asdict(completion)
             scores = {rule_name(rule): score for rule, score in completion.scores.items()}
@@ -66,5 +66,5 @@ class CompletionLog:
 
 
 def rule_name(rule: str) -> str:
-    """What readers call a rule; training's has no name of its own."""
+    """Return the name of a rule in files and tables."""
     return rule or REWARD

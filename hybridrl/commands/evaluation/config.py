@@ -1,7 +1,7 @@
-"""The config of an evaluation: a run's own or the composed default, then the overrides.
+"""Config of an evaluation: the run's config or the defaults, then the overrides.
 
-What is measured comes from the run (data, reward, limits, seed); where it is measured (hardware,
-nodes, sharding) from the machine at hand; overrides come on top of both.
+Data, reward, limits and seed come from the run; hardware, nodes and sharding from this machine.
+Overrides replace both.
 """
 
 import json
@@ -16,19 +16,19 @@ from hybridrl.checkpoint.find import Found
 from hybridrl.commands.evaluation.subject import Subject
 from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
-from hybridrl.config.command.provenance import given_keys
+from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.user_code.foreign_code import refuse_foreign_code
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.config.validate import run_evaluation_checks
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.tracking.provenance import HIDDEN
 
-# What a run says of its evaluations.
+# Sections from the run.
 OF_RUN = ("seed", "model", "lora", "data", "reward", "environment", "eval", "rollout")
-# What of it depends on the device: stays as the machine at hand has it where that is another kind.
+# Keys of rollout that are not from the run if it had another device.
 OF_DEVICE = (
     "dtype",
     "enforce_eager",
@@ -37,7 +37,7 @@ OF_DEVICE = (
     "max_num_seqs",
     "sleep",
 )
-# All that an evaluation reads.
+# Keys that an evaluation reads.
 READ = (
     "seed",
     "run.name",
@@ -52,7 +52,7 @@ READ = (
     "eval.rules",
     "environment",
 )
-# Keys of a run by the flags that take their place.
+# Keys that a flag replaces.
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",
     "eval.greedy": "--greedy",
@@ -63,14 +63,14 @@ FLAGS = {
 def evaluation_config(
     line: CommandLine, subject: Subject, machine: Machine, *, runs_code: bool
 ) -> Examined:
-    """The config of an evaluation after all checks that concern one.
+    """Return the examined config of an evaluation.
 
     Args:
         line: the overrides.
-        subject: what is evaluated.
-        machine: what there is to do it on.
-        runs_code: whether the subject's config is trusted: code that it names and that is not
-            hybridrl's may be run, and its rewards may call URLs and see environment variables.
+        subject: checkpoint or model.
+        machine: nodes that the evaluation may use.
+        runs_code: true trusts the checkpoint's config: its user code may run, and its rewards may
+            use URLs and environment variables.
 
     Raises:
         ConfigError: every problem, in one report.
@@ -87,12 +87,12 @@ def evaluation_config(
         raise ConfigError(*found.problems)
     if subject.checkpoint is not None and not runs_code:
         origin = str(subject.checkpoint.folder)
-        refuse_foreign_code(_own(subject.checkpoint), origin, line.overrides, runs_judges=True)
+        refuse_untrusted_code(_own(subject.checkpoint), origin, line.overrides, runs_rewards=True)
     result = examine(
         found.cfg,
         machine=machine,
         read_model=read_model_config,
-        given=given_keys(found.overrides, []),
+        provenance=provenance_of(found.overrides, []),
         checks=run_evaluation_checks,
     )
     weights = () if subject.checkpoint else stored_weight_problems(result, on_hub=False)
@@ -104,26 +104,26 @@ def evaluation_config(
 
 
 def _own(checkpoint: Found) -> dict[str, Any]:
-    """What an evaluation takes of the run's config."""
+    """Return the parts of the run's config that an evaluation uses."""
     run = checkpoint.manifest.config
     return {"run": {"name": run["run"]["name"]}} | {name: run[name] for name in OF_RUN}
 
 
 def _refuse_unresolved(checkpoint: Found) -> None:
-    """Let a checkpoint's config have no ${...}: some read environment variables.
+    """Check that a checkpoint's config has no ${...}, which could read environment variables.
 
     Raises:
         ConfigError: it has some.
     """
     if "${" in json.dumps(_own(checkpoint)):
         raise ConfigError(
-            f"{checkpoint.folder}: its config has a value with ${{...}}, which a run resolves "
-            f"before it writes checkpoints.\nEvaluate a checkpoint that hybridrl has written."
+            f"{checkpoint.folder}: its config has a value with ${{...}}, expected the resolved "
+            f"values that a run writes.\nUse a checkpoint written by hybridrl."
         )
 
 
 def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:
-    """Set what the subject says in a config composed of groups; groups that were chosen stay."""
+    """Set the subject's values in a config composed of groups, except in chosen groups."""
     with open_dict(cfg):
         if subject.checkpoint is None:
             cfg.model.path = subject.model
@@ -134,11 +134,13 @@ def underlay(subject: Subject, cfg: DictConfig, groups: Sequence[str]) -> None:
         same_device = run["hardware"]["accelerator"] == cfg.hardware.accelerator
         for section in OF_RUN:
             if section not in groups:
-                _take(cfg, section, run, skipped=() if same_device else OF_DEVICE)
+                _copy_section(cfg, section, run, skipped=() if same_device else OF_DEVICE)
 
 
-def _take(cfg: DictConfig, section: str, run: Mapping[str, Any], skipped: Sequence[str]) -> None:
-    """Set a section to what the run has; links of roles stay links."""
+def _copy_section(
+    cfg: DictConfig, section: str, run: Mapping[str, Any], skipped: Sequence[str]
+) -> None:
+    """Set a section to the run's values; links of roles stay links."""
     value = run[section]
     if not isinstance(value, dict) or section not in cfg or cfg[section] is None:
         cfg[section] = value
@@ -153,24 +155,24 @@ def _take(cfg: DictConfig, section: str, run: Mapping[str, Any], skipped: Sequen
 
 
 def idle_problems(overrides: Sequence[str], subject: Subject) -> Iterator[str]:
-    """The overrides that an evaluation would not heed."""
+    """Find overrides without effect on an evaluation."""
     is_run = subject.checkpoint is not None
     for override in overrides:
         key = override.split("=")[0].lstrip("+~")
         if key in FLAGS:
-            yield f"{override}: an evaluation has a flag for this. Write {FLAGS[key]}"
+            yield f"{override}: an evaluation has a flag for this key.\nType {FLAGS[key]}"
         elif key == "recipe":
             if is_run:
                 yield (
                     f"{override}: a checkpoint is evaluated with its run's own config.\n"
-                    f"Leave the recipe out, and name what is to be otherwise: data=gsm8k"
+                    f"Remove the recipe, and add single changes, such as data=gsm8k"
                 )
         elif not is_run and key in ("model", "model.path"):
-            yield f"{override}: the model is {subject.model}, as named first. Leave this out."
+            yield f"{override}: the model is {subject.model}, the first argument.\nRemove this."
         elif not any(_overlap(key, read) for read in READ):
             yield (
-                f"{override}: has no effect on an evaluation, which reads {', '.join(READ)} only.\n"
-                f"Leave it out."
+                f"{override}: has no effect on an evaluation, which reads only {', '.join(READ)}.\n"
+                f"Remove it."
             )
 
 
@@ -179,20 +181,17 @@ def _overlap(key: str, other: str) -> bool:
 
 
 def _hidden_problems(cfg: DictConfig) -> Iterator[str]:
-    """Secrets that a checkpoint does not hold, and an evaluation needs."""
+    """Find secrets that an evaluation needs and a checkpoint does not contain."""
     for section in OF_RUN:
         node = OmegaConf.select(cfg, section)
         tree = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for key, value in _texts(section, tree):
             if value == HIDDEN or f"//{HIDDEN}@" in value:
-                yield (
-                    f"{key} = {value}: checkpoints hold no secrets.\n"
-                    f"Give it again: {key}=<the secret>"
-                )
+                yield (f"{key} = {value}: checkpoints contain no secrets.\nSet {key}=<the secret>")
 
 
 def _texts(key: str, tree: Any) -> Iterator[tuple[str, str]]:
-    """Every text in a config by its dotted key."""
+    """Yield dotted key and value of every text in a config."""
     if isinstance(tree, dict):
         for name, item in tree.items():
             yield from _texts(f"{key}.{name}", item)

@@ -1,4 +1,4 @@
-"""What is typed after `hybridrl eval`: the model, flags, and overrides of the config."""
+"""Command line of `hybridrl eval`: subject, flags, and overrides of the config."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ completions.
   hybridrl eval outputs/x data=gsm8k rollout.temperature=0.6 --samples 8
   hybridrl eval Qwen/Qwen2.5-0.5B-Instruct data=gsm8k --greedy
 
-A checkpoint is scored as its run's evaluations do: data, reward, limits and seed are the run's.
-Overrides come on top, as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
+A checkpoint is scored as in its run's evaluations: with the run's data, reward, limits and seed.
+Overrides as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
 """
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 129 SIGHUP, 130 Ctrl-C, "
@@ -27,7 +27,7 @@ EPILOG = (
 
 
 class Split(StrEnum):
-    """Which problems are asked."""
+    """Problems to evaluate."""
 
     held_out = "held_out"
     train = "train"
@@ -35,7 +35,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """An evaluation as it was asked for.
+    """Options of an evaluation.
 
     Attributes:
         subject: a checkpoint, a run's directory, a model's folder or its name on the hub.
@@ -43,12 +43,12 @@ class EvalOptions:
         config_dir: a folder with more config files.
         samples: of each problem.
         ks: of pass@k, rising.
-        greedy: whether to decode greedily.
-        problems: how many are asked; None: all.
+        greedy: true decodes greedily.
+        problems: number of problems; None: all.
         output: the folder to write; None: evals/<name>/<time>.
-        split: which problems.
-        correct_at: the score from which a sample is correct.
-        runs_code: whether a checkpoint's config may name code of others, URLs and environment
+        split: source of the problems.
+        correct_at: smallest score of a correct sample.
+        runs_code: true allows a checkpoint's config to name user code, URLs and environment
             variables.
     """
 
@@ -66,29 +66,17 @@ class EvalOptions:
 
 
 def parse_options(argv: Sequence[str]) -> EvalOptions:
-    """The options of an argv; a wrong flag ends the program with code 2.
+    """Parse an argv; a wrong flag exits with code 2.
 
     Raises:
-        UsageError: flags that contradict each other.
+        UsageError: contradictory flags.
     """
     args = _parser().parse_intermixed_args(list(argv))
-    ks = _default_ks(args.samples) if args.k is None else sorted(set(args.k))
-    problems = _contradictions(args.samples, ks, greedy=args.greedy)
+    args.ks = _default_ks(args.samples) if args.ks is None else sorted(set(args.ks))
+    problems = _contradictions(args.samples, args.ks, greedy=args.greedy)
     if problems:
         raise UsageError(*problems)
-    return EvalOptions(
-        subject=args.subject,
-        overrides=args.overrides,
-        config_dir=args.config_dir,
-        samples=args.samples,
-        ks=ks,
-        greedy=args.greedy,
-        problems=args.problems,
-        output=args.output,
-        split=args.split,
-        correct_at=args.correct_at,
-        runs_code=args.run_code,
-    )
+    return EvalOptions(**vars(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,21 +91,27 @@ def _parser() -> argparse.ArgumentParser:
     add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
     add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")
     add("--samples", type=_positive, default=1, metavar="N", help="of each problem (1)")
-    add("--k", type=_ks, metavar="1,4,8", help="pass@k for these k (1, 2, 4... up to N)")
-    add("--greedy", action="store_true", help="the likeliest token every time; one sample")
-    add("--problems", type=_positive, metavar="N", help="ask the first N problems only (all)")
+    add("--k", type=_ks, dest="ks", metavar="1,4,8", help="pass@k for these k (1, 2, 4... up to N)")
+    add("--greedy", action="store_true", help="decode greedily; one sample")
+    add("--problems", type=_positive, metavar="N", help="only the first N problems (all)")
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
-    add("--correct-at", type=float, default=1.0, metavar="SCORE", help="correct from here on (1)")
+    add(
+        "--correct-at",
+        type=float,
+        default=1.0,
+        metavar="SCORE",
+        help="smallest score of a correct response (1)",
+    )
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
-    trust = "trust the checkpoint's config: code of others, URLs, environment variables"
-    add("--run-code", action="store_true", help=trust)
+    trust = "trust the checkpoint's config: user code, URLs, environment variables"
+    add("--run-code", dest="runs_code", action="store_true", help=trust)
     add("--config-dir", metavar="DIR", help="a folder with config groups of your own")
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}, expected a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text}, expected an integer of at least 1")
     return int(text)
 
 
@@ -126,7 +120,7 @@ def _ks(text: str) -> list[int]:
 
 
 def _default_ks(samples: int) -> list[int]:
-    """1, 2, 4... up to the number of samples."""
+    """Return 1, 2, 4... up to the number of samples."""
     return [2**power for power in range(samples.bit_length())]
 
 
@@ -135,11 +129,11 @@ def _contradictions(samples: int, ks: Sequence[int], *, greedy: bool) -> list[st
     if greedy and samples > 1:
         problems.append(
             f"--greedy with --samples {samples}: greedy decoding gives the same response each "
-            f"time.\nLeave out --samples, or --greedy to sample at rollout.temperature."
+            f"time.\nRemove --samples, or remove --greedy to sample at rollout.temperature."
         )
     if ks[-1] > samples:
         problems.append(
-            f"--k {ks[-1]} with --samples {samples}: pass@{ks[-1]} is estimated from at least "
-            f"{ks[-1]} samples of each problem.\nAdd --samples {ks[-1]}, or lower --k."
+            f"--k {ks[-1]} with --samples {samples}: pass@{ks[-1]} needs at least "
+            f"{ks[-1]} samples per problem.\nAdd --samples {ks[-1]}, or lower --k."
         )
     return problems

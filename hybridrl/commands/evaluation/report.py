@@ -1,4 +1,4 @@
-"""What an evaluation came to: results.json, and a table of it."""
+"""Results of an evaluation: results.json and a table."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from rich import box
 from rich.table import Table
 
 from hybridrl.commands.evaluation.completions import rule_name
-from hybridrl.commands.evaluation.session import Answers, Case
+from hybridrl.commands.evaluation.session import Evaluation, Totals
 from hybridrl.commands.evaluation.statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.config.planner.machine import Machine
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.tracking.provenance import plain, versions
 
 RESULTS = "results.json"
-# What an evaluation reads of its config.
+# Sections of the config that an evaluation reads.
 SECTIONS = (
     "seed",
     "hardware",
@@ -38,58 +38,60 @@ SECTIONS = (
 Results = Mapping[str, Mapping[str, GroupResult]]
 
 
-def results_of(case: Case, answers: Answers) -> Results:
-    """What each rule says of all problems and of each group of them."""
-    groups = tag_groups(case.asked, taken=set(answers.scores))
-    options = case.options
+def results_of(evaluation: Evaluation, totals: Totals) -> Results:
+    """Return the results of each rule on all problems and on each group."""
+    groups = tag_groups(evaluation.asked, taken=set(totals.scores))
+    options = evaluation.options
     return {
         rule: group_results(scores, groups, options.ks, options.correct_at)
-        for rule, scores in answers.scores.items()
+        for rule, scores in totals.scores.items()
     }
 
 
 def write_results(
-    case: Case, answers: Answers, results: Results, machine: Machine, started: datetime
+    evaluation: Evaluation, totals: Totals, results: Results, machine: Machine, started: datetime
 ) -> Path:
-    """Write results.json; returns its path."""
-    config = {name: plain(vars(case.config)[name], name) for name in SECTIONS}
+    """Write results.json; return its path."""
+    config = {name: plain(vars(evaluation.config)[name], name) for name in SECTIONS}
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    num_responses = len(case.asked) * case.options.samples
+    num_responses = len(evaluation.asked) * evaluation.options.samples
     body = {
-        "name": case.subject.name,
-        "model": case.config.model.path,
-        "checkpoint": None if case.subject.folder is None else str(case.subject.folder.resolve()),
-        "step": case.subject.step,
-        "seed": case.config.seed,
-        "split": case.options.split.value,
-        "problems": len(case.asked),
-        "samples": case.options.samples,
-        "temperature": case.temperature,
-        "top_p": case.top_p,
-        "correct_at": case.options.correct_at,
+        "name": evaluation.subject.name,
+        "model": evaluation.config.model.path,
+        "checkpoint": None
+        if evaluation.subject.folder is None
+        else str(evaluation.subject.folder.resolve()),
+        "step": evaluation.subject.step,
+        "seed": evaluation.config.seed,
+        "split": evaluation.options.split.value,
+        "problems": len(evaluation.asked),
+        "samples": evaluation.options.samples,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "correct_at": evaluation.options.correct_at,
         "results": [
             {"rule": rule_name(rule), "group": group} | _numbers(result)
             for rule, of_rule in results.items()
             for group, result in of_rule.items()
         ],
-        "length_mean": answers.tokens / num_responses,
-        "truncated_fraction": answers.truncated / num_responses,
-        "failed": answers.failed,
-        "seconds": answers.seconds,
-        "tokens_per_second": answers.tokens / answers.seconds,
+        "length_mean": totals.tokens / num_responses,
+        "truncated_fraction": totals.truncated / num_responses,
+        "failed": totals.failed,
+        "seconds": totals.seconds,
+        "tokens_per_second": totals.tokens / totals.seconds,
         "started": started.isoformat(timespec="seconds"),
         "config_hash": hashlib.sha256(text.encode()).hexdigest(),
         "config": config,
         "versions": versions(),
         "hardware": plain(machine),
     }
-    path = case.output / RESULTS
+    path = evaluation.output / RESULTS
     path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def table_of(results: Results) -> Table:
-    """The results on all problems by each rule, then on groups of them by training's rule."""
+    """Return a table: all problems by each rule, then groups by the training reward."""
     all_problems = [(rule_name(rule), of_rule[ALL]) for rule, of_rule in results.items()]
     groups = [(group, result) for group, result in results[""].items() if group != ALL]
     table = Table(box=box.SIMPLE)

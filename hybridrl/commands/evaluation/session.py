@@ -1,4 +1,4 @@
-"""One evaluation from a checked config to scores: sample, judge, write down, pass by pass.
+"""Session of an evaluation: samples, scores and writes responses, pass by pass.
 
 reward processes        on the driver, at once
 worker processes        policy and rollout engine on all ranks
@@ -14,8 +14,8 @@ from pathlib import Path
 from hybridrl.commands.evaluation.completions import Completion, CompletionLog
 from hybridrl.commands.evaluation.options import EvalOptions
 from hybridrl.commands.evaluation.subject import Subject
-from hybridrl.commands.running import while_it_stays
-from hybridrl.config.checks.sizes import world_size
+from hybridrl.commands.running import report_removal
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import PromptBatch, RolloutBatch
@@ -28,21 +28,21 @@ from hybridrl.trainer.factory import generator_for, open_environment, open_rewar
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.workers.policy import PolicyConfig
 
-# A call to the engines asks for so many times the responses that they decode together: more would
-# leave them less often idle behind the longest ones, and keep people waiting for first numbers.
+# Responses per call, in units of those that the engines decode together. A larger value leaves
+# engines less often idle behind the longest responses, but delays the first results.
 ROUNDS_PER_CALL = 4
 
 
 @dataclass(frozen=True)
-class Case:
+class Evaluation:
     """An evaluation that is ready to run.
 
     Attributes:
-        options: as asked for.
-        subject: what is evaluated.
+        options: of the command.
+        subject: checkpoint or model.
         config: checked and resolved.
         prompts: of the data sets.
-        asked: those that are answered.
+        asked: prompts to evaluate.
         output: existing folder.
     """
 
@@ -55,25 +55,25 @@ class Case:
 
     @property
     def temperature(self) -> float:
-        """Divides the logits; 0 decodes greedily."""
+        """Sampling temperature; 0 decodes greedily."""
         return 0.0 if self.options.greedy else self.config.rollout.temperature
 
     @property
     def top_p(self) -> float:
-        """Nucleus that is sampled from."""
+        """Nucleus of sampling."""
         return 1.0 if self.options.greedy else self.config.rollout.top_p
 
 
 @dataclass
-class Answers:
-    """What the samples came to.
+class Totals:
+    """Totals over all samples so far.
 
     Attributes:
-        scores: rule -> of each problem its samples' scores; training's rule has the name "".
+        scores: rule -> scores of each problem's samples; the training reward is "".
         tokens: of all responses.
-        truncated: responses that a limit ended.
-        failed: judgements that raised or hung, over all rules.
-        seconds: of generating.
+        truncated: responses ended by a limit.
+        failed: scores that raised or timed out, over all rules.
+        seconds: of generation.
     """
 
     scores: dict[str, list[list[float]]]
@@ -82,8 +82,8 @@ class Answers:
     failed: int = 0
     seconds: float = 0.0
 
-    def take(self, results: dict[str, Scored], batch: RolloutBatch, seconds: float) -> None:
-        """Add a pass over all problems; their samples stand together."""
+    def add(self, results: dict[str, Scored], batch: RolloutBatch, seconds: float) -> None:
+        """Add a pass over all problems; samples of a problem are contiguous."""
         for rule, result in results.items():
             of_problem = self.scores[rule]
             each = len(result.scores) // len(of_problem)
@@ -95,48 +95,50 @@ class Answers:
         self.seconds += seconds
 
 
-def evaluate(case: Case, progress: Callable[[int, Answers], None]) -> Answers:
-    """Sample and judge; to be called inside `ray_runtime`.
+def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) -> Totals:
+    """Sample and score, inside `ray_runtime`.
 
     Args:
-        case: what to do.
-        progress: is told how many samples of each problem there are, after each pass.
+        evaluation: ready to run.
+        progress: called after each pass with the samples per problem so far.
 
     Raises:
         ConfigError: the cluster lacks the slots, or the checkpoint is of another model.
         WorkerError: a process failed.
     """
-    config, options = case.config, case.options
+    config, options = evaluation.config, evaluation.options
     with ExitStack() as stack:
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
         rules = open_rules(config, stack)
-        log = stack.enter_context(CompletionLog(case.output, options.correct_at))
-        rollout = _rollout_engines(case, stack)
-        generator = generator_for(config, environment, rollout, case.prompts, decode)
+        log = stack.enter_context(CompletionLog(evaluation.output, options.correct_at))
+        rollout = _rollout_engines(evaluation, stack)
+        generator = generator_for(config, environment, rollout, evaluation.prompts, decode)
         lengths = ResponseLengths()
-        answers = Answers({rule: [[] for _ in case.asked] for rule in ("", *rules)})
-        for first, count in passes(options.samples, len(case.asked), _responses_per_call(config)):
+        totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
+        for first, count in passes(
+            options.samples, len(evaluation.asked), _responses_per_call(config)
+        ):
             start = time.perf_counter()
-            batch = generator.generate(lengths.expect(_request(case, first, count))).batch
+            batch = generator.generate(lengths.expect(_request(evaluation, first, count))).batch
             seconds = time.perf_counter() - start
             lengths.learn(batch)
-            each = [prompt for prompt in case.asked for _ in range(count)]
+            each = [prompt for prompt in evaluation.asked for _ in range(count)]
             rewarded, results = score_by_rules(rewards, rules, each, batch)
             log.write(_completions(each, first, count, batch, rewarded, results))
-            answers.take(results, batch, seconds)
-            progress(first + count, answers)
-        return answers
+            totals.add(results, batch, seconds)
+            progress(first + count, totals)
+        return totals
 
 
 def passes(samples: int, problems: int, per_call: int) -> Iterator[tuple[int, int]]:
-    """(first sample, how many) of each call: as many as `per_call` responses allow, at least one.
+    """Yield (first sample, number of samples) of each call.
 
     Args:
-        samples: of each problem, in all.
-        problems: how many there are; a call asks all of them.
-        per_call: responses of one call.
+        samples: of each problem, in total.
+        problems: number of problems, all of which are in each call.
+        per_call: target number of responses per call.
     """
     each = max(1, per_call // problems)
     for first in range(0, samples, each):
@@ -148,9 +150,9 @@ def _responses_per_call(config: RunConfig) -> int:
     return ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
 
 
-def _rollout_engines(case: Case, stack: ExitStack) -> WorkerGroup:
+def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     """Start rollout engines with the subject's weights; `stack` ends them."""
-    config, folder = case.config, case.subject.folder
+    config, folder = evaluation.config, evaluation.subject.folder
     policy = PolicyConfig(
         model=config.model,
         fsdp=config.fsdp,
@@ -158,20 +160,20 @@ def _rollout_engines(case: Case, stack: ExitStack) -> WorkerGroup:
         checkpoint=None if folder is None else str(folder.resolve()),
     )
     roles = {"rollout": config.rollout, "actor": policy}
-    with nullcontext() if folder is None else while_it_stays(folder):
-        pool, groups = start_roles(config, roles, case.output)
+    with nullcontext() if folder is None else report_removal(folder):
+        pool, groups = start_roles(config, roles, evaluation.output)
     stack.enter_context(pool)
     rollout: WorkerGroup = groups["rollout"]
-    rollout.call("reshard", case.subject.step)
+    rollout.call("reshard", evaluation.subject.step)
     return rollout
 
 
-def _request(case: Case, first: int, count: int) -> PromptBatch:
+def _request(evaluation: Evaluation, first: int, count: int) -> PromptBatch:
     return request_of(
-        case.asked,
-        case.subject.step,
-        temperature=case.temperature,
-        top_p=case.top_p,
+        evaluation.asked,
+        evaluation.subject.step,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
         samples=count,
         first_sample=first,
     )

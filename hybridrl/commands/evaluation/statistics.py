@@ -1,4 +1,4 @@
-"""What samples of problems say of a policy: mean score, pass@k, and how sure that is."""
+"""Statistics of samples: mean score and pass@k, with confidence intervals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from statistics import fmean
 
 from hybridrl.trainer.evaluate import half_width
 
-# The group of all problems.
+# Name of the group of all problems.
 ALL = "all"
 
 
@@ -26,12 +26,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What one rule says of a group of problems.
+    """Results of one rule on a group of problems.
 
     Attributes:
-        problems: how many.
-        score: mean score, over problems and samples; with one sample training's eval/accuracy.
-        pass_at: k -> share of the problems that at least one of k samples solves.
+        problems: their number.
+        score: mean score over problems and samples; with one sample eval/accuracy of training.
+        pass_at: k -> share of the problems solved by at least one of k samples.
     """
 
     problems: int
@@ -40,14 +40,13 @@ class GroupResult:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n samples, drawn without replacement, hold one of the c correct ones.
+    """Return the probability that k of n samples include at least one of c correct ones.
 
-    1 - C(n - c, k) / C(n, k): without bias for the chance that k fresh samples hold a correct one,
-    which 1 - (1 - c / n)^k is not.
+    1 - C(n - c, k) / C(n, k): the unbiased estimate of pass@k; 1 - (1 - c / n)^k is biased.
 
     Args:
         n: samples of a problem.
-        c: how many of them are correct, at most n.
+        c: correct samples, at most n.
         k: from 1 to n.
 
     Raises:
@@ -66,13 +65,13 @@ def group_results(
     ks: Sequence[int],
     correct_at: float,
 ) -> dict[str, GroupResult]:
-    """One rule's results on all problems, under the name `all`, and on each group of them.
+    """Return one rule's results on all problems (`all`) and on each group.
 
     Args:
         scores: of each problem's samples.
         groups: indices of problems by name.
         ks: each at most the number of samples.
-        correct_at: the score from which a sample is correct.
+        correct_at: smallest score of a correct sample.
     """
     everyone = {ALL: range(len(scores))}
     return {

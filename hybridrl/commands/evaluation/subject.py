@@ -1,4 +1,4 @@
-"""What is evaluated: a checkpoint of a run, or a model in Hugging Face's format."""
+"""Subject of an evaluation: a checkpoint of a run, or a model in Hugging Face format."""
 
 import re
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.commands.running import UsageError, checkpoint_at
 
 _MODEL = "config.json"
-# Of a name; file systems take 255 bytes.
+# Longest name; file systems allow 255 bytes.
 _NAME_CHARS = 100
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """A checkpoint or a model.
 
     Attributes:
-        name: for people and folders; one component of a path.
-        model: its path as in model.path; None of a checkpoint, whose run names its model.
-        checkpoint: None of a model.
+        name: for output and folders; one component of a path.
+        model: the value of model.path; None for a checkpoint, whose run has it.
+        checkpoint: None for a model.
     """
 
     name: str
@@ -29,24 +29,24 @@ class Subject:
 
     @property
     def step(self) -> int:
-        """After which the weights were taken; seeds derive from it. 0 of a model."""
+        """Training step of the weights, from which seeds derive; 0 for a model."""
         return self.checkpoint.manifest.step if self.checkpoint else 0
 
     @property
     def folder(self) -> Path | None:
-        """The checkpoint's folder."""
+        """Folder of the checkpoint; None for a model."""
         return self.checkpoint.folder if self.checkpoint else None
 
 
 def find_subject(path: str) -> Subject:
-    """What a user's path means.
+    """Find the subject of a path.
 
     Args:
         path: a checkpoint's folder, a run's directory or its checkpoints folder (the newest good
             one), a model's folder, `embedded`, or a name on the hub.
 
     Raises:
-        ConfigError: it is a folder of neither kind, or the checkpoint is damaged.
+        ConfigError: the folder is neither, or the checkpoint is damaged.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -58,7 +58,7 @@ def find_subject(path: str) -> Subject:
     if not (is_of_run or (folder / MANIFEST).is_file() or folder.is_file()):
         raise UsageError(
             f"{path}: neither a checkpoint, nor the directory of a run with {CHECKPOINTS}/, nor a "
-            f"model's folder with {_MODEL}.\nName one of these, or a model on the hub."
+            f"model's folder with {_MODEL}.\nUse one of these, or a model on the hub."
         )
     found = checkpoint_at(folder)
     run = safe_name(str(found.manifest.config["run"]["name"]))
@@ -66,5 +66,5 @@ def find_subject(path: str) -> Subject:
 
 
 def safe_name(text: str) -> str:
-    """A text as one component of a path, which leads nowhere else."""
+    """Return a text as a single, safe component of a path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:_NAME_CHARS].lstrip(".") or "model"

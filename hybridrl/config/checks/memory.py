@@ -1,8 +1,7 @@
-"""Whether a run fits into the memory of its GPUs and nodes, by the prediction of memory.py."""
+"""Checks of predicted memory (planner/memory.py) against GPUs and nodes."""
 
 from collections.abc import Callable, Iterator
 
-from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
@@ -18,20 +17,21 @@ from hybridrl.config.planner.memory import (
     rank_phases,
     staged_bytes,
 )
-from hybridrl.config.planner.memory_advice import Case, advice
+from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 
 
 def memory_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
 ) -> Iterator[str]:
-    """Why the run cannot fit, if so.
+    """Check that the run fits into GPU memory and RAM.
 
     Args:
         config: resolved.
         shape: the model's.
-        machine: what the run may use.
+        machine: nodes that the run may use.
         reward_shape: the reward model's, in a run with one whose sizes are known.
     """
     if config.hardware.accelerator is not Accelerator.gpu:
@@ -47,16 +47,16 @@ def memory_problems(
                 there = Machine((smallest,) * len(slots_on_nodes(changed)))
             return not any(_host_problems(changed, shape, there, reward_shape))
 
-        yield from _gpu_problems(Case(config, shape, reward_shape, gpu_bytes, host_fits))
+        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, host_fits))
         yield from _host_problems(config, shape, machine, reward_shape)
 
 
 def _tightest(
     config: RunConfig, machine: Machine, need: Callable[[int], int]
 ) -> tuple[int, int, int]:
-    """Ranks of the node with least to spare, the bytes that they need and those that it has.
+    """Return (ranks, needed bytes, available bytes) of the node with the least spare memory.
 
-    The largest demand goes to the largest node; nodes beyond the run's number get none.
+    The largest demand is placed on the largest node.
     """
     demand = sorted(slots_on_nodes(config), reverse=True)
     largest = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
@@ -65,11 +65,11 @@ def _tightest(
 
 
 def offload_problems(config: RunConfig) -> Iterator[str]:
-    """Offload moves device memory to the host; without a GPU they are the same."""
+    """Check that only runs on GPUs offload."""
     if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
         yield (
-            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu: there is no "
-            f"GPU memory that it could free.\n"
+            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu, where there "
+            f"is no GPU memory to free.\n"
             f"Set fsdp.offload=none."
         )
 
@@ -85,12 +85,12 @@ def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> 
             f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
             f"{describe(worst)}.\n"
             f"Lower cluster.gpus_per_node, rollout.kv_cache_mb or actor.max_tokens_per_gpu, or "
-            f"name a smaller model."
+            f"set a smaller model."
         )
 
 
-def _gpu_problems(case: Case) -> Iterator[str]:
-    """Yield one problem of all phases that do not fit, and one of the reward model's."""
+def _gpu_problems(case: MemoryCase) -> Iterator[str]:
+    """Yield one problem for all phases that do not fit, and one for the reward model's."""
     config, gpu_bytes = case.config, case.gpu_bytes
     over = [phase for phase in case.phases() if phase.total > gpu_bytes]
     for of_reward_model in (False, True):
@@ -98,7 +98,7 @@ def _gpu_problems(case: Case) -> Iterator[str]:
         if phases:
             worst = max(phases, key=lambda phase: phase.total)
             others = [f"{p.name} {gib(p.total)}" for p in phases if p is not worst]
-            also = f"; too much are also {', '.join(others)}" if others else ""
+            also = f"; also too large: {', '.join(others)}" if others else ""
             yield (
                 f"{_setting_of(config, worst)}: {worst.name} needs {describe(worst)}, the GPU has "
                 f"{gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
@@ -109,12 +109,12 @@ def _gpu_problems(case: Case) -> Iterator[str]:
         yield (
             f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization} gives vLLM "
             f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
-            f"Raise it, or raise rollout.tensor_parallel_size."
+            f"Raise it or rollout.tensor_parallel_size."
         )
 
 
 def _setting_of(config: RunConfig, phase: Phase) -> str:
-    """Name the key that decides a phase's memory, and its value: mostly the model's name."""
+    """Return "key = value" of the setting that decides a phase's memory, mostly the model."""
     if phase.name == "rollout":
         return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
     if phase.name == REWARD_PHASE:
@@ -137,7 +137,7 @@ def _host_problems(
     if staged := staged_bytes(config, shape):
         every = config.checkpoint.every_steps
         causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
-        remedies.append("Set checkpoint.every_steps to 0 (and do without)")
+        remedies.append("Set checkpoint.every_steps to 0 (no checkpoints)")
     parts = host_parts(config, shape, reward_shape)
     if not causes:
         slots_key = f"cluster.gpus_per_node = {slots}"

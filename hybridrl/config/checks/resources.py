@@ -1,4 +1,4 @@
-"""Checks against what is there: the machine, files on disk, installed packages."""
+"""Checks against the machine, files on disk and installed packages."""
 
 import importlib.util
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.paths import is_address
 from hybridrl.config.command.report import shown
+from hybridrl.config.command.user_files import is_address
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 
@@ -19,19 +19,20 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Whether there are as many nodes as asked for."""
+    """Check the number of nodes."""
     nodes = config.cluster.nodes
     if nodes > len(machine.nodes):
         there = f"{len(machine.nodes)} node{'s' if len(machine.nodes) != 1 else ''}"
         yield (
-            f"cluster.nodes = {nodes}, but there is {there} ({machine.describe()}).\n"
+            f"cluster.nodes = {nodes}, expected at most {len(machine.nodes)}: there is {there} "
+            f"({machine.describe()}).\n"
             f"Set cluster.nodes={len(machine.nodes)}, or start Ray on all nodes and set "
             f"RAY_ADDRESS."
         )
 
 
 def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Whether each node has as many GPUs, or cores for as many CPU slots, as asked for."""
+    """Check the number of GPUs, or of cores for CPU slots, of each node."""
     wanted = config.cluster.gpus_per_node
     assert wanted is not None
     if config.hardware.accelerator is Accelerator.gpu:
@@ -51,7 +52,7 @@ def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         yield (
             f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "
             f"{SLOTS_PER_CORE * cores}: {SLOTS_PER_CORE} for each of a node's {cores} cores; "
-            f"more only wait for each other.\n"
+            f"more would be slower.\n"
             f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
         )
 
@@ -63,7 +64,7 @@ def _shows_no_more(machine: Machine) -> str:
 
 
 def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
-    """Whether nodes have the GPUs that placement.slots_on_nodes wants, largest for largest."""
+    """Check placement.slots_on_nodes against the nodes' GPUs, largest with largest."""
     there = gpu_counts(machine, len(slots))
     if machine.gpus and any(
         wanted > found for wanted, found in zip(sorted(slots, reverse=True), there, strict=False)
@@ -76,17 +77,17 @@ def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
 
 
 def gpu_counts(machine: Machine, nodes: int) -> list[int]:
-    """GPUs of each of the `nodes` best equipped nodes, most first."""
+    """Return the GPU counts of the `nodes` largest nodes, largest first."""
     return sorted((len(node.gpus) for node in machine.nodes), reverse=True)[:nodes]
 
 
 def gpus_on_each(machine: Machine, nodes: int) -> int:
-    """GPUs that each of the `nodes` best equipped nodes has."""
+    """Return the GPU count that each of the `nodes` largest nodes has at least."""
     return min(gpu_counts(machine, nodes))
 
 
 def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Whether hardware=gpu finds a GPU; a dry run may plan for another machine."""
+    """Check that hardware=gpu finds a GPU; a dry run may plan for another machine."""
     if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
         return
     if config.run.dry:
@@ -94,7 +95,7 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     if machine.gpu_error:
         yield (
             f"hardware = gpu, but {machine.gpu_error}.\n"
-            f"Mend the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
+            f"Repair the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
         )
     else:
         yield (
@@ -104,27 +105,27 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def gpu_count_problems(config: RunConfig) -> Iterator[str]:
-    """A dry run for GPUs that are not here must say how many they are."""
+    """Check that a dry run for a machine without GPUs here sets their number."""
     unknown = config.cluster.gpus_per_node is None
     if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
         yield (
             "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
-            "Set cluster.gpus_per_node to the number of the machine you plan for."
+            "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
         )
 
 
 def kv_cache_problems(config: RunConfig) -> Iterator[str]:
-    """Without a GPU vLLM must be told the size of its KV cache."""
+    """Check that a run without GPU sets the size of the KV cache."""
     if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
         yield (
-            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU there is no memory "
-            "that gpu_memory_utilization could leave.\n"
+            "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU "
+            "rollout.gpu_memory_utilization has no effect.\n"
             "Set rollout.kv_cache_mb=64 or more."
         )
 
 
 def file_problems(key: str, value: Any) -> Iterator[str]:
-    """The files of data.train_files or data.eval_files that cannot be read.
+    """Check that the files of data.train_files or data.eval_files can be read.
 
     Args:
         key: the config key.
@@ -142,9 +143,12 @@ def file_problems(key: str, value: Any) -> Iterator[str]:
 
 
 def _file_problem(path: str) -> str | None:
-    """What is wrong with a file of data, to stand behind its path."""
+    """Return the problem of a data file, as the end of a sentence that begins with its path."""
     if is_address(path):
-        return " is an address on the network, expected a file. Download it, and name the copy."
+        return (
+            " is an address on the network, expected a local file. Download it, and set the "
+            "copy's path."
+        )
     file = Path(path)
     try:
         mode = file.stat().st_mode
@@ -153,16 +157,16 @@ def _file_problem(path: str) -> str | None:
     except (OSError, ValueError) as error:
         return f": it cannot be read: {reason_of(error)}."
     if stat.S_ISDIR(mode):
-        return " is a folder. Name the .jsonl or .parquet files in it."
+        return " is a folder, expected a file. Set the paths of its .jsonl or .parquet files."
     if not stat.S_ISREG(mode):
-        return " is a device or a pipe, expected a file, which is read more than once."
+        return " is a device or a pipe, expected a regular file: it is read more than once."
     if file.suffix not in DATA_SUFFIXES:
-        return ": expected a file that ends in .jsonl or .parquet."
+        return ", expected a file that ends in .jsonl or .parquet."
     return None if os.access(file, os.R_OK) else ": it cannot be read: Permission denied."
 
 
 def package_problems(config: RunConfig) -> Iterator[str]:
-    """Trackers asked for whose packages are not installed."""
+    """Check that the packages of the chosen trackers are installed."""
     for key, value, package in (
         ("tracking.wandb_project", config.tracking.wandb_project, "wandb"),
         ("tracking.mlflow_uri", config.tracking.mlflow_uri, "mlflow"),

@@ -1,39 +1,39 @@
-"""Whether a reward model can score what the policy writes, and whether its scores are used.
+"""Checks of the reward model: its head, sizes, and use of its scores.
 
-It reads the policy's token ids as they are, over the packed micro-batches of the policy's update.
-Whether both mean the same by an id is compared in models/vocabulary.py.
+Its input is the policy's token ids, in the packed micro-batches of the policy's update.
+models/vocabulary.py compares the two vocabularies.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.checks.sequences import deals_heads
+from hybridrl.config.checks.sequences import splits_heads
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
 from hybridrl.config.planner.model_shape import SUPPORTED, ModelShape, model_shape
 from hybridrl.config.schema import RunConfig
 
 REWARD_MODEL_PATH = "reward_model.model.path"
-# The end of the names of transformers' classes with a head for labels.
+# Suffix of transformers' classes with a classification head.
 ARCHITECTURE = "ForSequenceClassification"
-# What transformers assumes where config.json names no labels.
+# Default of transformers if config.json names no labels.
 DEFAULT_LABELS = 2
 NO_REWARD = "hybridrl.rewards.none.score"
 OTHER_WAYS = (
-    "Score with a reward function of your own (reward.function) or a server (reward=http) instead, "
-    "which read the text"
+    "Or score the text instead, by a reward function of your own (reward.function) or a server "
+    "(reward=http)"
 )
 
 
 def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -> ModelShape:
-    """The sizes of a reward model's backbone.
+    """Return the sizes of a reward model's backbone.
 
     Args:
         path: of the checkpoint.
         read_model: path -> its config.json; may raise ConfigError.
 
     Raises:
-        ConfigError: there is none, or it gives no single score by a head that is known here.
+        ConfigError: the model cannot be read, or its head does not give a single score.
     """
     try:
         config = read_model(path)
@@ -47,12 +47,12 @@ def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -
 
 
 def named(path: str) -> str:
-    """The key that names the checkpoint, and its value."""
+    """Return "key = value" of the checkpoint's path, for messages."""
     return f"{REWARD_MODEL_PATH} = {path}"
 
 
 def as_reward_model(problem: str) -> str:
-    """A problem of model.path, told of the reward model's path."""
+    """Return a problem of model.path as one of the reward model's path."""
     own = problem.replace("model.path", REWARD_MODEL_PATH)
     return own.replace(
         "model=embedded, the tiny model that comes with hybridrl", "reward_model=none"
@@ -60,14 +60,14 @@ def as_reward_model(problem: str) -> str:
 
 
 def _head_problems(path: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the checkpoint has a head that gives one number."""
+    """Check that the checkpoint has a head with one output."""
     names = config.get("architectures") or []
     if not any(str(name).endswith(ARCHITECTURE) for name in names):
         kinds = ", ".join(f"{kind.capitalize()}{ARCHITECTURE}" for kind in SUPPORTED)
         yield (
-            f"{named(path)} is a {' or '.join(map(str, names)) or 'model of no class'}, "
-            f"expected one of {kinds}: a reward is what its score head says.\n"
-            f"Name such a checkpoint. {OTHER_WAYS}."
+            f"{named(path)} is a {' or '.join(map(str, names)) or 'model without a class'}, "
+            f"expected one of {kinds}: its score head gives the reward.\n"
+            f"Set {REWARD_MODEL_PATH}=<such a checkpoint>. {OTHER_WAYS}."
         )
         return
     labels = config.get("id2label")
@@ -76,19 +76,20 @@ def _head_problems(path: str, config: Mapping[str, Any]) -> Iterator[str]:
     )
     if number != 1:
         yield (
-            f"{named(path)} has {number} labels, expected one: its score is the reward.\n"
-            f"Name a checkpoint with num_labels = 1. {OTHER_WAYS}."
+            f"{named(path)} has {number} labels, expected 1: the score of its only label is the "
+            f"reward.\n"
+            f"Set {REWARD_MODEL_PATH}=<a checkpoint with num_labels = 1>. {OTHER_WAYS}."
         )
 
 
 def reward_model_problems(config: RunConfig) -> Iterator[str]:
-    """Scores that come too late, and runs in which nothing is scored."""
+    """Find runs without any score, and settings that need scores before the reward model runs."""
     unrewarded = config.reward.function == NO_REWARD and config.environment is None
     if config.reward_model is None:
         if unrewarded:
             yield (
-                f"reward.function = {NO_REWARD} scores every response 0 and there is no reward "
-                f"model: nothing could be learned.\n"
+                f"reward.function = {NO_REWARD} gives every response the score 0, without a "
+                f"reward model: nothing could be learned.\n"
                 f"Set reward_model=default {REWARD_MODEL_PATH}=<checkpoint>, or another reward."
             )
         return
@@ -96,14 +97,14 @@ def reward_model_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward_model.weight = 0 and reward.function = {NO_REWARD}: every response scores 0, "
             f"so nothing could be learned.\n"
-            f"Set reward_model.weight=1, or take another reward."
+            f"Set reward_model.weight=1, or another reward."
         )
     rounds = config.algorithm.max_sampling_rounds
     if rounds > 1:
         yield (
-            f"algorithm.max_sampling_rounds = {rounds} with a reward model: responses are sampled "
-            f"again by what reward.function says while vLLM is awake; the reward model scores "
-            f"them later.\n"
+            f"algorithm.max_sampling_rounds = {rounds} with a reward model, expected 1: resampling "
+            f"uses the scores of reward.function while vLLM is awake; the reward model runs "
+            f"later.\n"
             f"Set algorithm.max_sampling_rounds=1, or reward_model=none."
         )
     advantage = config.algorithm.advantage
@@ -112,8 +113,8 @@ def reward_model_problems(config: RunConfig) -> Iterator[str]:
             name for name, e in BUILT_IN_ESTIMATORS.items() if not e.needs_greedy_responses
         )
         yield (
-            f"algorithm.advantage = {advantage} with a reward model: greedy responses are scored "
-            f"by reward.function alone, so sampled ones would be compared with another reward.\n"
+            f"algorithm.advantage = {advantage} with a reward model: it scores sampled "
+            f"responses only, so their greedy baseline would lack its score.\n"
             f"Set algorithm.advantage to one of {others}, or reward_model=none."
         )
 
@@ -121,28 +122,28 @@ def reward_model_problems(config: RunConfig) -> Iterator[str]:
 def reward_shape_problems(
     config: RunConfig, policy: ModelShape, reward: ModelShape
 ) -> Iterator[str]:
-    """Whether the reward model can be computed where and on what the policy is."""
+    """Check vocabulary, length and attention heads of the reward model against the policy's."""
     path, rollout = config.reward_model.model.path, config.rollout
     if reward.vocab < policy.vocab:
         yield (
-            f"{named(path)} knows {reward.vocab:,} token ids, expected at least the "
-            f"policy's {policy.vocab:,}: it reads the ids that the policy samples.\n"
-            f"Name a reward model with the policy's vocabulary. {OTHER_WAYS}."
+            f"{named(path)} has {reward.vocab:,} token ids, expected at least the "
+            f"policy's {policy.vocab:,}: its input is the policy's token ids.\n"
+            f"Set {REWARD_MODEL_PATH}=<a model with the policy's vocabulary>. {OTHER_WAYS}."
         )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if reward.max_positions is not None and longest > reward.max_positions:
         yield (
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
             f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {reward.max_positions}, the longest sequence that {named(path)} "
-            f"knows (max_position_embeddings).\n"
-            f"Lower one of them, or name another reward model."
+            f"expected at most {reward.max_positions}, max_position_embeddings of "
+            f"{named(path)}.\n"
+            f"Lower one of them, or set another {REWARD_MODEL_PATH}."
         )
     size = config.fsdp.ulysses_size
-    if not deals_heads(size, reward):
+    if not splits_heads(size, reward):
         yield (
             f"fsdp.ulysses_size = {size} does not divide the {reward.heads} attention heads and "
-            f"{reward.kv_heads} KV heads of {named(path)}: in attention ranks that share a "
-            f"sequence have equally many heads of it.\n"
-            f"Set fsdp.ulysses_size=1, or name another reward model."
+            f"{reward.kv_heads} KV heads of {named(path)}: in attention, each rank of a "
+            f"sequence-parallel group computes the same number of heads.\n"
+            f"Set fsdp.ulysses_size=1, or another {REWARD_MODEL_PATH}."
         )

@@ -1,53 +1,24 @@
-"""Checks of numbers against each other: ranks, shards, batches, lengths, tensor parallelism."""
+"""Checks of sizes against each other: ranks, shards, batches, lengths, tensor parallelism."""
 
 from collections.abc import Iterator
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import data_shards, world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64
 
 
-def slots_on_nodes(config: RunConfig) -> list[int]:
-    """Ranks on each node, one process per GPU or CPU slot."""
-    if config.placement.slots_on_nodes is not None:
-        return config.placement.slots_on_nodes
-    assert config.cluster.gpus_per_node is not None
-    return [config.cluster.gpus_per_node] * config.cluster.nodes
-
-
-def world_size(config: RunConfig) -> int:
-    """Ranks of the run."""
-    return sum(slots_on_nodes(config))
-
-
-def world_text(config: RunConfig) -> str:
-    """'8 ranks (cluster.nodes = 1 x cluster.gpus_per_node = 8)'."""
-    cluster = config.cluster
-    world = world_size(config)
-    if config.placement.slots_on_nodes is not None:
-        return f"{world} ranks (placement.slots_on_nodes = {config.placement.slots_on_nodes})"
-    return (
-        f"{world} rank{'s' if world != 1 else ''} (cluster.nodes = {cluster.nodes} x "
-        f"cluster.gpus_per_node = {cluster.gpus_per_node})"
-    )
-
-
-def data_shards(config: RunConfig) -> int:
-    """Ranks that train on responses of their own; of ranks that share sequences, their groups."""
-    return max(1, world_size(config) // config.fsdp.ulysses_size)
-
-
 def mesh_problems(config: RunConfig) -> Iterator[str]:
-    """Whether dp_replicate copies of dp_shard shards are all ranks."""
+    """Check dp_replicate * dp_shard against the number of ranks."""
     world, fsdp = world_size(config), config.fsdp
     if fsdp.dp_shard is None:
         if world % fsdp.dp_replicate:
             yield (
                 f"fsdp.dp_replicate = {fsdp.dp_replicate} does not divide the "
-                f"{world_text(config)}: every copy needs equally many ranks.\n"
+                f"{world_text(config)}: every copy needs the same number of ranks.\n"
                 f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
             )
     elif fsdp.dp_replicate * fsdp.dp_shard != world:
@@ -55,12 +26,12 @@ def mesh_problems(config: RunConfig) -> Iterator[str]:
             f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
             f"{fsdp.dp_replicate * fsdp.dp_shard}, expected the {world_text(config)}: every rank "
             f"holds one shard.\n"
-            f"Set fsdp.dp_shard=null to take what dp_replicate leaves, or change cluster.*."
+            f"Set fsdp.dp_shard=null to derive it, or change cluster.*."
         )
 
 
 def uneven_problems(config: RunConfig) -> Iterator[str]:
-    """Whether placement.slots_on_nodes has an entry for each node."""
+    """Check that placement.slots_on_nodes has an entry for each node."""
     slots, nodes = config.placement.slots_on_nodes, config.cluster.nodes
     if slots is not None and len(slots) != nodes:
         yield (
@@ -70,7 +41,7 @@ def uneven_problems(config: RunConfig) -> Iterator[str]:
 
 
 def engine_problems(config: RunConfig) -> Iterator[str]:
-    """Whether vLLM engines fit onto the nodes, or, where they may straddle, onto all of them."""
+    """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
     tp, per_node = config.rollout.tensor_parallel_size, config.cluster.gpus_per_node
     if config.placement.allow_straddle:
         if world_size(config) % tp:
@@ -84,24 +55,36 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         if uneven:
             yield (
                 f"rollout.tensor_parallel_size = {tp} does not divide {uneven[0]} of "
-                f"placement.slots_on_nodes = {config.placement.slots_on_nodes}: the ranks of one "
-                f"engine must lie on one node.\n"
-                f"Use multiples of {tp} and leave the rest of a node's GPUs idle, or set "
-                f"placement.allow_straddle=true, which is slow."
+                f"placement.slots_on_nodes = {config.placement.slots_on_nodes}: the ranks of an "
+                f"engine must be on one node.\n"
+                f"Use multiples of {tp}, with idle GPUs, or set placement.allow_straddle=true, "
+                f"which is slow."
             )
         return
     assert per_node is not None
     if per_node % tp:
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide cluster.gpus_per_node = "
-            f"{per_node}: the ranks of one engine must lie on one node.\n"
+            f"{per_node}: the ranks of an engine must be on one node.\n"
             f"Set rollout.tensor_parallel_size to one of {listed(divisors(per_node))}, or "
             f"cluster.gpus_per_node to a multiple of {tp}."
         )
 
 
+def layout_problems(config: RunConfig) -> Iterator[str]:
+    """Check that shards are aligned to vLLM's tensor-parallel slices."""
+    aligned_to, tp = config.fsdp.tensor_parallel_size, config.rollout.tensor_parallel_size
+    if aligned_to != tp:
+        yield (
+            f"fsdp.tensor_parallel_size = {aligned_to}, expected the link "
+            f"${{rollout.tensor_parallel_size}}, which is {tp}: with other "
+            f"slices than vLLM's every weight sync is slower.\n"
+            f"Remove fsdp.tensor_parallel_size and set rollout.tensor_parallel_size instead."
+        )
+
+
 def prompt_problems(config: RunConfig) -> Iterator[str]:
-    """Whether every engine gets a prompt."""
+    """Check that every engine gets a prompt."""
     tp, prompts = config.rollout.tensor_parallel_size, config.data.prompts_per_step
     engines = world_size(config) // tp
     if prompts < engines:
@@ -114,7 +97,7 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 
 def mini_batch_problems(config: RunConfig) -> Iterator[str]:
-    """Whether a step's responses divide into mini-batches."""
+    """Check that a step's responses divide into mini-batches."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
     mini = config.actor.mini_batch_size
     if prompts * each % mini:
@@ -122,13 +105,13 @@ def mini_batch_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.mini_batch_size = {mini} does not divide the {prompts * each} responses of a "
             f"step (data.prompts_per_step = {prompts} x rollout.responses_per_prompt = {each}): "
-            f"every optimizer step takes equally many.\n"
+            f"every optimizer step needs the same number.\n"
             f"Set actor.mini_batch_size to one of {listed(fitting or divisors(prompts * each))}."
         )
 
 
 def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
-    """Whether a mini-batch divides over the ranks, or over the groups that share sequences."""
+    """Check that a mini-batch divides over the ranks or sequence-parallel groups."""
     mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
     if mini % shards:
         total = config.data.prompts_per_step * config.rollout.responses_per_prompt
@@ -137,34 +120,35 @@ def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
         over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
         yield (
             f"actor.mini_batch_size = {mini} does not divide over {over}: every "
-            f"{'rank' if size == 1 else 'group'} computes equally many responses of a mini-batch.\n"
+            f"{'rank' if size == 1 else 'group'} computes the same number of responses.\n"
             f"Set actor.mini_batch_size to "
             + (f"one of {listed(fitting)}." if fitting else f"a multiple of {shards}.")
         )
 
 
 def port_problems(config: RunConfig) -> Iterator[str]:
-    """Whether cluster.rendezvous_ports are a first and a last port."""
+    """Check that cluster.rendezvous_ports are a first and a last port."""
     ports = config.cluster.rendezvous_ports
     if len(ports) != 2 or ports[0] > ports[1]:
         yield (
-            f"cluster.rendezvous_ports = {ports}, expected the first and the last port of a band. "
+            f"cluster.rendezvous_ports = {ports}, expected the first and the last port of a "
+            f"range.\n"
             "Set cluster.rendezvous_ports=[29500,29599]."
         )
 
 
 def betas_problems(config: RunConfig) -> Iterator[str]:
-    """Whether AdamW has its two decay rates."""
+    """Check that AdamW has its two decay rates."""
     for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
         if optim.betas is not None and len(optim.betas) != 2:
             yield (
                 f"{role}.optim.betas = {optim.betas}, expected two numbers, one per moment of "
-                f"AdamW. Set {role}.optim.betas=[0.9,0.999]."
+                f"AdamW.\nSet {role}.optim.betas=[0.9,0.999]."
             )
 
 
 def warm_ups(config: RunConfig) -> dict[str, int]:
-    """The steps of each warm-up of the run, by its key."""
+    """Return the steps of each warm-up by key."""
     found = {"actor.optim.warmup_steps": config.actor.optim.warmup_steps}
     if uses_critic(config):
         found["trainer.critic_warmup_steps"] = config.trainer.critic_warmup_steps
@@ -173,64 +157,63 @@ def warm_ups(config: RunConfig) -> dict[str, int]:
 
 
 def step_problems(config: RunConfig) -> Iterator[str]:
-    """Whether warm-ups end before the run does."""
+    """Check that warm-ups end before the run does."""
     total = config.trainer.total_steps
     for key, steps in warm_ups(config).items():
         if steps >= total and steps > 0:
             yield (
                 f"{key} = {steps}, expected less than trainer.total_steps = {total}: the run would "
-                f"end inside the warm-up.\n"
+                f"end during the warm-up.\n"
                 f"Lower {key} or raise trainer.total_steps."
             )
 
 
 def profile_problems(config: RunConfig) -> Iterator[str]:
-    """Whether the steps to be profiled happen."""
+    """Check that the run has the steps to profile."""
     total = config.trainer.total_steps
     never = [step for step in config.trainer.profile_steps if step > total]
     if never:
         yield (
             f"trainer.profile_steps = {config.trainer.profile_steps}, expected at most "
-            f"trainer.total_steps = {total}: {listed(never)} would never happen.\n"
+            f"trainer.total_steps = {total}: the run has no step {listed(never)}.\n"
             f"Remove {listed(never)}, or raise trainer.total_steps."
         )
 
 
 def temperature_problems(config: RunConfig) -> Iterator[str]:
-    """Whether log-probs are of the distribution that was sampled."""
+    """Check that log-probs have the temperature of sampling."""
     for role, temperature in (("actor", config.actor.temperature), ("ref", config.ref.temperature)):
         if temperature != config.rollout.temperature:
             yield (
                 f"{role}.temperature = {temperature}, expected rollout.temperature = "
-                f"{config.rollout.temperature}: log-probs must be of the distribution that was "
-                f"sampled.\n"
-                f"Remove {role}.temperature and set rollout.temperature alone."
+                f"{config.rollout.temperature}: log-probs must be of the sampled "
+                f"distribution.\n"
+                f"Remove {role}.temperature, and set only rollout.temperature."
             )
 
 
 def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Whether the model can read prompt and response together."""
+    """Check the longest sequence against the model's positions."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if shape.max_positions is not None and longest > shape.max_positions:
         yield (
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
             f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {shape.max_positions}, the longest sequence the model knows "
-            f"(max_position_embeddings).\n"
+            f"expected at most {shape.max_positions}, the model's max_position_embeddings.\n"
             f"Lower one of them."
         )
 
 
 def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Whether the model can be cut into tensor-parallel slices."""
+    """Check that the model divides into tensor-parallel slices."""
     tp = config.rollout.tensor_parallel_size
     padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
     wrong = []
     if shape.heads % tp:
         wrong.append(f"{shape.heads} attention heads")
     if shape.kv_heads % tp and tp % shape.kv_heads:
-        wrong.append(f"{shape.kv_heads} KV heads (nor they it)")
+        wrong.append(f"{shape.kv_heads} KV heads (nor the other way round)")
     if shape.intermediate % tp:
         wrong.append(f"intermediate size {shape.intermediate}")
     if padded % tp:
@@ -239,7 +222,7 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
         fitting = [n for n in range(1, shape.heads + 1) if _cuts(n, shape, padded)]
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide the model's "
-            f"{', '.join(wrong)}: each rank of an engine holds an equal slice.\n"
+            f"{', '.join(wrong)}: the ranks of an engine hold slices of equal size.\n"
             f"Set rollout.tensor_parallel_size to one of {listed(fitting)}."
         )
 
@@ -250,10 +233,10 @@ def _cuts(tp: int, shape: ModelShape, padded_vocab: int) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, rising."""
+    """Return the divisors of a positive number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def listed(numbers: list[int]) -> str:
-    """'1, 2, 4'."""
+    """Return '1, 2, 4'."""
     return ", ".join(map(str, numbers))

@@ -1,7 +1,7 @@
-"""What was typed: options and overrides apart, and everything wrong with the overrides at once.
+"""Command lines: options, overrides, and all problems of the overrides in one report.
 
-Hydra stops at the first override it cannot use. Here each is looked at by itself, and those that
-are right are composed, so that one report can hold them all.
+Hydra stops at the first unusable override. Here each override is checked by itself, and the usable
+ones are composed.
 """
 
 from argparse import Namespace
@@ -23,25 +23,25 @@ from hybridrl.config.command.input_errors import INPUT_ERRORS, long_numbers, pro
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
-from hybridrl.config.load import known_keys
+from hybridrl.config.schema_keys import known_keys
 from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
 
 CONFIG_NAME = "config"
-# Where runs and sweeps write.
+# Output directories of runs and sweeps.
 DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir")
 
-# Changes a config, composed of groups alone, before values are set in it; gets the groups chosen.
+# Changes a config composed of groups before values are set in it; gets the chosen groups.
 Underlay = Callable[[DictConfig, Sequence[str]], None]
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """An argv, taken apart.
+    """A parsed argv.
 
     Attributes:
         options: flags and their values, in order.
-        overrides: everything else.
-        args: Hydra's view of them.
+        overrides: all other arguments.
+        args: Hydra's parse of them.
     """
 
     options: list[str]
@@ -50,20 +50,20 @@ class CommandLine:
 
     @property
     def composes(self) -> bool:
-        """Whether Hydra will compose the config, to run it or to show it."""
+        """True if Hydra will compose the config, to run or to show it."""
         a = self.args
         return not (a.hydra_help or a.shell_completion or a.experimental_rerun)
 
     @property
     def has_own_primary(self) -> bool:
-        """Whether the user named another primary config, which answers for its own defaults."""
+        """True if the user named another primary config."""
         return self.args.config_name is not None or self.args.config_path is not None
 
 
 def parse_argv(argv: Sequence[str]) -> CommandLine:
-    """Options and overrides of an argv, in whatever order they stand.
+    """Parse options and overrides of an argv, in any order.
 
-    Hydra's own call of argparse refuses overrides behind an option ("+recipe=x -m seed=1,2").
+    Hydra's own parser refuses overrides after an option ("+recipe=x -m seed=1,2").
     """
     args = get_args_parser().parse_intermixed_args(list(argv))
     overrides = list(args.overrides)
@@ -74,24 +74,24 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
 
 
 def names_hardware(overrides: Sequence[str]) -> bool:
-    """Whether an override picks the group `hardware`."""
+    """Return whether an override chooses the group `hardware`."""
     return any(override.split("=")[0].lstrip("+~") == "hardware" for override in overrides)
 
 
 def quoted(text: str) -> str:
-    """`text` as a value that Hydra's grammar takes literally."""
+    """Return `text` quoted for Hydra's grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 @dataclass(frozen=True)
 class Precomposed:
-    """What can be said of the overrides before Hydra runs.
+    """Result of composing a config before Hydra runs.
 
     Attributes:
-        problems: of overrides that cannot be used.
-        cfg: composed from the others; of a sweep, its first job. None if that failed.
-        overrides: those others.
+        problems: of unusable overrides.
+        cfg: composed from the usable ones; of a sweep, its first job. None if that failed.
+        overrides: the usable ones.
     """
 
     problems: list[str]
@@ -102,36 +102,36 @@ class Precomposed:
 def precompose(
     line: CommandLine, config_dir: Path, underlay: Underlay | None = None
 ) -> Precomposed:
-    """Look at every override and compose the usable ones.
+    """Check every override and compose the usable ones.
 
     Args:
-        line: the command line; with `has_own_primary` Hydra alone can judge it.
+        line: the command line, without `has_own_primary`.
         config_dir: folder of the primary config.
-        underlay: what the overrides of values are set on, instead of the groups' values alone.
+        underlay: changes the config between groups and overrides of values.
     """
     problems: list[str] = []
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parsed = _parsed(line.overrides, loader, problems)
-        look = _Look(loader, _search_path(line, parsed))
+        composer = _Composer(loader, _search_path(line, parsed))
         sweep = line.args.multirun or "hydra.mode=MULTIRUN" in line.overrides
-        usable = [o for o in parsed if _accept(look.group_problem(o, sweep), problems)]
-        groups = [o for o in usable if look.is_group(o) or o.is_hydra_override()]
-        base = look.compose(groups, problems)
+        usable = [o for o in parsed if _accept(composer.group_problem(o, sweep), problems)]
+        groups = [o for o in usable if composer.is_group(o) or o.is_hydra_override()]
+        base = composer.compose(groups, problems)
         if base is None:
             return Precomposed(problems, None, [])
         if underlay is not None:
             underlay(base, [o.key_or_group for o in groups])
         usable = [o for o in usable if o in groups or _accept(_key_problem(o, base), problems)]
         if underlay is None:
-            cfg = look.compose(usable, problems)
+            cfg = composer.compose(usable, problems)
         else:
             cfg = _with_values(base, [o for o in usable if o not in groups], problems)
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable])
 
 
 def _accept(problem: str | None, problems: list[str]) -> bool:
-    """Whether there is no problem; one is added to `problems`."""
+    """Return whether there is no problem; add one to `problems`."""
     if problem is not None:
         problems.append(problem)
     return problem is None
@@ -142,7 +142,7 @@ def _parsed(overrides: Sequence[str], loader: ConfigLoader, problems: list[str])
     parsed = []
     for text in overrides:
         try:
-            # A glob asks the loader for names.
+            # A glob needs the loader.
             override = replace(parser.parse_override(text), config_loader=loader)
             reason = _reason_against(override)
         except INPUT_ERRORS as error:
@@ -152,17 +152,17 @@ def _parsed(overrides: Sequence[str], loader: ConfigLoader, problems: list[str])
             continue
         problems.append(
             f"{shown(text)}: not an override ({reason}).\n"
-            f"Write key=value, and quote values with special characters: \"key='a, b'\"."
+            f"Type key=value, and quote values with special characters: \"key='a, b'\"."
         )
     return parsed
 
 
 def _reason_against(override: Override) -> str:
-    """Why an override can be parsed and not be used; empty if it can."""
+    """Return the reason why a parsed override is unusable; empty if it is usable."""
     if not override.key_or_group:
-        return "it names no key"
+        return "it has no key"
     if override.is_discrete_sweep() and not _values(override):
-        return "it gives no value"
+        return "it has no value"
     paths = override.value() if override.get_key_element() == "hydra.searchpath" else []
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         return "expected a list of folders"
@@ -170,7 +170,8 @@ def _reason_against(override: Override) -> str:
 
 
 def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
-    """hydra.searchpath with --config-dir, which Hydra's compose() has no argument for."""
+    """Return an override of hydra.searchpath with --config-dir, which compose() does not "
+    "support."""
     given = [o.value() for o in parsed if o.get_key_element() == "hydra.searchpath"]
     paths = [str(path) for path in given[0]] if given and isinstance(given[0], list) else []
     if line.args.config_dir is not None:
@@ -179,8 +180,8 @@ def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Hydra's own view of groups and configs.
+class _Composer:
+    """Composer of groups and overrides, by Hydra.
 
     Attributes:
         loader: finds groups.
@@ -191,40 +192,43 @@ class _Look:
     search_path: list[str]
 
     def options(self, group: str) -> list[str]:
-        """The choices of a group; none where there is no such group."""
+        """Return the choices of a group; none if there is no such group."""
         return self.loader.get_group_options(
             group, config_name=CONFIG_NAME, overrides=self.search_path
         )
 
     def is_group(self, override: Override) -> bool:
-        """Whether an override picks from a group."""
+        """Return whether an override chooses from a group."""
         return "." not in override.key_or_group and bool(self.options(override.key_or_group))
 
     def group_problem(self, override: Override, sweep: bool) -> str | None:
-        """Why an override cannot be used, as far as that shows without composing."""
+        """Return the problem of an override that shows without composing."""
         text = override.input_line
         if override.is_sweep_override() and not sweep:
             return (
                 f"{text}: several values need --multirun (-m).\n"
-                f"To give one list, write {override.key_or_group}=[a,b]; quote a text."
+                f"For one list, type {override.key_or_group}=[a,b]; quote a text."
             )
         if override.key_or_group in DIRECTORIES and override.value() in ("", None):
-            return f"{text}: names no directory. Write {override.key_or_group}=<directory>"
+            return f"{text}: expected a directory.\nType {override.key_or_group}=<directory>"
         if not self.is_group(override) or override.is_delete():
             return None
         group, options = override.key_or_group, self.options(override.key_or_group)
         in_defaults = group not in ADDED_GROUPS
         if not in_defaults and not override.is_add():
-            return f"{text}: {group} is not in the defaults list. Write +{text}"
+            return f"{text}: {group} is not in the defaults list.\nType +{text}"
         for value in _values(override):
             if isinstance(value, str) and value not in options:
                 guess = did_you_mean(value, options) if options else ""
                 near = f" {guess}" if guess.startswith("Did you") else ""
-                return f"{text}: {group} has no {value}; it has {', '.join(options)}.{near}"
+                return (
+                    f"{text}: {group} has no {value}, expected one of {', '.join(options)}.{near}"
+                )
         return None
 
     def compose(self, overrides: Sequence[Override], problems: list[str]) -> DictConfig | None:
-        """The composed config, or None with the reason in `problems`; of a sweep the first job."""
+        """Compose the config, of a sweep the first job; None, with the problem added, if that "
+        "fails."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
             cfg = compose(CONFIG_NAME, [*lines, *self.search_path])
@@ -236,7 +240,8 @@ class _Look:
         return None if too_long else cfg
 
     def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
-        """The choice of a group that has the error by itself; Python's own errors name no file."""
+        """Return the choice of a group that raises the error alone: Python's errors name no "
+        "file."""
         for override in overrides:
             if self.is_group(override) and override.key_or_group != "hardware":
                 alone = ["hardware=cpu", _first_job(override), *self.search_path]
@@ -252,7 +257,7 @@ class _Look:
 def _with_values(
     base: DictConfig, overrides: Sequence[Override], problems: list[str]
 ) -> DictConfig | None:
-    """The config with values set in it as Hydra does, or None with the reason in `problems`."""
+    """Set values in a config as Hydra does; None, with the problem added, if that fails."""
     try:
         ConfigLoaderImpl._apply_overrides_to_config(list(overrides), base)
     except INPUT_ERRORS as error:
@@ -262,21 +267,21 @@ def _with_values(
 
 
 def _values(override: Override) -> list[Any]:
-    """The value or, of a sweep, the values of an override."""
+    """Return the values of an override, several of a sweep."""
     if not override.is_sweep_override():
         return [override.value()]
     return [text.strip("'\"") for text in override.sweep_string_iterator()]
 
 
 def _first_job(override: Override) -> str:
-    """The override of a sweep's first job."""
+    """Return the override of a sweep's first job."""
     if not override.is_sweep_override() or not override.is_discrete_sweep():
         return str(override.input_line)
     return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
 
 
 def _key_problem(override: Override, base: DictConfig) -> str | None:
-    """Why a key cannot be overridden, seen on the config without any value overrides."""
+    """Return the problem of an override's key, from the config without overrides of values."""
     key, text = override.key_or_group, str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
@@ -287,8 +292,8 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
             link, rest = ".".join(names[:depth]), ".".join(names[depth:])
             target = tree[2:-1]
             return (
-                f"{text}: {link} is a link to {target}, which roles share and may not have copies "
-                f"of.\nSet {target}.{rest}={text.partition('=')[2]}"
+                f"{text}: {link} is a link to {target}, which roles share without copies.\n"
+                f"Set {target}.{rest}={text.partition('=')[2]}"
             )
         if isinstance(tree, list):
             return None
@@ -299,20 +304,20 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
 
 
 def _unknown_key(key: str, text: str, base: DictConfig) -> str:
-    """The problem of a key that is in no file of conf/; a user's worker may still know it."""
+    """Return the problem of a key that is not in conf/; a user's worker may have it."""
     if key.partition(".")[0] == "environment" and "environment" not in base:
-        return f"{text}: there is no environment, so nothing reads it. Set environment=calculator"
+        return f"{text}: there is no environment, so nothing reads it.\nSet environment=calculator"
     classes = {}
     for role, (_, built_in) in BUILT_IN.items():
         path = OmegaConf.select(base, f"{role}.worker")
         try:
             classes[role] = worker_config_class(role, path) if path is not None else built_in
         except ConfigError:
-            classes[role] = built_in  # reported with the checks of the composed config
+            classes[role] = built_in  # reported when the config is checked
     known = known_keys(base, classes.values())
     section = key.partition(".")[0]
     if section in ("lora", *OPTIONAL) and section not in base:
-        return f"{text}: there is no {section}, so nothing reads it. Set {section}=default"
+        return f"{text}: there is no {section}, so nothing reads it.\nSet {section}=default"
     if key in known:
-        return f"{text}: the worker reads {key}, but no file sets it. Write +{text}"
+        return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
     return f"{text}: unknown key, nothing reads it. {did_you_mean(key, [*ADDED_GROUPS, *known])}"

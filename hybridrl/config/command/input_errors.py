@@ -1,4 +1,4 @@
-"""Errors of Hydra, OmegaConf, YAML and the system that mean a mistake in what a user gave."""
+"""Input errors: exceptions of Hydra, OmegaConf, YAML and the system, and their texts."""
 
 import sys
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ INPUT_ERRORS = (
     OverflowError,
     RecursionError,
 )
-# What Python says of text with a number that is too long; it has no class for it.
+# Part of Python's message for a number that is too long; it has no class of its own.
 _DIGITS = "integer string conversion"
 _RAISED = " raised while resolving interpolation: "
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of these in a user's words: one line, or more where a library says more."""
+    """Return the reason of an input error: one line, or more if a library gives more."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, OSError) and error.strerror:
@@ -45,7 +45,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def problem_of(error: BaseException) -> str:
-    """An error of these as a problem, with the config key that OmegaConf was at."""
+    """Return an input error as a problem, with OmegaConf's config key if there is one."""
     at = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{at}: {reason_of(error)}" if at else reason_of(error)
 
@@ -62,6 +62,6 @@ def long_numbers(cfg: DictConfig) -> Iterator[str]:
 
 
 def _without_class(text: str) -> str:
-    """What a resolver said, without the class of its error, which OmegaConf puts before it."""
+    """Return the message of a resolver's error, without the class that OmegaConf adds."""
     raised, found, said = text.partition(_RAISED)
     return said.strip("\"'") if found and raised.isidentifier() else text

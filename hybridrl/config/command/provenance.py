@@ -1,4 +1,4 @@
-"""Which keys somebody set by hand, and where: what tells a useless wish from an idle default."""
+"""Provenance of the config's values: keys set on the command line or in a recipe, and defaults."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from hybridrl.config.keys import leaves
 
 
 class Source(IntEnum):
-    """Where a value comes from; the later wins."""
+    """Source of a value; a later one overrides an earlier one."""
 
     default = 0
     recipe = 1
@@ -21,32 +21,32 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True)
-class Given:
-    """Keys set by hand.
+class Provenance:
+    """Keys that the user set, with their sources; all other keys are defaults.
 
     Attributes:
-        sources: dotted key -> where it was set. A key may be a whole section.
+        sources: dotted key of a leaf or section -> its source.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def source(self, key: str) -> Source:
-        """The last place where `key`, or a section it lies in, was set."""
+        """Return the last source that sets `key` or a section around it."""
         parts = key.split(".")
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
         return max(self.sources.get(prefix, Source.default) for prefix in prefixes)
 
     def under(self, prefix: str) -> list[str]:
-        """The keys set by hand at or below `prefix`."""
+        """Return the keys set at or below `prefix`."""
         return sorted(k for k in self.sources if k == prefix or k.startswith(f"{prefix}."))
 
 
-def given_keys(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Given:
-    """What the overrides of the command line and the files of the chosen recipes set.
+def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Provenance:
+    """Return the provenance of a config.
 
     Args:
         overrides: as typed: "actor.epochs=2", "+recipe=x", "~a.b".
-        recipes: their YAML, as it stands in the files.
+        recipes: YAML of the chosen recipes, as in the files.
     """
     sources: dict[str, Source] = {}
     for recipe in recipes:
@@ -56,11 +56,11 @@ def given_keys(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Given
         sources |= dict.fromkeys(leaves(tree), Source.recipe)
     for override in overrides:
         sources[override.split("=")[0].lstrip("+~")] = Source.command_line
-    return Given(sources)
+    return Provenance(sources)
 
 
 def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> list[DictConfig]:
-    """The YAML of the chosen recipes.
+    """Return the YAML of the chosen recipes.
 
     Args:
         choices: Hydra's `hydra.runtime.choices`.

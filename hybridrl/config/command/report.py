@@ -1,18 +1,18 @@
-"""What is collected while a config is examined: problems, and the keys that cannot be used."""
+"""Report of a config's examination: problems, and keys without usable values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of a value in a message, which a user has to find again.
+# Limit for a value in a message.
 MAX_SHOWN_CHARACTERS = 300
 
 
 def shown(value: Any) -> str:
-    """A value as messages have it: null for None, and the beginning of what is long."""
+    """Return a value for messages: null for None, long texts truncated."""
     try:
         text = "null" if value is None else str(value)
-    except ValueError:  # Python writes numbers of at most 4,300 digits
+    except ValueError:  # Python prints numbers of at most 4,300 digits
         return "a number of thousands of digits"
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text
@@ -32,13 +32,13 @@ class Report:
     broken: set[str] = field(default_factory=set)
 
     def add(self, problem: str, *, broken: str | None = None) -> None:
-        """Note a problem, and the key that it leaves without a usable value."""
+        """Add a problem, and mark the key that has no usable value because of it."""
         self.problems.append(problem)
         if broken is not None:
             self.broken.add(broken)
 
     def usable(self, needs: Iterable[str]) -> bool:
-        """Whether every key (or whole section) of `needs` has a value."""
+        """Return whether every key or whole section of `needs` has a usable value."""
         return not any(
             bad == need or bad.startswith(f"{need}.") or need.startswith(f"{bad}.")
             for need in needs

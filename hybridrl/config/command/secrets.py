@@ -1,7 +1,7 @@
-"""What is secret of a run's config and environment, and texts without it.
+"""Secrets of a run's config and environment, and their removal from texts and files.
 
-A key or variable is secret by its name (`api_key`, `HF_TOKEN`), a login in a URI always. What they
-hold is hidden wherever it would be written, by whatever way it got there.
+A key or variable is secret by its name (`api_key`, `HF_TOKEN`); a login in a URI is always secret.
+Their values are replaced by *** in all output.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-# Stands in place of a secret.
+# Replacement of a secret.
 HIDDEN = "***"
-# Shorter values would be found by chance.
+# Shorter values would match by chance.
 MIN_LENGTH = 8
 
 _NAME = re.compile(
@@ -26,7 +26,7 @@ _NAME = re.compile(
     r"|shared|signing|storage|subscription|wandb)[_-]?key|connection[_-]?string)$",
     re.I,
 )
-# The short words are secret behind another word only: PWD is a folder, COMPASS no PASS.
+# Short words need another word before them: PWD is a folder, and COMPASS is not secret.
 _VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|KEY|CONNECTION_?STRING|PGPASS)$|SECRET"
     r"|_(PASS|PWD|PAT|AUTH|CREDS)$",
@@ -34,27 +34,27 @@ _VARIABLE = re.compile(
 )
 # user:password@ or token@ in a URI.
 _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+@")
-# An entry of a mapping that is given as one value: +mine={api_key: x}.
+# An entry of a mapping in one override: +mine={api_key: x}.
 _ENTRY = re.compile(r"([\w.\-]+)(\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]\s]+)")
 _ASSIGNMENT = re.compile(r"^([+~]*)([\w.\-/@]+)=(.*)$", re.S)
 
 
 def is_secret_key(name: str) -> bool:
-    """Whether a config key holds a secret, by its name or the last part of it."""
+    """Return whether a config key holds a secret, by (the end of) its name."""
     return _NAME.search(name) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
+    """Return whether an environment variable holds a secret, by its name."""
     return _VARIABLE.search(name) is not None
 
 
 def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Secrets as they may stand in texts, the longest first.
+    """Return secrets as they may appear in texts, longest first.
 
     Args:
         environment: variables.
-        arguments: of the command line, among them overrides.
+        arguments: of the command line, overrides included.
     """
     found = {value for name, value in environment.items() if is_secret_variable(name)}
     for argument in arguments:
@@ -67,23 +67,23 @@ def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list
 
 
 def without(secrets: Iterable[str], text: str) -> str:
-    """A text in which secrets, and the logins of URIs, are hidden."""
+    """Return a text without secrets and logins of URIs."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return _LOGIN.sub(f"{HIDDEN}@", text)
 
 
 def known_secrets(more: Iterable[str] = ()) -> list[str]:
-    """Those of this process's environment and command line, and `more`, in all their forms.
+    """Return the secrets of this process's environment and command line, and `more`, in all forms.
 
-    The longest first; short ones are left out as in `secrets_of`.
+    Longest first; without short ones, as in `secrets_of`.
     """
     secrets = {*more, *secrets_of(os.environ, sys.argv)}
     return _longest_first(form for form in _forms(secrets) if len(form) >= MIN_LENGTH)
 
 
 def _forms(secrets: Iterable[str]) -> Iterator[str]:
-    """Secrets as they are, as JSON and YAML write them, and their lines, if they are long."""
+    """Yield secrets in plain, JSON and YAML form, and their long lines."""
     for secret in secrets:
         yield from (secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1])
         yield secret.replace("'", "''")
@@ -96,12 +96,12 @@ def _longest_first(texts: Iterable[str]) -> list[str]:
 
 
 def without_secrets(text: str, more: Iterable[str] = ()) -> str:
-    """A text without the secrets of this process's environment and command line, and `more`."""
+    """Return a text without the secrets of this process, and `more`."""
     return without(known_secrets(more), text)
 
 
 def argument_without_secret(argument: str) -> str:
-    """A command-line argument with the value of a secret key hidden."""
+    """Return a command-line argument without secrets."""
     assigned = _ASSIGNMENT.match(argument)
     if assigned and is_secret_key(assigned[2]):
         return f"{assigned[1]}{assigned[2]}={HIDDEN}"
@@ -113,16 +113,16 @@ def _entry_without_secret(entry: re.Match[str]) -> str:
 
 
 def config_secrets(cfg: DictConfig) -> set[str]:
-    """What the secret keys of a config hold, as it is written and as it is looked up."""
+    """Return the values of a config's secret keys, unresolved and resolved."""
     found = {*secret_values(OmegaConf.to_container(cfg))}
     try:
         return found | {*secret_values(OmegaConf.to_container(cfg, resolve=True))}
-    except OmegaConfBaseException:  # a problem of the config, which is reported where it is checked
+    except OmegaConfBaseException:  # a problem of the config, reported elsewhere
         return found
 
 
 def secret_values(tree: Any) -> Iterator[str]:
-    """What the secret keys of plain data hold."""
+    """Yield the values of secret keys of plain data."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if is_secret_key(str(key)) and isinstance(value, str):
@@ -135,8 +135,8 @@ def secret_values(tree: Any) -> Iterator[str]:
 
 
 def hide_in_files(paths: Iterable[Path], of_config: Iterable[str]) -> None:
-    """Hide a config's secrets, the environment's and the command line's in some files."""
-    # Here short ones, too: such a file is the config.
+    """Hide the secrets of a config, the environment and the command line in files."""
+    # Short secrets of the config, too: these files contain it.
     secrets = _longest_first([*_forms(filter(None, of_config)), *known_secrets()])
     for path in paths:
         text = path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Bytes that a packed forward leaves for its backward, and what both need besides.
+"""Activations: bytes kept by a packed forward for its backward, and temporaries of both.
 
-Eager layers are counted exactly: tests hold each formula against what autograd saves of the real
-layers. Compiled layers are counted as the partitioner of torch 2.11 to 2.13 cut them; what
-backward holds for a moment was read off allocations, and is good to a few percent of the total.
+Eager layers are exact: tests compare each formula with autograd's saved tensors. Compiled layers
+follow the partitioner of torch 2.11 to 2.13. Temporaries of backward were measured, and are good to
+a few percent of the total.
 
 Symbols:  h = hidden   I = intermediate   D = head size   H, K = query, key heads   V = vocabulary
           s = bytes of an element in param_dtype
@@ -16,15 +16,15 @@ NORM_BYTES = 4
 
 
 def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
-    """What autograd keeps of one decoder layer.
+    """Return the bytes that autograd keeps of one decoder layer.
 
-    Eager, in the order of the layer; what two operations save of one tensor counts once:
+    Eager, in the order of the layer; a tensor saved by two operations counts once:
         RMSNorm, twice    input in float32 (4h), normalised (sh), output (sh), 1/rms (4)
         attention         query and output (2sHD), key and value (2sKD), log-sum-exp (4H)
         Qwen3's q_norm and k_norm    as RMSNorm over D, but for the output: (4 + s)D + 4 per head
         MLP               gate, silu(gate), up and their product (4sI)
-    Compiled, what is cheap is computed again: layer input, both norms' outputs, o_proj's output
-    (4sh), 1/rms, attention as above, gate, up and product (3sI).
+    Compiled, cheap operations are recomputed; kept are layer input, both norms' outputs, o_proj's
+    output (4sh), 1/rms, attention as above, gate, up and product (3sI).
 
     Args:
         shape: the model's.
@@ -44,24 +44,24 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
 
 
 def kept_by_checkpoint(shape: ModelShape, size: int) -> int:
-    """What activation checkpointing keeps of one layer: its input."""
+    """Return the bytes that activation checkpointing keeps of one layer: its input."""
     return size * shape.hidden
 
 
 def kept_by_all_layers(shape: ModelShape, size: int) -> int:
-    """What the layers share: rotary tables, and the token ids for the embedding's backward."""
+    """Return the bytes shared by all layers: rotary tables, and token ids for the embedding."""
     return 2 * size * shape.head_dim + 8
 
 
 def kept_by_last_norm(shape: ModelShape, size: int) -> int:
-    """As in a layer, but for the output, of which only the response tokens' states are kept."""
+    """Return the bytes of the last norm; its output is kept only for response tokens."""
     return (NORM_BYTES + size) * shape.hidden + 4
 
 
 def forward_moment(shape: ModelShape, size: int) -> int:
-    """The most that a forward without gradients holds, residual stream included.
+    """Return the peak of a forward without gradients, residual stream included.
 
-    That is at the product of gate and up, or in a norm.
+    It is at the product of gate and up, or in a norm.
     """
     h, inner = shape.hidden, shape.intermediate
     inside = max(3 * size * inner + 4 * size * h, (2 * NORM_BYTES + 6 * size) * h)
@@ -69,7 +69,7 @@ def forward_moment(shape: ModelShape, size: int) -> int:
 
 
 def backward_moment(shape: ModelShape, size: int) -> int:
-    """The most that a layer's backward holds beyond what is kept.
+    """Return the peak of a layer's temporaries in backward.
 
     Gradients of gate and up, or of a norm, and of the residual stream.
     """
@@ -78,10 +78,10 @@ def backward_moment(shape: ModelShape, size: int) -> int:
 
 
 def last_norm_moment(shape: ModelShape) -> int:
-    """What the last norm's backward holds beyond what is kept: float32 throughout."""
+    """Return the temporaries of the last norm's backward, all float32."""
     return (4 * NORM_BYTES + 2) * shape.hidden
 
 
 def kept_by_head(shape: ModelShape, size: int) -> int:
-    """What the log-probs keep, per RESPONSE token, beside logits: the state, log Z, an id."""
+    """Return the bytes that log-probs keep per RESPONSE token: the state, log Z, an id."""
     return size * shape.hidden + 5 * 4

@@ -1,15 +1,15 @@
-"""Where the cgroups (v1 and v2) of this process are, whose files hold what it may use."""
+"""Cgroups (v1 and v2) of this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 
 def cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's group and the groups around it.
+    """Yield the folders of this process's cgroup and its parents.
 
     Args:
-        controller: as memory, pids or cpu.
-        root: of the file system that /proc and /sys belong to.
+        controller: memory, pids or cpu.
+        root: of the file system with /proc and /sys.
     """
     listing = root / "proc/self/cgroup"
     for line in listing.read_text().splitlines() if listing.is_file() else ():
@@ -21,7 +21,7 @@ def cgroups(controller: str, root: Path) -> Iterator[Path]:
         else:
             continue
         group = base / path.lstrip("/")
-        # In a container the path may be the host's; then only the mounted root exists.
+        # In a container the path may be the host's, of which only the root is mounted.
         for folder in (group, *group.parents):
             if not folder.is_relative_to(base):
                 break

@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder, as model FLOPs utilisation (MFU) counts them.
+"""Model FLOPs of a decoder and peak FLOPs of GPUs, whose ratio is the MFU.
 
 A token costs 6 N operations in the weights and 6 L h S in causal attention, forward and backward;
 forward alone is a third. Recomputation does not count.
@@ -9,10 +9,25 @@ Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, wit
 because half of a causal score matrix is never computed
 """
 
+import re
+from collections.abc import Iterable
+
+from hybridrl.config.choices import DType
+from hybridrl.config.planner.machine import GPU
 from hybridrl.config.planner.model_shape import ModelShape
 
 # Dense bfloat16 peak of one H100 or H200 (SXM), operations per second.
 HOPPER_BF16_PEAK = 989e12
+# Dense bfloat16 operations per second by nvidia-smi's name; the first match counts. Data sheets
+# (nvidia.com/en-us/data-center/<name>) give twice as much, with sparsity.
+BF16_PEAKS = (
+    (r"\bH[12]00 NVL\b", 835.5e12),
+    (r"\bH100 PCIe\b", 756.5e12),
+    (r"\b(H100|H200|H800|GH200)\b", HOPPER_BF16_PEAK),
+    (r"\b(A100|A800)\b", 312e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bL40S\b", 362e12),
+)
 # Time of an operation in attention over that of one in the weights: FlashAttention-2, all that
 # torch 2.11 has for packed sequences, against matrix products with the elementwise work around
 # them, 198 and 589 TFLOP/s by the kernels' times in an update (350 and 1,030 ms of four
@@ -23,14 +38,14 @@ ATTENTION_TIME = 3.0
 def training_flops(
     shape: ModelShape, num_tokens: int, num_sequences: int, *, trains_all: bool = True
 ) -> float:
-    """(6 N + 6 L h S) operations per token: forward and backward of packed sequences.
+    """Return the operations of forward and backward of packed sequences: 6 N + 6 L h S per token.
 
     Args:
         shape: the model's.
-        num_tokens: of all sequences, prompts included.
+        num_tokens: tokens of all sequences, prompts included.
         num_sequences: S = num_tokens / num_sequences.
-        trains_all: false under adapters: frozen weights have no gradients, which leaves 4 N; the
-            adapters' own operations, a few percent, are not counted.
+        trains_all: false with adapters: frozen weights have no gradients, so 4 N; the adapters'
+            own operations, a few percent, are not counted.
     """
     if not num_tokens:
         return 0.0
@@ -40,14 +55,14 @@ def training_flops(
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> float:
-    """(2 N + 2 L h S) operations per token: forward alone."""
+    """Return the operations of forward alone: 2 N + 2 L h S per token."""
     return training_flops(shape, num_tokens, num_sequences) / 3
 
 
 def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
-    """Time of forward and backward of one sequence, in operations in the weights.
+    """Return the relative time of forward and backward of one sequence.
 
-    What its length makes it take beside others: 6 N + 6 L h S ATTENTION_TIME per token.
+    In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token.
 
     Args:
         shape: the model's.
@@ -55,3 +70,24 @@ def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
     """
     attention = 6 * shape.layers * shape.hidden * num_tokens
     return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)
+
+
+def bf16_peak(name: str) -> float | None:
+    """Return the peak dense bfloat16 operations per second of a GPU; None if unknown."""
+    return next((peak for pattern, peak in BF16_PEAKS if re.search(pattern, name)), None)
+
+
+def peak_per_rank(gpus: Iterable[GPU], dtype: DType) -> float | None:
+    """Return the peak operations per second of one rank's GPU.
+
+    Args:
+        gpus: of the run.
+        dtype: of compute.
+
+    Returns:
+        None without GPUs, for unknown or several kinds, and for other types than bfloat16.
+    """
+    names = {gpu.name for gpu in gpus}
+    if len(names) != 1 or dtype is not DType.bfloat16:
+        return None
+    return bf16_peak(*names)

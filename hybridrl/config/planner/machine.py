@@ -1,4 +1,4 @@
-"""What a machine or cluster has, as plain data, looked up without importing torch."""
+"""Nodes, cores, RAM and GPUs of a machine or cluster, looked up without torch."""
 
 import os
 import socket
@@ -11,12 +11,11 @@ from hybridrl.config.planner.cgroup import cgroups
 
 GIB = 2**30
 
-# Threads of torch's operations on the CPU where GPUs do the work. What is left for them is short,
-# and they spin between two operations: one per core, in several processes or runs on a host of many
-# cores, they would take the cores from the threads that feed the GPUs.
+# Threads of torch's CPU operations on a host with GPUs. Idle threads spin between operations: with
+# one per core in several processes they would slow down the threads that feed the GPUs.
 MAX_THREADS_BESIDE_GPU = 8
 
-# First in CUDA_VISIBLE_DEVICES these hide every GPU.
+# As the first entry of CUDA_VISIBLE_DEVICES these hide every GPU.
 NONE_VISIBLE = ("", "-1")
 
 
@@ -30,14 +29,14 @@ class GPU:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: what processes on it may use.
+    """One machine: resources that processes on it may use.
 
     Attributes:
-        name: host name, or what the cluster calls it.
+        name: host name, or the cluster's name for it.
         cores: CPU cores.
-        memory_bytes: RAM, or the container's limit where that is lower.
+        memory_bytes: RAM, or the container's limit if that is lower.
         gpus: in the order of their indices.
-        gpu_error: why nvidia-smi, which is there, does not tell the GPUs; empty if it does.
+        gpu_error: error of an existing nvidia-smi; else empty.
     """
 
     name: str
@@ -70,12 +69,12 @@ class Machine:
 
     @property
     def gpu_error(self) -> str:
-        """Why no GPU is known although there may be some; empty if one is, or none is there."""
+        """Error of nvidia-smi, if no GPU is known because of it; else empty."""
         errors = [f"{node.gpu_error} (on {node.name})" for node in self.nodes if node.gpu_error]
         return errors[0] if errors and not self.gpus else ""
 
     def describe(self) -> str:
-        """One line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
+        """Return one line: '2 nodes, 16 x NVIDIA H200 (140 GiB), 64 cores, 1024 GiB RAM'."""
         nodes = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
         none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
@@ -85,25 +84,25 @@ class Machine:
 
 
 def local_machine() -> Machine:
-    """This machine as one node."""
+    """Return this machine as one node."""
     gpus, error = _gpus()
     node = Node(socket.gethostname(), _usable_cores(), memory_limit(), tuple(gpus), error)
     return Machine((node,))
 
 
 def _usable_cores() -> int:
-    """Cores this process may run on: taskset and the like count, CPU shares do not."""
+    """Return the cores that this process may run on; CPU affinity counts, CPU shares do not."""
     return len(os.sched_getaffinity(0))
 
 
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
-    """Threads for torch's operations on the CPU, in each of so many processes on this machine."""
+    """Return the threads for torch's CPU operations in each of `processes` on this machine."""
     threads = max(1, _usable_cores() // processes)
     return min(threads, MAX_THREADS_BESIDE_GPU) if on_gpu else threads
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """RAM in bytes, or the limit of this process's cgroup (v1 or v2) where that is lower."""
+    """Return the RAM in bytes, or the limit of this process's cgroup if that is lower."""
     meminfo = (root / "proc/meminfo").read_text()
     total = next(
         int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")
@@ -112,17 +111,17 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Memory limits of this process's cgroup and of the groups around it."""
+    """Yield the memory limits of this process's cgroup and its parents."""
     for group in cgroups("memory", root):
         for file in (group / "memory.max", group / "memory.limit_in_bytes"):  # v2, v1
             text = file.read_text().strip() if file.is_file() else ""
-            # v2 writes "max", v1 a number near 2^63 where there is no limit.
+            # Without a limit v2 has "max", v1 a number near 2^63.
             if text.isdigit():
                 yield int(text)
 
 
 def _gpus() -> tuple[list[GPU], str]:
-    """This machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible; or `Node.gpu_error`."""
+    """Return the visible NVIDIA GPUs of this machine, and `Node.gpu_error`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in NONE_VISIBLE:
         return [], ""
@@ -132,12 +131,12 @@ def _gpus() -> tuple[list[GPU], str]:
     found = parse_nvidia_smi(text)
     if text.strip() and not found:
         first = text.strip().splitlines()[0]
-        return [], nvidia_smi.failed(f"it answers {first!r}, expected UUID, name, MiB")
+        return [], nvidia_smi.failed(f"output {first!r}, expected UUID, name, MiB")
     return visible_gpus(found, visible), ""
 
 
 def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:
-    """(UUID, GPU) pairs from lines 'UUID, name, MiB'; other lines are not GPUs we can plan for."""
+    """Return (UUID, GPU) pairs from lines 'UUID, name, MiB'; skip other lines."""
     found = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -147,12 +146,12 @@ def parse_nvidia_smi(text: str) -> list[tuple[str, GPU]]:
 
 
 def visible_gpus(found: list[tuple[str, GPU]], visible: str | None) -> list[GPU]:
-    """Of (UUID, GPU) pairs those that CUDA_VISIBLE_DEVICES names, in its order.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order.
 
     Args:
-        found: in the order of their indices.
-        visible: indices or UUID prefixes, separated by commas; None: all. As in CUDA, the first
-            entry that names no GPU hides the rest.
+        found: (UUID, GPU) pairs in the order of their indices.
+        visible: indices or UUID prefixes, separated by commas; None: all. As in CUDA, an invalid
+            entry hides itself and all later ones.
     """
     if visible is None:
         return [gpu for _, gpu in found]

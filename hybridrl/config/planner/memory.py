@@ -1,34 +1,33 @@
-"""What a run is predicted to need of each GPU, or of RAM where there is none, phase by phase.
+"""Predicted memory of one rank in each phase of a step, on a GPU or in RAM.
 
-On GPUs weights, gradients, optimizer states and, for eager layers, activations are counted
-(training_memory.py); the process and what vLLM keeps asleep are measured constants, and compiled
-layers estimates. Meant to be within 10 % of the peak of a full micro-batch. Allocators need some
-more, as far as there is more. On CPUs activations are a lower bound: attention pads there.
+On GPUs weights, gradients, optimizer state and, for eager layers, activations are counted
+(training_memory.py); processes are measured constants, and compiled layers estimates. Target: 10 %
+of the peak of a full micro-batch, without the allocator's reserve. On CPUs activations are a lower
+bound: attention pads there.
 
 Units: bytes, of one rank unless said otherwise.
 """
 
 from dataclasses import dataclass
 
-from hybridrl.config.checks.sizes import world_size
 from hybridrl.config.choices import Accelerator, Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.training_memory import BYTES, MASTER_BYTES, TrainingMemory, Workload
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 
 MIB = 2**20
-# Resident set of a worker with torch, transformers and vLLM loaded (0.6 GiB) and its pools.
+# Resident set of a worker with torch, transformers and vLLM (0.6 GiB) and its pools.
 CPU_PROCESS_BYTES = GIB
 # The driver, Ray's own processes and its object store on a node.
 CPU_DRIVER_BYTES = GIB + GIB // 2
-# CUDA context, NCCL buffers, and the CUDA graphs of a vLLM that sleeps: 138 of an H200's 140 GiB
-# are free beside them.
+# CUDA context, NCCL buffers, and CUDA graphs of a sleeping vLLM: 138 of an H200's 140 GiB are free.
 GPU_PROCESS_BYTES = 2 * GIB
 # Host memory of a GPU's worker process: torch, vLLM and CUDA's libraries.
 GPU_PROCESS_RAM_BYTES = 4 * GIB
-# Of the reward model, whose activations are not the policy's.
+# Separate phase of the reward model, whose activations differ from the policy's.
 REWARD_PHASE = "score reward_model"
 # Adam's two moments are float32.
 ADAM_BYTES = 8
@@ -36,7 +35,7 @@ ADAM_BYTES = 8
 
 @dataclass(frozen=True)
 class Phase:
-    """What one rank holds in a phase of the step: what it is -> bytes."""
+    """Memory of one rank in a phase of the step: part -> bytes."""
 
     name: str
     parts: dict[str, int]
@@ -49,9 +48,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Role:
-    """A role with a model: its elements on all ranks, and whether it has an optimizer.
+    """A role with a model.
 
-    `adapters` are elements beside them, which alone are then trained.
+    Attributes:
+        name: of the role.
+        parameters: elements on all ranks.
+        is_trained: true if it has an optimizer.
+        adapters: elements of adapters; if there are some, only they are trained.
     """
 
     name: str
@@ -66,14 +69,14 @@ class Role:
 
     @property
     def trained(self) -> int:
-        """Elements that AdamW has moments of."""
+        """Elements with AdamW moments."""
         return (self.adapters or self.parameters) if self.is_trained else 0
 
 
 def roles_of(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> list[Role]:
-    """The roles of a run that hold sharded weights."""
+    """Return the roles with sharded weights."""
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
@@ -81,7 +84,7 @@ def roles_of(
     if uses_critic(config):
         # The backbone and a scalar head with bias.
         roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
-    if config.algorithm.kl.coef > 0 and not adapters:  # else it is the actor's, without them
+    if config.algorithm.kl.coef > 0 and not adapters:  # with adapters it is the actor without them
         roles.append(Role("ref", shape.parameters, is_trained=False))
     if reward_shape is not None:
         # The backbone and a scalar head without bias.
@@ -96,23 +99,23 @@ def rank_phases(
     gpu_bytes: int | None,
     reward_shape: ModelShape | None = None,
 ) -> list[Phase]:
-    """One rank's memory in each phase.
+    """Predict one rank's memory in each phase.
 
     Args:
         config: resolved.
         shape: the model's.
-        gpu_bytes: memory of the smallest GPU; None for a CPU slot.
+        gpu_bytes: memory of the smallest GPU; None: a CPU slot.
         reward_shape: the reward model's, in a run with one.
     """
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
-        process["checkpoint's copy"] = staged_bytes(config, shape)
+        process["checkpoint staging"] = staged_bytes(config, shape)
     rollout = _rollout(config, shape, gpu_bytes)
     asleep = process | _asleep(config, rollout, gpu_bytes)
     weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
-    # vLLM's share of a GPU includes what its process needs.
+    # vLLM's share of a GPU includes its process.
     awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
     work = workload(config)
     policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
@@ -136,7 +139,7 @@ def rank_phases(
 
 
 def workload(config: RunConfig) -> Workload:
-    """The largest forward that the config allows on one rank, responses all of it."""
+    """Return the largest forward of one rank, assuming response tokens only."""
     rollout, world = config.rollout, world_size(config)
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     budget = max(config.actor.max_tokens_per_gpu, -(-longest // config.fsdp.ulysses_size))
@@ -153,7 +156,7 @@ def workload(config: RunConfig) -> Workload:
 def pinned_bytes(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> int:
-    """Page-locked host memory of one rank: everything that fsdp.offload ever moves there."""
+    """Return the page-locked host memory of one rank for fsdp.offload."""
     assert config.fsdp.dp_shard is not None
     total = 0
     for role in roles_of(config, shape, reward_shape):
@@ -165,10 +168,8 @@ def pinned_bytes(
 
 
 def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Host memory of one rank for the copy of its training state that checkpoints are written from.
-
-    Page-locked where there are GPUs.
-    """
+    """Return the host memory of one rank's staging buffer for checkpoints; page-locked with "
+    "GPUs."""
     assert config.fsdp.dp_shard is not None
     if not config.checkpoint.every_steps:
         return 0
@@ -179,10 +180,9 @@ def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
 def host_parts(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> dict[str, int]:
-    """Predict the host memory of one rank with a GPU, page-locked or not: what it is -> bytes.
+    """Predict the host memory of one rank with a GPU: part -> bytes.
 
-    Checkpoints of models are mapped: their pages are the kernel's, which takes them back. Copied
-    are slices that do not lie in one piece, of one tensor at a time.
+    Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
     """
     assert config.fsdp.dp_shard is not None
     largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
@@ -190,7 +190,7 @@ def host_parts(
         "process": GPU_PROCESS_RAM_BYTES,
         "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
         "offload": pinned_bytes(config, shape, reward_shape),
-        "checkpoint's copy": staged_bytes(config, shape),
+        "checkpoint staging": staged_bytes(config, shape),
     }
 
 
@@ -200,17 +200,14 @@ def node_ram(
     reward_shape: ModelShape | None = None,
     slots: int | None = None,
 ) -> int:
-    """RAM that GPU workers and the driver need together on a node of so many slots.
-
-    Without `slots`, on that which has the most.
-    """
+    """Return the RAM of GPU workers and driver on a node; by default the node with most slots."""
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
     return slots * sum(host_parts(config, shape, reward_shape).values()) + CPU_DRIVER_BYTES
 
 
 def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
-    """RAM that the CPU slots of a node, by default the most, and the driver need together."""
+    """Return the RAM of CPU workers and driver on a node; by default the node with most slots."""
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
     peak = max(phase.total for phase in phases)
@@ -220,7 +217,7 @@ def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) 
 def _resident(
     config: RunConfig, roles: list[Role], active: str | None, *, updates: bool = False
 ) -> dict[str, int]:
-    """Shards on the device while the `active` role works (the rollout: None)."""
+    """Return the shards on the device while the `active` role (None: the rollout) runs."""
     offload, shards = config.fsdp.offload, config.fsdp.dp_shard
     assert shards is not None
     parts = {}
@@ -233,7 +230,7 @@ def _resident(
 
 
 def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
-    """What vLLM holds while it generates."""
+    """Return vLLM's memory during generation."""
     size = BYTES[config.rollout.dtype]
     weights = size * shape.parameters // config.rollout.tensor_parallel_size
     if config.rollout.kv_cache_mb is not None:
@@ -245,7 +242,7 @@ def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dic
 
 
 def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:
-    """What of that stays between rollouts: by rollout.sleep; on CPU vLLM cannot sleep."""
+    """Return vLLM's memory between rollouts, by rollout.sleep; on CPU vLLM cannot sleep."""
     if gpu_bytes is None or config.rollout.sleep is SleepMode.none:
         return rollout
     if config.rollout.sleep is SleepMode.kv_cache:
@@ -254,17 +251,17 @@ def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -
 
 
 def gib(size: float) -> str:
-    """Bytes for readers: '3.2 GiB', '64 MiB'."""
+    """Return '3.2 GiB' or '64 MiB'."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 def listed_parts(parts: dict[str, int]) -> str:
-    """'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
+    """Return 'actor weights 4.0 GiB, ...': parts of at least 1 %, largest first."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size * 100 >= total)
 
 
 def describe(phase: Phase) -> str:
-    """'12.3 GiB (actor weights 4.0 GiB, ...)', largest first, small parts left out."""
+    """Return '12.3 GiB (actor weights 4.0 GiB, ...)', largest first, without small parts."""
     return f"{gib(phase.total)} ({listed_parts(phase.parts)})"

@@ -1,7 +1,6 @@
-"""What makes a run fit that does not: settings by themselves and together, or more GPUs.
+"""Advice for a run that does not fit into GPU memory: settings, or more GPUs.
 
-Nothing is estimated here: every setting is made in a copy of the config, of which the memory is
-then predicted anew.
+Every candidate is set in a copy of the config, whose memory is predicted again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,19 +8,20 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems, world_size
+from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems
 from hybridrl.config.choices import Accumulation, Offload
 from hybridrl.config.planner.memory import BYTES, Phase, gib, rank_phases
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 
-# GPUs of a node that is filled before a second one is thought of, and of the largest run.
+# GPUs of a full node, and of the largest run.
 NODE_GPUS, MOST_GPUS = 8, 1024
 OFFLOADS = (Offload.none, Offload.idle_optimizer, Offload.idle_all)
 
 
 class Change(NamedTuple):
-    """A setting that a run could have instead."""
+    """A setting to try."""
 
     key: str
     value: Any
@@ -31,14 +31,14 @@ class Change(NamedTuple):
         return f"{self.key}={value}"
 
 
-class Case(NamedTuple):
-    """What a run's memory is predicted from, and may take.
+class MemoryCase(NamedTuple):
+    """Inputs of a memory prediction, and its limits.
 
     Attributes:
         config: resolved.
-        shape, reward_shape: of the model, and of the reward model of a run with one.
-        gpu_bytes: of the smallest GPU.
-        host_fits: whether the nodes' RAM is enough for a config.
+        shape, reward_shape: of the model and the reward model, if there is one.
+        gpu_bytes: memory of the smallest GPU.
+        host_fits: returns whether a config fits into the nodes' RAM.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Case(NamedTuple):
         return rank_phases(config, self.shape, self.gpu_bytes, self.reward_shape)
 
     def fits(self, *changes: Change) -> bool:
-        """Tell if the run could have these settings."""
+        """Return whether the run fits with these settings."""
         changed = with_changes(self.config, changes)
         return (
             peak(self.phases_of(changed)) <= self.gpu_bytes
@@ -68,11 +68,11 @@ class Case(NamedTuple):
 
 
 def peak(phases: list[Phase]) -> int:
-    """Return the most that a phase takes."""
+    """Return the memory of the largest phase."""
     return max(phase.total for phase in phases)
 
 
-def advice(case: Case, worst: Phase) -> str:
+def advice(case: MemoryCase, worst: Phase) -> str:
     """List what each setting saves in the worst phase, and the first that fit together."""
     saved = []
     for change in _memory_changes(case.config):
@@ -88,9 +88,9 @@ def advice(case: Case, worst: Phase) -> str:
     for larger in _more_gpus(case):
         found = _first_that_fit(larger)
         if found is not None:
-            told = _listed(larger, found, _cluster_changes(case.config, larger.config))
-            return "\n".join([*lines, f"It fits {world_size(larger.config)}: set {told}."])
-    return "\n".join([*lines, "Name a smaller model, or train adapters (lora)."])
+            settings = _listed(larger, found, _cluster_changes(case.config, larger.config))
+            return "\n".join([*lines, f"It fits {world_size(larger.config)}: set {settings}."])
+    return "\n".join([*lines, "Set a smaller model.path, or train adapters (lora=default)."])
 
 
 def _cluster_changes(config: RunConfig, larger: RunConfig) -> list[Change]:
@@ -107,7 +107,7 @@ def _cluster_changes(config: RunConfig, larger: RunConfig) -> list[Change]:
 
 
 def with_changes(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
-    """Copy a config with other settings, which reach what is linked to them."""
+    """Copy a config with other settings, links to them included."""
     for change in changes:
         section, name = change.key.split(".")
         values = {name: change.value}
@@ -119,7 +119,7 @@ def with_changes(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
 
 
 def _memory_changes(config: RunConfig) -> list[Change]:
-    """List what trades time for memory, mildest first."""
+    """List settings that trade time for memory, cheapest first."""
     fsdp = config.fsdp
     found = []
     if fsdp.accumulation is Accumulation.full:
@@ -156,8 +156,8 @@ def _batch_changes(config: RunConfig) -> list[Change]:
     return [Change("actor.max_tokens_per_gpu", half) for half in halves if half >= least]
 
 
-def _first_that_fit(case: Case) -> list[Change] | None:
-    """Find the fewest settings that make it fit; micro-batches become smaller only if need be."""
+def _first_that_fit(case: MemoryCase) -> list[Change] | None:
+    """Find the fewest settings that fit; smaller micro-batches only if necessary."""
     rollout = [[], *([change] for change in _rollout_changes(case.config))]
     memory = list(_alternatives(_memory_changes(case.config)))
     for batch in _alternatives(_batch_changes(case.config)):
@@ -170,7 +170,7 @@ def _first_that_fit(case: Case) -> list[Change] | None:
 
 
 def _alternatives(changes: list[Change]) -> Iterator[list[Change]]:
-    """Yield every choice of at most one value for each key, fewest and mildest first."""
+    """Yield every choice of at most one value for each key, fewest and cheapest first."""
     by_key: dict[str, list[list[Change]]] = {}
     for change in changes:
         by_key.setdefault(change.key, [[]]).append([change])
@@ -178,8 +178,8 @@ def _alternatives(changes: list[Change]) -> Iterator[list[Change]]:
     return iter(sorted(chosen, key=lambda made: (len(made), [*map(changes.index, made)])))
 
 
-def _more_gpus(case: Case) -> Iterator[Case]:
-    """Yield the same run on twice as many GPUs, and so on: a node is filled first."""
+def _more_gpus(case: MemoryCase) -> Iterator[MemoryCase]:
+    """Yield the same run on 2, 4, 8... times as many GPUs; nodes are filled first."""
     config = case.config
     while 2 * world_size(config) <= MOST_GPUS:
         cluster, fsdp = config.cluster, config.fsdp
@@ -195,7 +195,7 @@ def _more_gpus(case: Case) -> Iterator[Case]:
 
 
 def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
-    """Tell if vLLM's share of the GPU has room for its weights and one sequence's KV cache."""
+    """Return whether vLLM's share of the GPU holds its weights and one sequence's KV cache."""
     rollout = config.rollout
     if rollout.kv_cache_mb is not None:
         return True
@@ -207,13 +207,13 @@ def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
     return weights + cache < int(rollout.gpu_memory_utilization * gpu_bytes)
 
 
-def _listed(case: Case, changes: list[Change], others: Sequence[Change] = ()) -> str:
+def _listed(case: MemoryCase, changes: list[Change], others: Sequence[Change] = ()) -> str:
     """Write 'cluster.nodes=2 fsdp.accumulation=sharded: 60.1 GiB at most'.
 
     Args:
-        case: of which `others` are settings already.
-        changes: what it does not have.
-        others: named with them.
+        case: with `others` already set.
+        changes: settings to add.
+        others: settings to name as well.
     """
     named = " ".join(map(str, [*others, *changes]))
     return f"{named}: {gib(peak(case.phases(*changes)))} at most"

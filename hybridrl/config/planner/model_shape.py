@@ -1,16 +1,16 @@
-"""A decoder's sizes and parameter counts from its config.json, without building it."""
+"""Sizes and parameter counts of a decoder, from its config.json."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.command.report import shown
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.ranges import LARGEST_COUNT
 
 # Others may scale logits or cap attention scores, which the packed forward does not do.
 SUPPORTED = ("llama", "qwen2", "qwen3")
-# Keys that every config.json of these models has.
+# Mandatory keys of config.json.
 REQUIRED = (
     "hidden_size",
     "intermediate_size",
@@ -19,9 +19,9 @@ REQUIRED = (
     "vocab_size",
 )
 
-# Sizes, which are above 0; the last three may be absent or null.
+# Sizes above 0; the last three may be absent or null.
 SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-# What other keys hold, where they are given and not null; transformers trips over anything else.
+# Types of other keys, if present and not null; transformers fails with other types.
 TYPES: dict[str, tuple[type, ...]] = {
     "architectures": (list,),
     "auto_map": (dict,),
@@ -50,9 +50,9 @@ class ModelShape:
     Attributes:
         kind: llama | qwen2 | qwen3.
         hidden, intermediate, layers, heads, kv_heads, head_dim, vocab: as in config.json.
-        tied: whether lm_head is the embedding.
-        attention_bias, mlp_bias: whether these linear layers have biases.
-        max_positions: longest sequence in tokens, or None where config.json does not say.
+        tied: true if lm_head is the embedding.
+        attention_bias, mlp_bias: true if these linear layers have biases.
+        max_positions: longest sequence in tokens; None if config.json has none.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class ModelShape:
         }
 
     def adapter_parameters(self, rank: int, target_modules: Sequence[str]) -> int:
-        """Elements of one decoder layer's low-rank factors, A and B of each adapted weight."""
+        """Return the elements of one decoder layer's adapters, A and B of each adapted weight."""
         layers = self.linear_layers.items()
         return sum(rank * sum(sides) for name, sides in layers if name in target_modules)
 
@@ -115,38 +115,38 @@ class ModelShape:
 
     @property
     def backbone_parameters(self) -> int:
-        """Elements without lm_head: what a critic shares with the policy."""
+        """Elements without lm_head."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape a config.json describes.
+    """Return the shape of a config.json's model.
 
     Raises:
-        ConfigError: it is of another architecture, quantized, or keys are missing or wrong.
+        ConfigError: unsupported architecture, quantized weights, or missing or wrong keys.
     """
     kind = config.get("model_type")
     if kind not in SUPPORTED:
-        brings_code = " Code that comes with a checkpoint (auto_map) is never run."
+        brings_code = " Code of a checkpoint (auto_map) is never run."
         raise ConfigError(
-            f"model.path names a model of type {kind}, expected one of {', '.join(SUPPORTED)}: "
-            f"the reshard into vLLM is written for these.{brings_code * ('auto_map' in config)}"
+            f"model.path is a model of type {kind}, expected one of {', '.join(SUPPORTED)}: "
+            f"the reshard into vLLM supports only these.{brings_code * ('auto_map' in config)}"
         )
     if config.get("quantization_config"):
         raise ConfigError(
-            "model.path names a quantized model; training needs plain weights. "
-            "Name the unquantized model."
+            "model.path is a quantized model, expected plain weights for training.\n"
+            "Set model.path to the unquantized model."
         )
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
-        raise ConfigError(f"model.path names a model whose config.json lacks {', '.join(missing)}.")
+        raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
     if wrong := [*_type_problems(config)] or [*_size_problems(kind, config)]:
         raise ConfigError(
-            f"model.path names a model whose config.json cannot be right: {'; '.join(wrong)}.\n"
-            f"Copy the file that belongs to the weights."
+            f"config.json of model.path is wrong: {'; '.join(wrong)}.\n"
+            f"Copy the config.json that belongs to the weights."
         )
     heads = config["num_attention_heads"]
-    # Absent keys mean what transformers' own configurations of these models say.
+    # Absent keys have the defaults of transformers' configurations.
     return ModelShape(
         kind=kind,
         hidden=config["hidden_size"],
@@ -165,7 +165,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _type_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys whose values are no sizes, or of another type than they must be."""
+    """Yield keys whose values have a wrong type or are not sizes."""
     for key in SIZES:
         value = config.get(key)
         is_size = type(value) is int and 0 < value <= LARGEST_COUNT
@@ -183,7 +183,7 @@ def _type_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _size_problems(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes that contradict each other."""
+    """Yield sizes that do not divide."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads")
     if config.get("head_dim") is None and kind != "qwen3" and hidden % heads:

@@ -1,7 +1,6 @@
-"""The switches that keep NCCL, torch, NVSHMEM and vLLM from NVLink multicast.
+"""Environment variables that disable NVLink multicast in NCCL, torch, NVSHMEM and vLLM.
 
-The libraries read them from the environment: NCCL when it makes a communicator, vLLM when it is
-imported.
+NCCL reads them when it creates a communicator, vLLM when it is imported.
 """
 
 import os
@@ -18,12 +17,12 @@ SWITCHES = {
 
 
 def turn_off_multicast() -> None:
-    """Set the switches of this process, except those that its environment sets already."""
+    """Set the variables in this process, except those that are already set."""
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
 
 
 def uses_flashinfer_all_reduce() -> bool:
-    """Whether the environment leaves vLLM FlashInfer's all-reduce, which may use multicast."""
+    """Return whether vLLM may use FlashInfer's all-reduce, which may use multicast."""
     name = "VLLM_ALLREDUCE_USE_FLASHINFER"
     return os.environ.get(name) != SWITCHES[name]

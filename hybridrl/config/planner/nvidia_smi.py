@@ -1,22 +1,22 @@
-"""What nvidia-smi answers, and why it does not: asked here alone."""
+"""Queries of nvidia-smi."""
 
 import shutil
 import subprocess
 
 QUERY_S = 30.0
 NOT_THERE = "there is no nvidia-smi"
-# What it says, and that as a failure, of a driver that has no GPU.
+# Message, with a failure code, of a driver without GPUs.
 NO_GPU = "No devices were found"
 
 
 def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
-    """nvidia-smi's answer as lines of values, and in one line why there is none.
+    """Return the output of a query, a line of values per GPU or process, and an error line.
 
     Args:
         fields: separated by commas.
         what: gpu or compute-apps.
     """
-    # Not left to the call: with a folder on PATH that may not be entered, it tells of that one.
+    # Popen's own search reports an unreadable folder on PATH instead.
     path = shutil.which("nvidia-smi")
     if path is None:
         return "", NOT_THERE
@@ -30,11 +30,11 @@ def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
     if NO_GPU in answer.stdout + answer.stderr:
         return "", ""
     if answer.returncode != 0:
-        told = " ".join((answer.stdout + answer.stderr).split())
-        return "", failed(told or f"exit code {answer.returncode}")
+        output = " ".join((answer.stdout + answer.stderr).split())
+        return "", failed(output or f"exit code {answer.returncode}")
     return answer.stdout, ""
 
 
-def failed(told: str) -> str:
-    """The reason why there is no answer, of a command that is there."""
-    return f"nvidia-smi failed: {told}"
+def failed(reason: str) -> str:
+    """Return the error line of a failed query."""
+    return f"nvidia-smi failed: {reason}"

@@ -1,17 +1,14 @@
-"""The resolved plan of a run for readers: who runs where, holds what and computes how much."""
+"""The resolved plan of a run as tables: placement, roles, batches, memory."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from hybridrl.config.checks.sizes import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.choices import Accelerator, Init, Layout
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.planner.layout import is_nested, ranks_by_shard
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
     gib,
@@ -22,6 +19,8 @@ from hybridrl.config.planner.memory import (
     rank_phases,
 )
 from hybridrl.config.planner.model_shape import ModelShape
+from hybridrl.config.planner.shard_order import is_nested, ranks_by_shard
+from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 # More ranks than this are listed node by node.
@@ -31,7 +30,8 @@ MAX_RANKS_LISTED = 32
 def plan(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
 ) -> RenderableType:
-    """Everything `run.dry=true` prints; with `reward_shape` of a run that has a reward model."""
+    """Return the output of `run.dry=true`; `reward_shape` is the reward model's, if there is "
+    "one."""
     return Group(
         _heading(config, shape, machine, reward_shape),
         _placement(config, machine),
@@ -76,7 +76,7 @@ def _heading(
 
 
 def _data(data: DataConfig) -> str:
-    """Where the problems come from; of a mixture, each data set's weight."""
+    """Return the source of the problems; of a mixture, each data set's source and weight."""
     if not data.mixture:
         return str(data.train_files or data.name)
     return ", ".join(
@@ -86,27 +86,27 @@ def _data(data: DataConfig) -> str:
 
 
 def _placement(config: RunConfig, machine: Machine) -> RenderableType:
-    """Ranks in order of (node, slot), and which copy and shard of the weights each holds."""
+    """Return the ranks in order of (node, slot), with their copy and shard of the weights."""
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
     assert fsdp.dp_shard is not None
-    slot = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
+    device = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
     title = (
         f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
         f"{fsdp.dp_shard}; vLLM engines {world_size(config) // tp} x tensor_parallel_size {tp}"
     )
     table = Table()
-    for name in ("rank", "node", slot, "dp_replicate", "dp_shard", "engine", "tp"):
+    for name in ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp"):
         table.add_column(name, justify="right")
     names = node_names(config, machine)
     world = world_size(config)
     order = ranks_by_shard(fsdp)
     single = world <= MAX_RANKS_LISTED
-    for node, slots in _rows(slots_on_nodes(config), single):
-        first, last = slots[0].rank, slots[-1].rank
+    for node, ranks, slot in _rows(slots_on_nodes(config), single):
+        first, last = ranks[0], ranks[-1]
         table.add_row(
             _span(first, last),
             names[node],
-            _span(slots[0].number, slots[-1].number),
+            _span(slot, slot + len(ranks) - 1),
             _span(first // fsdp.dp_shard, last // fsdp.dp_shard),
             str(order.index(first % fsdp.dp_shard)) if single else f"0..{fsdp.dp_shard - 1}",
             _span(first // tp, last // tp),
@@ -115,25 +115,18 @@ def _placement(config: RunConfig, machine: Machine) -> RenderableType:
     return Group(title, table)
 
 
-class _Slot(NamedTuple):
-    """A rank and its number on its node."""
-
-    rank: int
-    number: int
-
-
-def _rows(slots_on_nodes: list[int], single: bool) -> Iterator[tuple[int, list[_Slot]]]:
-    """What stands in one line: a node's ranks one by one, or all of them; with the node."""
+def _rows(slots_on_nodes: list[int], single: bool) -> Iterator[tuple[int, range, int]]:
+    """Yield (node, its ranks, first slot) of each line: one rank, or all of a node."""
     rank = 0
     for node, count in enumerate(slots_on_nodes):
-        slots = [_Slot(rank + number, number) for number in range(count)]
+        size = 1 if single else count
+        for slot in range(0, count, size):
+            yield node, range(rank + slot, rank + slot + size), slot
         rank += count
-        for line in [[slot] for slot in slots] if single else [slots]:
-            yield node, line
 
 
 def node_names(config: RunConfig, machine: Machine) -> list[str]:
-    """A name for each node of the run: the machine's where they are known, else node <n>."""
+    """Return the names of the run's nodes: the machine's if known, else node <n>."""
     known = sorted(node.name for node in machine.nodes)
     wanted = config.cluster.nodes
     return known if len(known) == wanted else [f"node {index}" for index in range(wanted)]
@@ -160,7 +153,7 @@ def _roles(config: RunConfig) -> Table:
         holds = "nothing more: the actor's weights without adapters" if shared else share
         table.add_row("ref", config.ref.worker, holds)
     else:
-        table.add_row("ref", "-", "nothing: algorithm.kl.coef = 0 leaves it out")
+        table.add_row("ref", "-", "nothing: algorithm.kl.coef = 0 disables it")
     if config.reward_model is not None:
         table.add_row("reward_model", config.reward_model.worker, f"{share}, of its own model")
     return table
@@ -216,7 +209,7 @@ def _memory(
         limit = f"{known}; it has {gib(there)}"
     else:
         limit = "predicted; " + (f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown")
-    title = f"Memory of one rank by phase ({limit}); parts below 1 % left out"
+    title = f"Memory of one rank by phase ({limit}); without parts below 1 %"
     table = Table()
     for name in ("phase", "total", "of which"):
         table.add_column(name)
@@ -241,7 +234,7 @@ def _host(
 
 
 def _remarks(config: RunConfig, machine: Machine) -> list[str]:
-    """What a reader should notice although it is allowed."""
+    """Return notes on allowed but notable settings."""
     remarks = []
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
@@ -250,21 +243,22 @@ def _remarks(config: RunConfig, machine: Machine) -> list[str]:
         remarks.append(
             f"Note: actor.max_tokens_per_gpu = {config.actor.max_tokens_per_gpu} is less than the "
             f"longest sequence ({longest}{f' / {fsdp.ulysses_size}' if share < longest else ''}); "
-            f"such a one is a micro-batch of its own."
+            f"such a sequence is a micro-batch of its own."
         )
     if any(slots % fsdp.ulysses_size for slots in slots_on_nodes(config)):
         remarks.append(
             f"Note: fsdp.ulysses_size = {fsdp.ulysses_size} does not divide the ranks of each node "
-            f"({world_text(config)}): ranks that share sequences lie on several nodes and exchange "
-            f"every layer's activations between these."
+            f"({world_text(config)}): sequence-parallel groups span several nodes and exchange "
+            f"every layer's activations between them."
         )
     if fsdp.layout is Layout.aligned and tp > 1 and not is_nested(fsdp):
         remarks.append(
             f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "
-            f"{fsdp.dp_shard}: shards do not lie in their ranks' slices, so weight syncs move more."
+            f"{fsdp.dp_shard}: shards lie outside of their ranks' slices, so weight syncs move "
+            f"more."
         )
     if config.hardware.accelerator is Accelerator.gpu and not machine.gpus:
-        remarks.append("Note: this machine has no GPU; GPU memory could not be compared.")
+        remarks.append("Note: this machine has no GPU; GPU memory was not checked.")
     return [*remarks, "Dry run: nothing was started. Remove run.dry=true to train."]
 
 

@@ -1,7 +1,7 @@
-"""What forward and backward of a sharded model need of one rank, beside weights and AdamW.
+"""Memory of forward and backward of a sharded model on one rank, besides weights and AdamW.
 
-Memory rises until backward begins and may rise again while it runs, as gradients take the place of
-activations. So a peak is at one of few points, each of which is added up here.
+Memory rises until backward begins, and may rise again as gradients replace activations. So the peak
+is at one of a few points, which are computed here.
 
 Symbols:  N = tokens of a packed forward   R = response tokens among them   L = layers
           S = shards of the weights   s, r = bytes of an element in param_dtype, reduce_dtype
@@ -26,11 +26,10 @@ class Workload:
 
     Attributes:
         tokens: N.
-        response_tokens: R; only their logits are computed.
+        response_tokens: R; logits are computed only for these.
         micro_batches: forwards and backwards of an optimizer step.
-        chunk_tokens: tokens whose logits are computed at one time.
-        fused_logits: whether one kernel reads logits and nothing is computed from them in
-            float32, as on a GPU.
+        chunk_tokens: tokens whose logits are computed at once.
+        fused_logits: true if a kernel reads the logits without float32 copies, as on a GPU.
     """
 
     tokens: int
@@ -46,10 +45,10 @@ class TrainingMemory:
     Args:
         fsdp: the sharding spec, dp_shard resolved.
         shape: the model's.
-        work: what is computed at a time.
-        has_head: whether log-probs are computed (actor, ref) or values (critic).
-        lora: adapters, which alone are then trained. Activations are counted as without them, and
-            what B takes; some that only the gradients of frozen weights need are not kept in fact.
+        work: the largest forward.
+        has_head: true for log-probs (actor, ref), false for values (critic).
+        lora: adapters, if only these are trained. Activations are an upper bound: those for
+            gradients of frozen weights are counted, too.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class TrainingMemory:
         adapters = shape.adapter_parameters(rank, targets)
         self.layer = shape.layer_parameters + adapters
         self.elements = self.root + shape.layers * self.layer
-        # What has gradients: everything, or adapters alone.
+        # Parameters with gradients: all, or only adapters.
         self.trained_layer = adapters if rank else self.layer
         self.trained_root = 0 if rank else self.root
         self.trained_head = 0 if rank else self.head
@@ -86,23 +85,23 @@ class TrainingMemory:
         self.layer_moment = work.tokens * activations.backward_moment(shape, self.size)
 
     def score(self) -> dict[str, int]:
-        """The peak of a forward without gradients: inside a layer, or at the logits."""
+        """Return the peak of a forward without gradients: inside a layer, or at the logits."""
         moment = activations.forward_moment(self.shape, self.size)
         inside = self.work.tokens * moment
         if self.fsdp.compile:
-            # Compiled layers run as they would for backward.
+            # Compiled layers run as for backward.
             inside = max(inside, self.layer_kept)
         states = (self.work.tokens + self.work.response_tokens) * self.size * self.shape.hidden
         points = [{"activations": inside}]
         if self.has_head:
             points.append({"activations": states, "logits": self._logits_chunk()})
-        # Scoring gathers once for all micro-batches where an update has room for the gradients.
+        # With full accumulation scoring gathers the weights once for all micro-batches.
         full = self.fsdp.accumulation is Accumulation.full
         gathered = self.size * self.elements if full else self._gathered()
         return {"gathered weights": gathered} | _largest(points)
 
     def update(self) -> dict[str, int]:
-        """The peak of an optimizer step's last forward and backward, gradients included."""
+        """Return the peak of an optimizer step's last forward and backward, gradients included."""
         last_layer, first_layer = self._layer_points()
         points = [last_layer, first_layer, self._root_point()]
         if self.has_head:
@@ -110,10 +109,10 @@ class TrainingMemory:
         return _largest(points)
 
     def _loss_point(self) -> dict[str, int]:
-        """Backward of the log-probs: everything is kept, the head's gradient adds up."""
+        """Return memory at the log-probs' backward: all activations, and the head's gradient."""
         logits, head = self._logits(), self.size * self.trained_head
         if self.work.response_tokens > self.work.chunk_tokens:
-            # Over several chunks it adds up in float32, and is cast once the logits are gone.
+            # With several chunks it is accumulated in float32, and cast after the logits are freed.
             head = MASTER_BYTES * self.trained_head + max(0, head - logits)
         gradient = self.size * self.shape.hidden
         states = activations.kept_by_head(self.shape, self.size) + gradient
@@ -127,7 +126,7 @@ class TrainingMemory:
         }
 
     def _layer_points(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Backward of the last layer, then of the first, when all other gradients are there."""
+        """Return memory at the backward of the last layer, and of the first, after all others."""
         last_norm = self.last_norm + self.work.tokens * activations.last_norm_moment(self.shape)
         if self.fsdp.activation_checkpointing:
             one = self.layer_kept + self.work.tokens * activations.kept_by_checkpoint(
@@ -140,7 +139,7 @@ class TrainingMemory:
         shared = {
             "gathered weights": self._gathered(),
             "gradient of the head": self.size * self.trained_head,
-            "gradients on their way": self._on_their_way(self.trained_layer),
+            "reduce-scatter buffers": self._reduce_buffers(self.trained_layer),
         }
         return (
             shared | {"activations": last, "gradients": self._gradients_before()},
@@ -153,25 +152,25 @@ class TrainingMemory:
         )
 
     def _root_point(self) -> dict[str, int]:
-        """The end of backward, when the gradient of embedding and head is reduced."""
+        """Return memory at the end of backward, at the reduction of embedding and head."""
         embedding = self.size * self.shape.embedding_parameters if self.trained_root else 0
         as_computed = embedding + self.size * self.trained_head
-        on_their_way = max(self._on_their_way(self.trained_root), as_computed)
+        reduce_buffers = max(self._reduce_buffers(self.trained_root), as_computed)
         return {
             "gathered weights": self._gathered_after_layers(),
-            "gradients on their way": on_their_way,
+            "reduce-scatter buffers": reduce_buffers,
             "gradients": self._gradients_after_layers(),
         }
 
     def _kept(self) -> int:
-        """What all layers keep for backward."""
+        """Return the activations that all layers keep for backward."""
         one = self.layer_kept
         if self.fsdp.activation_checkpointing:
             one = self.work.tokens * activations.kept_by_checkpoint(self.shape, self.size)
         return self.shape.layers * one + self.shared_kept
 
     def _logits(self) -> int:
-        """Logits when the log-probs' backward begins: all, which their gradients overwrite."""
+        """Return the logits at the start of backward: all of them; gradients overwrite them."""
         keeps = not self.fsdp.activation_checkpointing and self.fsdp.param_dtype is DType.bfloat16
         if not keeps:
             return self._logits_chunk()
@@ -179,32 +178,32 @@ class TrainingMemory:
         return self.work.response_tokens * self.size * self.shape.vocab + chunk
 
     def _logits_chunk(self) -> int:
-        """Logits of a chunk; where no kernel is, with what is computed of them in float32."""
+        """Return the logits of a chunk; without the kernel, also their float32 copies."""
         chunk = min(self.work.chunk_tokens, self.work.response_tokens)
         each = self.size if self.work.fused_logits else self.size + 3 * MASTER_BYTES
         return chunk * each * self.shape.vocab
 
     def _gathered(self) -> int:
-        """Weights that FSDP has gathered: all, where they stay so after forward."""
+        """Return the gathered weights: all, if they stay gathered after forward."""
         if not self.fsdp.reshard_after_forward:
             return self.size * self.elements
         return self._gathered_at_work()
 
     def _gathered_after_layers(self) -> int:
-        """When backward has come to the first layer; that of the last micro-batch drops weights."""
+        """Return the gathered weights at the first layer's backward of the last micro-batch."""
         return self._gathered_at_work() if self.work.micro_batches == 1 else self._gathered()
 
     def _gathered_at_work(self) -> int:
-        """The root's weights and those of layers at work.
+        """Return the gathered weights of the root and of active layers.
 
-        On several ranks these are the current layer, the output of the next one's all-gather and
-        the one before, whose buffer is released with a delay.
+        On several ranks: the current layer, the all-gather of the next one, and the previous one,
+        whose buffer is freed late.
         """
         layers = min(1 if self.shards == 1 else 3, self.shape.layers)
         return self.size * (self.root + layers * self.layer)
 
     def _gradients_before(self) -> int:
-        """Gradients of earlier micro-batches, unsharded or sharded."""
+        """Return the gradients of earlier micro-batches, unsharded or sharded."""
         if self.work.micro_batches == 1:
             return 0
         if self.fsdp.accumulation is Accumulation.full:
@@ -212,7 +211,7 @@ class TrainingMemory:
         return MASTER_BYTES * self.trained // self.shards
 
     def _gradients_after_layers(self) -> int:
-        """When only the root's gradient is still to be reduced."""
+        """Return the gradients before the reduction of the root's gradient."""
         done = MASTER_BYTES * (self.trained - self.trained_root) // self.shards
         if self.work.micro_batches == 1:
             return done
@@ -220,10 +219,10 @@ class TrainingMemory:
             return done + self.reduced * self.trained_root
         return MASTER_BYTES * self.trained // self.shards
 
-    def _on_their_way(self, elements: int) -> int:
-        """Buffers of a reduce-scatter: as computed, input, and output in float32.
+    def _reduce_buffers(self, elements: int) -> int:
+        """Return the buffers of a reduce-scatter: gradient, input, and output in float32.
 
-        On one rank FSDP divides the input by the factor 1 into a third buffer instead.
+        On one rank FSDP divides the input by 1 into a third buffer instead.
         """
         if self.shards == 1:
             return max(self.size + self.reduced, 2 * self.reduced + MASTER_BYTES) * elements

@@ -11,8 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
 from hybridrl.config.user_code.importing import check_import, own_problems
 
-# role -> its worker in this package and the keys it reads. Naming them here keeps a check of the
-# config from importing torch when no worker is extended.
+# role -> its built-in worker and config class. A path instead of the class avoids importing torch.
 BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
     "actor": ("hybridrl.workers.actor.ActorWorker", schema.ActorConfig),
     "critic": ("hybridrl.workers.critic.CriticWorker", schema.CriticConfig),
@@ -26,7 +25,7 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
 # Roles whose section a run may leave out.
 OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
-# What a module of the user's may raise while it is imported.
+# Errors that the import of a user's module may raise.
 IMPORT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -44,9 +43,9 @@ IMPORT_ERRORS = (
 
 
 def locate(key: str, path: str) -> Any:
-    """What `path` ("package.module.name") names.
+    """Return the object at the dotted path `path` ("package.module.name").
 
-    Checks of a config call `check_import` before, as modules may end their process or hang.
+    Call `check_import` first: an import may end the process or hang.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.
@@ -62,7 +61,7 @@ def locate(key: str, path: str) -> Any:
         raise ConfigError(
             f"{key} = {path}, but importing {module_name} failed: "
             f"{type(error).__name__}: {error}.\n"
-            f"Modules are looked for in the current directory, PYTHONPATH and installed packages."
+            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
         ) from error
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
@@ -73,10 +72,10 @@ def locate(key: str, path: str) -> Any:
 
 
 def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
-    """The dataclass of keys that the worker `path` of `role` reads.
+    """Return the config class of the worker `path` of `role`.
 
     Raises:
-        ConfigError: no worker class stands there, or its keys are not those of the role.
+        ConfigError: `path` is no worker class, or its config class does not fit the role.
     """
     built_in, expected = BUILT_IN[role]
     if path == built_in:
@@ -84,50 +83,69 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
     key = f"{role}.worker"
     for other, (other_path, _) in BUILT_IN.items():
         if path == other_path:
-            raise ConfigError(f"{key} = {path} is the worker of {other}. Set {key}={built_in}.")
+            raise ConfigError(f"{key} = {path} is the worker of {other}.\nSet {key}={built_in}.")
     check_import(key, path)
     cls: Any = locate(key, path)
     if not inspect.isclass(cls) or WORKER_BASE not in map(_full_name, cls.__mro__):
         raise ConfigError(
-            f"{key} = {path} is no worker class. Let it be a subclass of {built_in}, "
-            f"which it extends."
+            f"{key} = {path} is not a worker class.\nMake it a subclass of {built_in}."
         )
     config_class: Any = inspect.getattr_static(cls, "config_class", None)
     if not (inspect.isclass(config_class) and issubclass(config_class, expected)):
         raise ConfigError(
             f"{key} = {path} has config_class {_full_name(config_class)}, expected a subclass of "
-            f"{_full_name(expected)}, whose keys the rest of the program reads."
+            f"{_full_name(expected)}: other code reads its keys."
         )
     if not dataclasses.is_dataclass(config_class):
-        raise ConfigError(f"{key} = {path}: mark its config_class with @dataclass(kw_only=True).")
+        raise ConfigError(
+            f"{key} = {path}: its config_class is not a dataclass.\n"
+            f"Add @dataclass(kw_only=True) to it."
+        )
     return config_class
 
 
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
-    """Raise a ConfigError unless `path` names a function (prompt, response, example, **args).
+    """Raise a ConfigError unless `path` names a function (prompt, response, example, **args)."""
+    check_call(key, path, ("prompt", "response", {}), args, "(prompt, response, example, **args)")
 
-    A reward that checks itself is asked for its problems, too.
+
+def check_call(
+    key: str, path: str, inputs: tuple[Any, ...], args: dict[str, Any], call: str
+) -> None:
+    """Check that `path` can be called with some inputs and the config's args.
+
+    Args:
+        key: the section with the keys `function` and `args`.
+        path: dotted path of a class or function.
+        inputs: example inputs.
+        args: keyword arguments.
+        call: the call, for messages.
+
+    Raises:
+        ConfigError: `path` cannot be imported or called so, or its own checks found problems.
     """
     check_import(f"{key}.function", path)
     function: Callable[..., Any] = locate(f"{key}.function", path)
     if not callable(function):
-        raise ConfigError(f"{key}.function = {path} is no function.")
+        raise ConfigError(
+            f"{key}.function = {path}, expected a function or class.\nSet {key}.function to one."
+        )
     signature = inspect.signature(function)
     try:
-        signature.bind("prompt", "response", {}, **args)
+        signature.bind(*inputs, **args)
     except TypeError as error:
+        known = list(signature.parameters)[len(inputs) :]
         raise ConfigError(
             f"{key}.function = {path} cannot be called with {key}.args = {args}: {error}.\n"
-            f"Its signature is {signature}; rewards are called with (prompt, response, example, "
-            f"**args). {_meant(key, args, signature)}Remove or rename keys of {key}.args."
+            f"Its signature is {signature}; the call is {call}. "
+            f"{_similar_args(key, args, known)}Remove or rename keys of {key}.args."
         ) from error
     if problems := own_problems(key, path, function, args):
         raise ConfigError(*problems)
 
 
-def _meant(key: str, args: dict[str, Any], signature: inspect.Signature) -> str:
-    """Which parameters the args that are none may have been meant to be; "" if none comes near."""
-    known = list(signature.parameters)[3:]  # behind prompt, response, example
+def _similar_args(key: str, args: dict[str, Any], known: list[str]) -> str:
+    """Return "Did you mean ...? " for args that are no parameters; empty without similar ones."""
     unknown = [name for name in args if name not in known]
     near = [found for name in unknown for found in similar_siblings(f"{key}.args.{name}", known)]
     return f"Did you mean {' or '.join(near)}? " if near else ""

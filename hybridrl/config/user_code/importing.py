@@ -1,4 +1,4 @@
-"""A user's modules and their checks, tried by another process first: they may end it or hang."""
+"""Trial imports and checks of user code in a separate process: either may exit or hang."""
 
 import functools
 import importlib
@@ -29,14 +29,14 @@ Question = tuple[str, str, dict[str, Any]]
 
 @runtime_checkable
 class ChecksItself(Protocol):
-    """A reward or environment that can tell before a run what its signature cannot."""
+    """A reward or environment with checks beyond those of its signature."""
 
     def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
-        """What is wrong with `args`, which fit the signature, or with this machine.
+        """Return problems of `args`, which fit the signature, or of this machine.
 
         Args:
             key: the section that holds them as `args`, for messages.
-            args: conf/reward's args.
+            args: of conf/reward or conf/environment.
         """
         ...
 
@@ -44,8 +44,7 @@ class ChecksItself(Protocol):
 def check_import(key: str, path: str) -> None:
     """Raise a ConfigError unless the module of `path` ("package.module.name") can be imported.
 
-    Another process tries, as modules may end their process, kill it or hang. Those of hybridrl and
-    those that are imported already are not tried.
+    A separate process tries the import; modules of hybridrl and imported ones need no trial.
     """
     module = path.rpartition(".")[0]
     if not module or module in sys.modules or _is_ours(path):
@@ -54,14 +53,14 @@ def check_import(key: str, path: str) -> None:
     if problem:
         raise ConfigError(
             f"{key} = {path}, but importing {module} failed: {problem}.\n"
-            f"Modules are looked for in the current directory, PYTHONPATH and installed packages."
+            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
         )
 
 
 def own_problems(key: str, path: str, found: object, args: dict[str, Any]) -> list[str]:
-    """What `found`, which `path` names, says of its args; nothing unless it checks itself.
+    """Return the problems that `found`, named by `path`, reports of its args.
 
-    Another process asks those that are not of hybridrl.
+    A separate process runs checks of user code.
     """
     if not isinstance(found, ChecksItself):
         return []
@@ -78,15 +77,15 @@ def _is_ours(path: str) -> bool:
     return path.partition(".")[0] == "hybridrl"
 
 
-@functools.cache  # one that hangs is waited for once
+@functools.cache  # wait only once for a module that hangs
 def _import_problem(module: str, import_path: tuple[str, ...]) -> str:
-    """Why a module cannot be imported; empty if it can. A changed import path is tried anew."""
+    """Return the reason why a module cannot be imported; empty if it can."""
     told = _tried(module)
     return told if isinstance(told, str) else ""
 
 
 def _tried(module: str, question: Question | None = None) -> list[str] | str:
-    """What `main` answers in another process: problems, or why the trial failed."""
+    """Run `main` in a separate process; return the problems, or why the trial failed."""
     with os.fdopen(os.memfd_create("answer"), "rb") as answer:
         process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, str(answer.fileno()), str(os.getpid())],
@@ -102,13 +101,13 @@ def _tried(module: str, question: Question | None = None) -> list[str] | str:
             return f"it did not end within {TRIAL_TIMEOUT_S:g} s"
         finally:
             code = end(process)
-        answer.seek(0)  # the offset is the writer's, too
+        answer.seek(0)  # writer and reader share the offset
         text = answer.read()
     return json.loads(text) if text else f"its process ended, {describe_exit(code)}"
 
 
 def main(module: str, question: Question | None, fd: int, parent: int) -> None:
-    """Import a module, ask for problems, and write them, or why that failed, to `fd` as JSON."""
+    """Import a module, run a check, and write its problems, or the error, to `fd` as JSON."""
     supervise(parent, fd)
     worker = os.getpid()
     told: list[str] | str = []
@@ -123,6 +122,6 @@ def main(module: str, question: Question | None, fd: int, parent: int) -> None:
         if question is not None:
             last = traceback.extract_tb(error.__traceback__)[-1]
             told += f" ({last.filename}, line {last.lineno})"
-    if os.getpid() == worker:  # no process that the module has forked
+    if os.getpid() == worker:  # not a process that the module has forked
         os.write(fd, json.dumps(told).encode())
-    os._exit(0)  # whatever threads the module has started
+    os._exit(0)  # despite threads that the module has started

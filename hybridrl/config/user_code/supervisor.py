@@ -1,9 +1,9 @@
-"""The parent of a process that runs a user's code: ends with it all that it has started.
+"""Supervisor of a process that runs user code: ends it with all its descendants.
 
-    this process -> supervisor -> worker -> whatever the user's code starts
+    this process -> supervisor -> worker -> processes of the user's code
 
-The kernel makes the supervisor the parent of all orphans below it. So a process that leaves its
-group, its session or its parent is still found, and ends with the others.
+The kernel makes the supervisor the parent of all orphans below it (subreaper). So it also finds
+processes that left their group, session or parent.
 """
 
 import os
@@ -17,21 +17,21 @@ from typing import Any
 from hybridrl.config.kernel import adopt_orphans, end_with
 
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
-# Seconds after which a supervisor that was asked to end everything is killed itself.
+# Seconds from SIGTERM to SIGKILL of a supervisor.
 END_TIMEOUT_S = 5.0
-# Exit codes from here on tell the signal that killed the worker.
+# Exit codes from here on: the worker was killed by signal code - SIGNAL_CODES.
 SIGNAL_CODES = 128
 
 
 def supervise(parent: int, fd: int) -> None:
-    """Fork; the child returns as the worker, this process stays behind as its supervisor.
+    """Fork; the child returns as the worker, this process becomes its supervisor.
 
-    The supervisor ends when the worker has ended, at SIGTERM, and when its parent dies, and kills
-    all processes below it before. Its exit code is the worker's, or SIGNAL_CODES + the signal.
+    The supervisor exits after the worker, at SIGTERM, or when its parent dies, and first kills all
+    its descendants. Its exit code is the worker's, or SIGNAL_CODES + the signal.
 
     Args:
-        parent: id of the process that has started this one.
-        fd: the worker's alone, so that its end shows there.
+        parent: id of the parent process.
+        fd: closed in the supervisor, so that the other end sees the worker's exit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[Any]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """How a worker ended, by the exit code of its supervisor."""
+    """Return how a worker ended, from the exit code of its supervisor."""
     killed_by = -code if code < 0 else code - SIGNAL_CODES
     return f"killed by signal {killed_by}" if killed_by > 0 else f"exit code {code}"
 
@@ -77,7 +77,7 @@ def _watch(worker: int) -> int:
 
 
 def _reap(options: int, *, kills: bool = False) -> Iterator[tuple[int, int]]:
-    """Ids and statuses of children that have ended; with `kills` of all, until none is left."""
+    """Yield ids and statuses of ended children; with `kills`, kill and yield all of them."""
     with suppress(ChildProcessError):
         while True:
             for pid in _descendants() if kills else ():
@@ -90,11 +90,11 @@ def _reap(options: int, *, kills: bool = False) -> Iterator[tuple[int, int]]:
 
 
 def _descendants() -> list[int]:
-    """The processes below this one."""
+    """Return all descendants of this process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile
-            # The name, in parentheses, may hold anything; state and parent stand behind it.
+            # The name, in parentheses, may contain anything; state and parent follow it.
             parent = stat.read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(stat.parent.name))
     found = list(children.get(os.getpid(), ()))

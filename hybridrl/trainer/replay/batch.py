@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.load import typed_again
+from hybridrl.config.load import load_resolved
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.foreign_code import refuse_foreign_code
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs
@@ -110,8 +110,8 @@ def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
             "steps were not finite."
         ) from error
     if not runs_code:
-        refuse_foreign_code(facts["config"], str(folder))
-    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, typed_again(facts["config"]))
+        refuse_untrusted_code(facts["config"], str(folder))
+    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, load_resolved(facts["config"]))
 
 
 def texts_of(replay: ReplayBatch) -> list[Texts]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.foreign_code import foreign_code
+from hybridrl.config.user_code.untrusted_code import untrusted_code
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.trainer.errors import RunStopped
 from hybridrl.trainer.replay.batch import REPLAY_FOLDER, ReplayBatch, write_replay
@@ -117,7 +117,7 @@ class NonFiniteGuard:
             self._save_weights(folder / WEIGHTS_FOLDER)
         except OSError as error:
             return f"The batch could not be saved in {folder}: {error}"
-        names_code = any(foreign_code(plain(self._config)))
+        names_code = any(untrusted_code(plain(self._config)))
         return (
             f"The batch and the weights of that update are in {folder}.\n"
             f"To find the responses that cause it: hybridrl replay {folder}"

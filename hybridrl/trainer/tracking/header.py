@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.checks.sizes import data_shards
 from hybridrl.config.choices import Init, KLPlacement
+from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompt_sets import DataSetSummary
 

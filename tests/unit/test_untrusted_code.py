@@ -5,11 +5,11 @@ from omegaconf import OmegaConf
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import leaves
-from hybridrl.config.user_code.foreign_code import (
+from hybridrl.config.user_code.untrusted_code import (
+    ALLOWED,
     NAMES_CODE,
-    OURS,
-    foreign_code,
-    refuse_foreign_code,
+    refuse_untrusted_code,
+    untrusted_code,
 )
 from hybridrl.trainer.tracking.provenance import plain
 from tests.run_configs import run_config
@@ -40,7 +40,7 @@ FOREIGN = [
 @pytest.mark.parametrize(("section", "content", "named"), FOREIGN)
 def test_code_of_others_is_refused_by_key_and_path(section, content, named):
     with pytest.raises(ConfigError, match="--run-code") as caught:
-        refuse_foreign_code({section: content, "model": {"path": "a.b"}}, "somewhere")
+        refuse_untrusted_code({section: content, "model": {"path": "a.b"}}, "somewhere")
     assert str(caught.value).count(" = ") == 1
     assert named in str(caught.value)
 
@@ -52,22 +52,24 @@ def test_what_conf_names_is_ours():
         for key, value in leaves(OmegaConf.to_container(OmegaConf.load(path))).items()
         if key.rpartition(".")[2] in NAMES_CODE and "." in value
     }
-    assert named == OURS
+    assert named == ALLOWED
 
 
 @pytest.mark.parametrize("override", ["reward=weighted", "environment=calculator", "seed=2"])
 def test_a_run_of_ours_names_no_code_of_others(override):
-    assert list(foreign_code(plain(run_config(override)))) == []
+    assert list(untrusted_code(plain(run_config(override)))) == []
 
 
 @pytest.mark.parametrize("override", ["reward.function=mine.score", "reward=gsm8k"])
 def test_what_the_command_line_names_is_trusted(override):
-    refuse_foreign_code({"reward": {"function": "mine.score"}}, "somewhere", [override])
+    refuse_untrusted_code({"reward": {"function": "mine.score"}}, "somewhere", [override])
 
 
 def test_a_mapping_on_the_command_line_hides_no_code_that_it_leaves():
     with pytest.raises(ConfigError, match=r"reward\.function = mine\.score"):
-        refuse_foreign_code({"reward": {"function": "mine.score"}}, "x", ["reward={timeout_s: 1}"])
+        refuse_untrusted_code(
+            {"reward": {"function": "mine.score"}}, "x", ["reward={timeout_s: 1}"]
+        )
 
 
 URL = {"url": "http://evil/x"}
@@ -88,9 +90,9 @@ def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
 ):
     monkeypatch.setenv("A_TOKEN", "secret-of-mine")
     with pytest.raises(ConfigError, match="--run-code") as caught:
-        refuse_foreign_code(config, "somewhere", runs_judges=True)
+        refuse_untrusted_code(config, "somewhere", runs_rewards=True)
     assert named in str(caught.value) and "secret-of-mine" not in str(caught.value)
-    refuse_foreign_code(config, "somewhere")
+    refuse_untrusted_code(config, "somewhere")
 
 
 @pytest.mark.parametrize(
@@ -105,10 +107,10 @@ def test_arguments_that_could_send_a_secret_are_refused_where_judges_run(
 )
 def test_a_sandbox_that_is_switched_off_is_refused_where_judges_run(config, named):
     with pytest.raises(ConfigError, match="--run-code") as caught:
-        refuse_foreign_code(config, "somewhere", runs_judges=True)
+        refuse_untrusted_code(config, "somewhere", runs_rewards=True)
     assert named in str(caught.value)
-    refuse_foreign_code(config, "somewhere")
-    refuse_foreign_code(config, "x", [f"{named.split(' ')[0]}=none"], runs_judges=True)
+    refuse_untrusted_code(config, "somewhere")
+    refuse_untrusted_code(config, "x", [f"{named.split(' ')[0]}=none"], runs_rewards=True)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_a_sandbox_that_is_switched_off_is_refused_where_judges_run(config, name
 def test_only_an_override_of_the_very_argument_takes_its_place(override, is_enough):
     config = {"reward": {"args": URL}}
     if is_enough:
-        refuse_foreign_code(config, "somewhere", [override], runs_judges=True)
+        refuse_untrusted_code(config, "somewhere", [override], runs_rewards=True)
     else:
         with pytest.raises(ConfigError, match=r"reward\.args\.url"):
-            refuse_foreign_code(config, "somewhere", [override], runs_judges=True)
+            refuse_untrusted_code(config, "somewhere", [override], runs_rewards=True)
 
 
 @pytest.mark.parametrize("override", ["reward=weighted", "reward=code", "environment=calculator"])
 def test_a_run_that_calls_nobody_is_let_through(override):
-    refuse_foreign_code(plain(run_config(override)), "somewhere", runs_judges=True)
+    refuse_untrusted_code(plain(run_config(override)), "somewhere", runs_rewards=True)

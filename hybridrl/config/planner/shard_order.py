@@ -1,4 +1,4 @@
-"""In which order the ranks of a copy of the weights hold its shards, and what speaks against it.
+"""Order of the shards of one copy of the weights over its ranks.
 
 A vLLM engine is `tensor_parallel_size` (tp) consecutive ranks. Rank (d, t), the t-th rank of the
 d-th engine of its copy, needs slice t of every split weight. There are R = dp_shard / tp shards to
@@ -11,36 +11,22 @@ a slice; rank (d, t) holds shard t * R + d, so that its shard lies inside its ow
     holds, plain         shard 0   shard 1   shard 2   shard 3
 """
 
-from collections.abc import Iterator
-
 from hybridrl.config.choices import Layout
-from hybridrl.config.schema import FSDPConfig, RunConfig
+from hybridrl.config.schema import FSDPConfig
 
 
 def is_nested(fsdp: FSDPConfig) -> bool:
-    """Whether shards can be, and are to be, put inside tensor-parallel slices."""
+    """Return whether shards lie inside tensor-parallel slices."""
     assert fsdp.dp_shard is not None
     tp = fsdp.tensor_parallel_size
     return fsdp.layout is Layout.aligned and tp > 1 and fsdp.dp_shard % tp == 0
 
 
 def ranks_by_shard(fsdp: FSDPConfig) -> list[int]:
-    """The ranks of the first copy of the weights, in the order of the shards they hold."""
+    """Return the ranks of the first copy of the weights, in the order of their shards."""
     assert fsdp.dp_shard is not None
     if not is_nested(fsdp):
         return list(range(fsdp.dp_shard))
     tp = fsdp.tensor_parallel_size
     per_slice = fsdp.dp_shard // tp
     return [engine * tp + t for t in range(tp) for engine in range(per_slice)]
-
-
-def layout_problems(config: RunConfig) -> Iterator[str]:
-    """Whether shards would be aligned to the slices that vLLM has."""
-    aligned_to, tp = config.fsdp.tensor_parallel_size, config.rollout.tensor_parallel_size
-    if aligned_to != tp:
-        yield (
-            f"fsdp.tensor_parallel_size = {aligned_to}, expected the link "
-            f"${{rollout.tensor_parallel_size}}, which is {tp}: shards aligned to slices that "
-            f"vLLM does not have make every weight sync slower.\n"
-            f"Remove fsdp.tensor_parallel_size and set rollout.tensor_parallel_size instead."
-        )

@@ -1,17 +1,28 @@
-"""JSON out of files that users name."""
+"""Paths and JSON files of the user."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.command.input_errors import reason_of
 
 
+def is_address(path: str) -> bool:
+    """Return whether a path is an address such as https://host/file."""
+    return "://" in path
+
+
+def expanded(path: str) -> Path:
+    """Return a path with ~ replaced by the home directory, if there is one."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises if there is none
+
+
 def parse_json(data: bytes) -> Any:
-    """The value that JSON in UTF-8 stands for.
+    """Return the value of JSON in UTF-8.
 
     Raises:
-        ValueError: there is none, and why: of text that is not JSON, of numbers that are too long
-            and of values that are nested too deeply, which json reports in four ways.
+        ValueError: it is not JSON, or a number is too long, or it is nested too deeply.
     """
     try:
         return json.loads(data.decode("utf-8-sig"))

@@ -1,0 +1,87 @@
+"""Checks of conf/algorithm: KL penalty, rollout correction, overlong penalty, dynamic sampling."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
+from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
+from hybridrl.config.schema import RunConfig
+
+# Estimator with the gradient of k2 -> estimator with the same value.
+STRAIGHT_THROUGH: Mapping[KLEstimator, KLEstimator] = MappingProxyType(
+    {
+        KLEstimator.k1_straight_through: KLEstimator.k1,
+        KLEstimator.k3_straight_through: KLEstimator.k3,
+    }
+)
+
+
+def kl_problems(config: RunConfig) -> Iterator[str]:
+    """Find estimators that do not fit the placement, and a horizon that is too short."""
+    kl = config.algorithm.kl
+    if kl.coef == 0:
+        return
+    if kl.placement is KLPlacement.loss and kl.estimator is KLEstimator.k1:
+        yield (
+            "algorithm.kl.estimator = k1 with algorithm.kl.placement = loss has an expected "
+            "gradient of 0: it adds noise and no penalty.\n"
+            "Set algorithm.kl.estimator=k2 (its gradient is that of the KL), k1_straight_through "
+            "(k1's value with that gradient) or k3, or algorithm.kl.placement=reward."
+        )
+    base = STRAIGHT_THROUGH.get(kl.estimator)
+    if kl.placement is KLPlacement.reward and base is not None:
+        yield (
+            f"algorithm.kl.estimator = {kl.estimator} with algorithm.kl.placement = reward: only "
+            f"its gradient differs from that of {base}, and a reward has no gradient.\n"
+            f"Set algorithm.kl.estimator={base}, or algorithm.kl.placement=loss."
+        )
+    responses = config.data.prompts_per_step * config.rollout.responses_per_prompt
+    shortest = int(MAX_RELATIVE_KL_ERROR * responses) + 1
+    if kl.target is not None and kl.horizon < shortest:
+        yield (
+            f"algorithm.kl.horizon = {kl.horizon}, expected at least {shortest}: with the "
+            f"{responses} responses of a step the coefficient could fall to 0 in one step, for "
+            f"good.\n"
+            f"Set algorithm.kl.horizon={20 * responses} for slow changes."
+        )
+
+
+def correction_problems(config: RunConfig) -> Iterator[str]:
+    """Check that the bounds of importance ratios contain 1."""
+    correction = config.algorithm.rollout_correction
+    key = "algorithm.rollout_correction"
+    if correction.method is CorrectionMethod.none:
+        return
+    if correction.high < 1:
+        yield (
+            f"{key}.high = {correction.high}, expected at least 1, the ratio of a token on which "
+            f"vLLM and the trainer agree.\nSet {key}.high=2."
+        )
+    if correction.method is CorrectionMethod.mask and correction.low > 1:
+        yield (
+            f"{key}.low = {correction.low}, expected at most 1, the ratio of a token on which vLLM "
+            f"and the trainer agree.\nSet {key}.low=0.5."
+        )
+
+
+def overlong_problems(config: RunConfig) -> Iterator[str]:
+    """Check that the overlong buffer fits into a response."""
+    buffer, longest = config.algorithm.overlong.buffer_tokens, config.rollout.max_response_tokens
+    if buffer > longest:
+        yield (
+            f"algorithm.overlong.buffer_tokens = {buffer}, expected at most "
+            f"rollout.max_response_tokens = {longest}: the penalty acts on a response's last "
+            f"tokens.\n"
+            f"Set algorithm.overlong.buffer_tokens={max(1, longest // 5)} or less."
+        )
+
+
+def sampling_problems(config: RunConfig) -> Iterator[str]:
+    """Check that dynamic sampling has several responses per prompt to compare."""
+    rounds, each = config.algorithm.max_sampling_rounds, config.rollout.responses_per_prompt
+    if rounds > 1 and each < 2:
+        yield (
+            f"algorithm.max_sampling_rounds = {rounds}, but rollout.responses_per_prompt = {each}: "
+            f"dynamic sampling keeps prompts whose responses differ in reward.\n"
+            f"Set rollout.responses_per_prompt=2 or more, or algorithm.max_sampling_rounds=1."
+        )
