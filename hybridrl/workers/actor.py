@@ -1,6 +1,5 @@
 """The policy being trained: log-probs and clipped updates on one FSDP shard."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max,
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatch, RankBatch
+from hybridrl.data.schedule import RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
@@ -24,16 +23,16 @@ from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.replaying import ReplayedWorker
 from hybridrl.workers.token_losses import TokenLosses
-from hybridrl.workers.training import Loss, LossStats, Training
+from hybridrl.workers.training import LossStats, Training
 
 # Sums of the losses by the names under which they are reported.
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
 
 
-class ActorWorker(ReplayedWorker):
+class ActorWorker(TrainedWorker):
     """Trains the policy. One instance per rank, each holding one FSDP shard.
 
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
@@ -149,15 +148,6 @@ class ActorWorker(ReplayedWorker):
             "log_ratio_max": log_ratio_max(log_probs, old_log_probs, mask),
         }
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
-
-    def outputs(self, micro: RolloutBatch) -> Tensor:
-        """Log-probs of the response tokens, [R] float32, nats."""
-        return self.forward(micro, Entropy.omit).log_probs
-
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
-        """What `update` minimises: `policy_loss` over the tokens of the loss mask."""
-        self.kl_coef = kl_coef
-        return batch.policy_mini_batches(), self.policy_loss
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Log-probs, and entropy if wanted, of the response tokens, on the worker's device."""

@@ -1,7 +1,5 @@
 """The value function: estimates of each token's return, and clipped updates towards returns."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,17 +7,17 @@ from hybridrl.algorithms.losses import value_loss
 from hybridrl.config.schema import CriticConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatch, RankBatch
+from hybridrl.data.schedule import RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.replaying import ReplayedWorker
-from hybridrl.workers.training import Loss, LossStats, Training
+from hybridrl.workers.training import LossStats, Training
 
 
-class CriticWorker(ReplayedWorker):
+class CriticWorker(TrainedWorker):
     """Trains the value function. One instance per rank, each holding one FSDP shard.
 
     To change the objective, subclass, override `value_loss`, and set
@@ -89,14 +87,6 @@ class CriticWorker(ReplayedWorker):
         )
         reported = {"clip_fraction": sums["value_clip_fraction"], "error": sums["value_error"]}
         return loss, LossStats(reported | moments(returns, old_values, mask))
-
-    def outputs(self, micro: RolloutBatch) -> Tensor:
-        """V(s_t) before each response token, [R] float32."""
-        return self.forward(micro)
-
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[Iterator[MiniBatch], Loss]:
-        """What `update` minimises: `value_loss` over all sampled tokens."""
-        return batch.mini_batches(), self.value_loss
 
     def forward(self, micro: RolloutBatch) -> Tensor:
         """V(s_t) before each response token, [R] float32, on the worker's device."""

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybridrl.checkpoint.names import STATE
+from hybridrl.config.errors import ConfigError
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch
@@ -17,8 +21,10 @@ from hybridrl.distributed.accumulation import gathered_once, reshard
 from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import parameters_in_checkpoint
+from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
 from hybridrl.workers.base import Worker
 from hybridrl.workers.optimizer import Optimizer
 
@@ -144,3 +150,26 @@ def trained_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
         for name, param in root.named_parameters()
         if param.requires_grad
     }
+
+
+def load_trained_weights(worker: ModelWorker, checkpoint: Path, role: str) -> None:
+    """Load trained weights from a checkpoint, written by any number of ranks; a collective.
+
+    Args:
+        worker: its weights are on the device.
+        checkpoint: folder of the checkpoint.
+        role: name of the worker's role in the checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint holds weights of another model.
+    """
+    folder, prefix = checkpoint / STATE, f"{role}.{WEIGHTS}"
+    state = {f"{prefix}{name}": p for name, p in trained_parameters(worker.model).items()}
+    found = differences(state, StoredState(folder).tensors, prefix)
+    if found:
+        raise ConfigError(
+            f"{checkpoint} holds other weights than model.path = {worker.config.model.path} has:\n"
+            + "\n".join(found)
+            + "\nSet model.path to the model that was trained."
+        )
+    load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))

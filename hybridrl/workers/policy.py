@@ -3,19 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.checkpoint.names import STATE
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
 from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
-from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.shards import NamedShard
-from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
-from hybridrl.distributed.storage.stored_policy import PREFIX
-from hybridrl.workers.model_worker import ModelWorker, trained_parameters
+from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
 # Nothing computes logits here.
 CHUNK_TOKENS = 1024
@@ -53,20 +47,9 @@ class PolicyWorker(ModelWorker):
         super().__init__(config, mesh)
         self.model = load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora)
         if config.checkpoint is not None:
-            self._load(Path(config.checkpoint))
+            load_trained_weights(self, Path(config.checkpoint), "actor")
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
 
     def named_shards(self) -> list[NamedShard]:
         """This rank's shards of the weights, for a reshard in the same process."""
         return named_shards(self.model)
-
-    def _load(self, checkpoint: Path) -> None:
-        folder = checkpoint / STATE
-        state = {f"{PREFIX}{name}": p for name, p in trained_parameters(self.model).items()}
-        found = differences(state, StoredState(folder).tensors, PREFIX)
-        if found:
-            raise ConfigError(
-                f"{checkpoint} holds other weights than model.path = {self.config.model.path} "
-                f"has:\n" + "\n".join(found) + "\nSet model.path to the model that was trained."
-            )
-        load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))
