@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 import ray
-from ray._private.state import available_resources_per_node
+
+from hybridrl.controller.ray import compat
 
 
 class FreeNode(NamedTuple):
@@ -24,7 +25,7 @@ class FreeNode(NamedTuple):
 
 def free_nodes() -> list[FreeNode]:
     """The alive nodes of the cluster that this process has joined, in the order of addresses."""
-    free = available_resources_per_node()
+    free = compat.free_resources()
     found = []
     for node in ray.nodes():
         if not node["Alive"]:

@@ -108,11 +108,12 @@ def main() -> None:
 
 
 def _ask(address: str) -> ClusterView:
-    from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError, RayError
 
+    from hybridrl.controller.ray import compat
+
     try:
-        client = GcsClient(address=address)
+        client = compat.head_client(address)
         metadata = client.internal_kv_get(
             b"CLUSTER_METADATA", namespace=b"cluster", timeout=METADATA_S
         )

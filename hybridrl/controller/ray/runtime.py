@@ -13,18 +13,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private import services as ray_services
-from ray._private import utils as ray_utils
-from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
@@ -32,6 +24,7 @@ from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
+from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
 from hybridrl.controller.watch.janitor import Janitor
@@ -89,7 +82,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
         Interrupted: a signal came.
     """
-    with SignalGuard(), _ray_messages_in_our_log(), ExitStack() as stack:
+    with SignalGuard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
             stack.callback(_leave)
             _join(worker_environment(os.environ))
@@ -152,9 +145,9 @@ def _join(environment: Mapping[str, str]) -> None:
     place = head_place(address)
     if place is not None and (problem := connect(*place).problem):
         raise _no_cluster(address, problem)
-    _reload_authentication()
+    compat.reload_authentication()
     try:
-        with _keeping_our_signal_handlers():
+        with compat.keep_signal_handlers():
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -193,9 +186,9 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
     with (
         shielded(),
         _environment(folder),
-        _on_loopback(),
-        _keeping_our_signal_handlers(),
-        _in_own_process_groups(),
+        compat.loopback_only(),
+        compat.keep_signal_handlers(),
+        compat.own_process_groups(),
     ):
         ray.init(
             address="local",
@@ -245,7 +238,7 @@ def _environment(folder: Path) -> Iterator[None]:
         new |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     old = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
-    _reload_authentication()
+    compat.reload_authentication()
     try:
         yield
     finally:
@@ -256,48 +249,10 @@ def _environment(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _reload_authentication() -> None:
-    """Make Ray's C++ side read mode and token again, which it keeps for the process's life."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """A module's attribute replaced for the time of the block."""
-    previous = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, previous)
-
-
-def _keeping_our_signal_handlers() -> AbstractContextManager[None]:
-    """ray.init would replace SIGTERM's handler and has no option against it."""
-    return _replaced(ray_utils, "set_sigterm_handler", lambda handler: None)
-
-
-def _in_own_process_groups() -> AbstractContextManager[None]:
-    """Ray's processes, and workers, which they start, outlive a Ctrl-C or SIGTERM to our group."""
-    popen = partial(ray_services.ConsolePopen, process_group=0)
-    return _replaced(ray_services, "ConsolePopen", popen)
-
-
-def _on_loopback() -> AbstractContextManager[None]:
-    """Ray picks 127.0.0.1 by itself only where it cannot form clusters; no option either."""
-    return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
-
-
-def _ray_messages_in_our_log() -> AbstractContextManager[None]:
-    """Ray prints what its processes report; of a worker's death the pool's error says more."""
-
-    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
-        for line in data["lines"]:
-            level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
-            logger.log(level, "Ray: %s", line)
-
-    return _replaced(ray_worker, "print_to_stdstream", log)
+def _log(line: str) -> None:
+    """Log a line of Ray's; the pool's own error describes the death of a worker better."""
+    level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
+    logger.log(level, "Ray: %s", line)
 
 
 def _object_store_bytes(accelerator: Accelerator) -> int:

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import ray
-from ray._private.state import actors
 from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.nodes import Nodes
 from hybridrl.controller.placement import Slot
+from hybridrl.controller.ray.compat import actor_state
 from hybridrl.controller.watch.evidence import glimpses, traces
 from hybridrl.controller.watch.stalls import Scene, Sighting, report
 from hybridrl.controller.watch.waiting import Host, by_node, give_up_after, log_tail
@@ -56,7 +57,7 @@ def overdue_error(
 def _as_ray_knows(host: Host) -> Host:
     """A process that has not yet said where it is; without a pid if Ray has not started it."""
     try:
-        entry = give_up_after(RAY_TIMEOUT_S, lambda: actors(host.handle._actor_id.hex()))
+        entry = give_up_after(RAY_TIMEOUT_S, partial(actor_state, host.handle))
     except (TimeoutError, RayError):
         return host
     address = entry.get("Address", {})

@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-from ray._private import ray_constants
-from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.ray.compat import local_folder, local_processes
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
 from hybridrl.controller.watch.evidence import GONE, is_stopped, state_of
@@ -27,10 +25,6 @@ from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
 
 logger = logging.getLogger(__name__)
 
-KINDS = {
-    "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
-    "raylet": ray_constants.PROCESS_TYPE_RAYLET,
-}
 EVERY_S = 1.0
 # Looks at the head of a joined cluster, and how many in a row find nothing before it counts.
 HEAD_EVERY_S, HEAD_MISSES = 8.0, 3
@@ -38,13 +32,6 @@ HEAD_EVERY_S, HEAD_MISSES = 8.0, 3
 DYING_S = 0.3
 # Seconds until this has found that a process is stopped for too long, if others find it, too.
 SETTLED_S = 2.5
-
-
-def local_processes() -> dict[str, int]:
-    """Ids of Ray's own processes, by name, if this process has started them."""
-    node = ray_worker._global_node
-    started = {} if node is None else node.all_processes
-    return {name: started[kind][0].process.pid for name, kind in KINDS.items() if kind in started}
 
 
 def out_of_order() -> bool:
@@ -56,8 +43,7 @@ def out_of_order() -> bool:
 def note_shared_memory(paths: Sequence[str]) -> None:
     """Have files removed with the folder of the Ray that was started here, whoever ends it."""
     if local_processes():
-        folder = Path(ray_worker._global_node.temp_dir).parent
-        with (folder / SHARED_MEMORY_LIST).open("a") as file:
+        with (local_folder().parent / SHARED_MEMORY_LIST).open("a") as file:
             file.writelines(f"{path}\n" for path in paths)
 
 
