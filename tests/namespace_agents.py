@@ -65,11 +65,11 @@ def driver(hosts: list[Host]) -> Iterator[Driver]:
 
 def drive(place: str, nodes: str) -> None:
     """The head's process: calls come on stdin and are answered on stdout, pickled."""
-    from hybridrl.doctor.joined import JoinedAgents
+    from hybridrl.doctor.joined import JoinedProbes
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with JoinedAgents(place, int(nodes), timeout_s=30) as agents:
+    with JoinedProbes(place, int(nodes), timeout_s=30) as agents:
         while True:
             try:
                 function, arguments, named = pickle.load(sys.stdin.buffer)
@@ -107,7 +107,7 @@ def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> N
 
 def summed(agents: Any) -> list[Any]:
     """The findings of the all-reduce alone, whatever else is wrong."""
-    from hybridrl.controller.ray.node_calls import call_all
+    from hybridrl.controller.ray.node_probes import call_all
     from hybridrl.doctor.network import collective as network_collective
     from hybridrl.doctor.network.nodes import look
 
@@ -117,10 +117,10 @@ def summed(agents: Any) -> list[Any]:
 
 def network_over_ray(ports: list[int]) -> list[Any]:
     """The quick findings of the stage network for the nodes of the cluster at RAY_ADDRESS."""
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
     from hybridrl.doctor.network.stage import examine
 
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         return examine(agents, ports, on_gpu=False, quick=True)
 
 

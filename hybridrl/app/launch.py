@@ -26,7 +26,7 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_calls import Agents, LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
 from hybridrl.trainer.checkpointing.verifying import Verifying
 from hybridrl.trainer.checkpointing.verifying_nodes import OnNodes
 
@@ -146,7 +146,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
     setup.mark("checks")
     # For seconds Ray's start does nothing but wait.
     with ThreadPoolExecutor(1) as meanwhile, Verifying(log.info) as watch:
-        agents: Future[Agents] = Future()
+        agents: Future[NodeProbes] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
@@ -171,19 +171,19 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
 
 
 @contextmanager
-def _nodes(config: RunConfig) -> Iterator[Agents]:
+def _nodes(config: RunConfig) -> Iterator[NodeProbes]:
     """Open the nodes that verify a checkpoint together."""
     if config.cluster.nodes == 1 or config.resume == NONE:
-        yield LocalAgents(socket.gethostname())
+        yield LocalProbes(socket.gethostname())
         return
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         yield agents
 
 
 def _prepare_session(
-    result: Examined, folder: Path, watch: Verifying, agents: "Future[Agents]"
+    result: Examined, folder: Path, watch: Verifying, agents: "Future[NodeProbes]"
 ) -> "RunInputs":
     """What a run begins from; torch and the like are imported on the way.
 

@@ -26,7 +26,7 @@ class RoleCall(NamedTuple):
         return f"{self.role}.{self.method}"
 
 
-class Outcome(NamedTuple):
+class TimedResult(NamedTuple):
     """A call's result and when it was at work: in one process, or in the one that took longest."""
 
     value: Any

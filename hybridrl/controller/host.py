@@ -27,16 +27,15 @@ from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
-from hybridrl.controller.calls import Outcome, RoleCall
+from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.importing import import_all, import_in_thread
-from hybridrl.controller.interfaces import interface_of
 from hybridrl.controller.output import guard_logging, keep_earlier, redirect_output
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
 from hybridrl.controller.spans import Stopwatch
-from hybridrl.controller.watch import recorder
+from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class WorkerHost:
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
-        recorder.write_on_signal(Path(config.log_folder))
+        flight_recorder.write_on_signal(Path(config.log_folder))
         position.publish()
         sys.path.extend(path for path in config.import_path if path not in sys.path)
         threads = torch_threads(
@@ -176,7 +175,7 @@ class WorkerHost:
             LOCAL_RANK=str(slot.local_rank),
             LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
         )
-        interface = interface_of(slot.node_ip)
+        interface = rendezvous.interface_of(slot.node_ip)
         if interface is not None:  # else gloo goes by the host's name, which may be for 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
@@ -246,7 +245,7 @@ class WorkerHost:
         calls: Sequence[RoleCall],
         assemble: Callable[[Sequence[Any]], Any] | None,
         *contents: Any,
-    ) -> list[Outcome]:
+    ) -> list[TimedResult]:
         """Run roles' methods, one after the other; values are None unless they are to be kept.
 
         Args:
@@ -266,7 +265,7 @@ class WorkerHost:
                 value = getattr(self._roles[call.role], call.method)(
                     *part, *call.args, **call.kwargs
                 )
-            outcomes.append(Outcome(value if call.keep else None, watch.span))
+            outcomes.append(TimedResult(value if call.keep else None, watch.span))
         return outcomes
 
     @errors_as_text()

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.nodes import Nodes
+from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import (
     Slot,
     check_engines,
@@ -28,10 +28,14 @@ from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
 from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
-from hybridrl.controller.watch.monitor import Stalled, Watch
-from hybridrl.controller.watch.overdue import overdue_error
-from hybridrl.controller.watch.ray_watch import RayWatch, note_shared_memory, out_of_order
-from hybridrl.controller.watch.waiting import Host, by_node, give_up_after, wait_for_all
+from hybridrl.controller.watch.ray_monitor import (
+    RayMonitor,
+    is_local_ray_broken,
+    register_shared_memory,
+)
+from hybridrl.controller.watch.stall_detector import StallDetector, Stalled
+from hybridrl.controller.watch.stall_error import stall_error
+from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, wait_for_all
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
@@ -58,20 +62,20 @@ class Pool:
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
         self._port = given_port()
-        self._nodes = Nodes()
+        self._nodes = NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
         self._busy: dict[ObjectRef, Host] = {}
         self._shared_memory: dict[str, list[str]] = {}
-        self._ray_watch = RayWatch(config.cluster.stall_timeout_s)
+        self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
-        self.store = ObjectStore(partial(self._ray_watch.guarded, "sending a batch"))
+        self.store = ObjectStore(partial(self._ray_monitor.guarded, "sending a batch"))
         self.start_times = PartTimes()
         with ExitStack() as undo:
             undo.callback(self.close)
             with self.start_times.part("processes"):
-                with self._ray_watch.guarded("start: slots"):
-                    check = partial(self._ray_watch.check, "start: slots")
+                with self._ray_monitor.guarded("start: slots"):
+                    check = partial(self._ray_monitor.check, "start: slots")
                     self._reservation = reserve_slots(config, check)
                 self._identify(spawn(config, self._reservation))
             with self.start_times.part("imports"):
@@ -134,9 +138,9 @@ class Pool:
         half a minute where nodes do not answer, however many.
         """
         with shielded():
-            self._ray_watch.close()
-            self._nodes.take_tasks = not self._ray_watch.is_head_lost
-            if self._nodes.take_tasks and not out_of_order():
+            self._ray_monitor.close()
+            self._nodes.take_tasks = not self._ray_monitor.is_head_lost
+            if self._nodes.take_tasks and not is_local_ray_broken():
                 with suppress(RayError):
                     self._close_idle()
             left = self._footprints()
@@ -164,7 +168,7 @@ class Pool:
     def _release_in_time(self) -> bool:
         if ray.is_initialized():
             with suppress(TimeoutError):
-                give_up_after(CONTROL_TIMEOUT_S, self._release)
+                call_with_timeout(CONTROL_TIMEOUT_S, self._release)
                 return True
         logger.warning("Ray does not answer; killing the worker processes without it")
         return False
@@ -232,7 +236,7 @@ class Pool:
         """Have files of a rank's node removed when the pool, or the run, comes to its end."""
         self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
         if host.slot.node_id == self._nodes.driver:
-            note_shared_memory(paths)
+            register_shared_memory(paths)
 
     def _starting(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
@@ -244,7 +248,7 @@ class Pool:
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
     ) -> list[ObjectRef]:
-        with self._ray_watch.guarded(phase):
+        with self._ray_monitor.guarded(phase):
             refs = [
                 getattr(host.handle, method).remote(*own)
                 for host, own in zip(hosts, arguments, strict=True)
@@ -269,17 +273,17 @@ class Pool:
                 how far they are. Other calls have no limit as long as a rank gets further.
         """
         still_s, still_setting = self._still(phase, limit_s)
-        watch = Watch(
+        watch = StallDetector(
             self._readers,
             self._nodes,
             phase,
             len(hosts),
             still_s,
-            self._ray_watch,
+            self._ray_monitor,
             tells_movement=limit_s == math.inf,
         )
         try:
-            with self._ray_watch.guarded(phase):
+            with self._ray_monitor.guarded(phase):
                 results = wait_for_all(hosts, refs, phase, limit_s, watch)
         except TimeoutError as error:
             (late,) = error.args
@@ -289,14 +293,14 @@ class Pool:
             late, setting = stalled.late, still_setting
             finding = f"{stalled.what} in {phase} for {setting}={still_s:g} s"
         except WorkerError:
-            self._ray_watch.check_behind(phase)
+            self._ray_monitor.check_behind(phase)
             raise
         else:
             self._busy = {}
             return results
-        self._ray_watch.check_behind(phase)
+        self._ray_monitor.check_behind(phase)
         advice = f"If they were merely slow, raise {setting}."
-        raise overdue_error(self._nodes, late, len(hosts), phase, finding, advice)
+        raise stall_error(self._nodes, late, len(hosts), phase, finding, advice)
 
     def _still(self, phase: str, limit_s: float) -> tuple[float, str]:
         """Seconds for which nobody may stand still, and the setting that says so.

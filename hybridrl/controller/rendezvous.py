@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
+
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.processes import SHARED_MEMORY
 
@@ -215,6 +217,16 @@ def environment_of(where: Rendezvous) -> dict[str, str]:
     """The variables by which libraries find a rendezvous; in a file they cannot."""
     place = () if where.is_file else (where.address, str(where.port))
     return dict(zip(VARIABLES, (str(where.world_size), *place), strict=False))
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this node's interface with an IP address; None where none has it (NAT)."""
+    if address.startswith("127."):  # all of them, though the interface lists the first alone
+        return "lo"
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def joined(store: "TCPStore | FileStore") -> Joined:

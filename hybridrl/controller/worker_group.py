@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
-from hybridrl.controller.calls import Outcome, RoleCall
+from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
 from hybridrl.controller.importing import import_in_thread
 from hybridrl.controller.pool import Pool
@@ -97,12 +97,14 @@ class Call:
         return [0]
 
 
-def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outcome]:
+def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, TimedResult]:
     """Run methods of several roles and wait for what they return; see `begin_together`."""
     return begin_together(calls, whole)()
 
 
-def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], dict[str, Outcome]]:
+def begin_together(
+    calls: Mapping[str, Call], whole: Shardable
+) -> Callable[[], dict[str, TimedResult]]:
     """Run methods of several roles, one after the other in every process, on one batch.
 
     Args:
@@ -133,7 +135,7 @@ def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], 
     phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
     wait = pool.begin("call", arguments, phase)
 
-    def results() -> dict[str, Outcome]:
+    def results() -> dict[str, TimedResult]:
         per_rank = wait()
         pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
         return _outcomes(calls, whole, per_rank)
@@ -142,14 +144,14 @@ def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], 
 
 
 def _outcomes(
-    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[Outcome]]
-) -> dict[str, Outcome]:
+    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[TimedResult]]
+) -> dict[str, TimedResult]:
     """Each call's result, put together over the ranks."""
     outcomes = {}
     for (name, call), ranks in zip(calls.items(), zip(*per_rank, strict=True), strict=True):
         values = [ranks[rank].value for rank in call.answering()]
         value = whole.join(values) if call.dispatch is Dispatch.SHARD_DP else values[0]
-        outcomes[name] = Outcome(value, max((o.span for o in ranks), key=lambda s: s.seconds))
+        outcomes[name] = TimedResult(value, max((o.span for o in ranks), key=lambda s: s.seconds))
     return outcomes
 
 

@@ -11,20 +11,20 @@ from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 
 LOOK_S = 60.0
-RAY_AGENTS = "hybridrl.controller.ray.node_probes"
+RAY_AGENTS = "hybridrl.controller.ray.ray_probes"
 
 
-def rooms(agents: Agents, config: RunConfig) -> dict[str, int]:
+def rooms(agents: NodeProbes, config: RunConfig) -> dict[str, int]:
     """Each node's room: by what Ray may hand out, or without Ray by its GPUs."""
     wanted = slots_on_nodes(config)
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     if RAY_AGENTS in sys.modules:  # else these are others, and Ray may be missing
-        from hybridrl.controller.ray.node_probes import RayAgents
+        from hybridrl.controller.ray.ray_probes import RayProbes
 
-        if isinstance(agents, RayAgents):
+        if isinstance(agents, RayProbes):
             return agents.rooms(wanted, on_gpu=on_gpu)
     if not on_gpu or len(set(wanted)) == 1:
         return dict.fromkeys(agents.nodes, max(wanted))

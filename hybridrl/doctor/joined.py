@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_calls import (
-    Answer,
+from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
+    ProbeResult,
     collect,
     in_thread,
     node_names,
@@ -42,7 +42,7 @@ from hybridrl.doctor.joined_wire import (
 
 
 def listens_here(address: str) -> bool:
-    """Whether this node has the address of HEAD:PORT, and is to use `JoinedAgents`.
+    """Whether this node has the address of HEAD:PORT, and is to use `JoinedProbes`.
 
     Raises:
         ConfigError: the host is not known here.
@@ -55,7 +55,7 @@ def listens_here(address: str) -> bool:
     return True
 
 
-class JoinedAgents:
+class JoinedProbes:
     """The head's side: waits until all nodes have called in, and ends them at the end of the block.
 
     Args:
@@ -76,7 +76,7 @@ class JoinedAgents:
         self._nodes: list[str] = []
         self._addresses: dict[str, str] = {}
 
-    def __enter__(self) -> "JoinedAgents":
+    def __enter__(self) -> "JoinedProbes":
         own = resolved(self._address)
         if self._number > 1 and hides_behind_loopback(self._address):
             raise ConfigError(
@@ -118,8 +118,8 @@ class JoinedAgents:
         function: Callable[..., Any],
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
-    ) -> dict[str, Answer]:
-        """As `Agents.call_each`; a function that is late goes on in its node."""
+    ) -> dict[str, ProbeResult]:
+        """As `NodeProbes.call_each`; a function that is late goes on in its node."""
         futures = {}
         for node, values in arguments.items():
             if node in self._peers:
@@ -217,14 +217,14 @@ class _Peer:
         self.identity = identity
         self._connection = connection
         self._lock = Lock()
-        self._waiting: dict[int, Future[Answer]] = {}
+        self._waiting: dict[int, Future[ProbeResult]] = {}
         self._calls = 0
         self._gone = False
         Thread(target=self._read, daemon=True).start()
 
-    def call(self, call: bytes) -> "Future[Answer]":
+    def call(self, call: bytes) -> "Future[ProbeResult]":
         """Send a call; its answer, or that the node has hung up."""
-        future: Future[Answer] = Future()
+        future: Future[ProbeResult] = Future()
         with self._lock:
             self._calls += 1
             self._waiting[self._calls] = future
@@ -255,7 +255,9 @@ class _Peer:
     def _hang_up(self) -> None:
         while self._waiting:
             _, future = self._waiting.popitem()
-            future.set_result(Answer(error="hung up: its process has ended or the network is gone"))
+            future.set_result(
+                ProbeResult(error="hung up: its process has ended or the network is gone")
+            )
 
 
 def _accept(listener: socket.socket, key: bytes, admitted: "Queue[_Peer | str]") -> None:

@@ -27,11 +27,11 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_calls import Agents, LocalAgents, call_all
+from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
-from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.doctor.joined import JoinedProbes, listens_here, serve
 from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report
 from hybridrl.doctor.stages import Case, StageReport, exit_code, left_out, run_stages
@@ -105,29 +105,29 @@ def _examine(case: Case, reports: list[StageReport], console: Console) -> None:
 
 
 @contextmanager
-def _agents(options: argparse.Namespace) -> Iterator[Agents]:
+def _agents(options: argparse.Namespace) -> Iterator[NodeProbes]:
     """The nodes: those that call in, those of Ray's cluster, or this one alone.
 
     A cluster that cannot be joined, and a Ray that cannot be imported, is what the stage ray finds
     out about, from this node.
     """
     if options.join is not None:
-        with JoinedAgents(options.join, options.nodes, JOIN_S) as joined:
+        with JoinedProbes(options.join, options.nodes, JOIN_S) as joined:
             yield joined
         return
     if ray_address() is None or ray_problem(ray_version()):
-        yield LocalAgents(socket.gethostname())
+        yield LocalProbes(socket.gethostname())
         return
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
     with ExitStack() as stack:
-        agents: Agents = LocalAgents(socket.gethostname())
+        agents: NodeProbes = LocalProbes(socket.gethostname())
         with suppress(ConfigError):
-            agents = stack.enter_context(RayAgents())
+            agents = stack.enter_context(RayProbes())
         yield agents
 
 
-def _case(overrides: list[str], agents: Agents) -> Case:
+def _case(overrides: list[str], agents: NodeProbes) -> Case:
     """What the overrides ask for, checked as the run would.
 
     Raises:

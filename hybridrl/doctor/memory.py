@@ -20,7 +20,7 @@ from hybridrl.config.planner.memory import (
     pinned_bytes,
     rank_phases,
 )
-from hybridrl.controller.ray.node_calls import call_all
+from hybridrl.controller.ray.node_probes import call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.host.cgroup import Limit, cgroup_facts
 from hybridrl.doctor.host.gpus import FIELDS, Smi, parse

@@ -12,15 +12,15 @@ from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.stages import Case
 
 if TYPE_CHECKING:
-    from hybridrl.controller.ray.free_slots import FreeNode
+    from hybridrl.controller.ray.nodes import FreeNode
 
 SLOTS, ENGINES = "placement.slots", "placement.engines"
 
 
 def check(case: Case) -> list[Finding]:
     """Both checks; without a cluster the config's own checks have counted this machine's slots."""
-    from hybridrl.controller.ray.free_slots import free_nodes
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.nodes import free_nodes
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
     wanted = slots_on_nodes(case.config)
     engines = judge_engines(
@@ -28,7 +28,7 @@ def check(case: Case) -> list[Finding]:
         case.config.rollout.tensor_parallel_size,
         allow_straddle=case.config.placement.allow_straddle,
     )
-    if isinstance(case.agents, RayAgents):
+    if isinstance(case.agents, RayProbes):
         on_gpu = case.config.hardware.accelerator is Accelerator.gpu
         return [judge_slots(free_nodes(), wanted, on_gpu=on_gpu), engines]
     if len(wanted) > 1:

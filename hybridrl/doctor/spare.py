@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.checks.sizes import slots_on_nodes
-from hybridrl.controller.ray.node_calls import Agents, Answer
+from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult
 from hybridrl.doctor.catalog import Stage, stage_of
 from hybridrl.doctor.demand import find_room
 from hybridrl.doctor.findings import Finding, Verdict
@@ -32,7 +32,7 @@ class SomeAgents:
         nodes: names of those to be left.
     """
 
-    def __init__(self, agents: Agents, nodes: Collection[str]) -> None:
+    def __init__(self, agents: NodeProbes, nodes: Collection[str]) -> None:
         self._agents = agents
         self._nodes = [node for node in agents.nodes if node in nodes]
 
@@ -51,8 +51,8 @@ class SomeAgents:
         function: Callable[..., Any],
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
-    ) -> dict[str, Answer]:
-        """As `Agents.call_each`."""
+    ) -> dict[str, ProbeResult]:
+        """As `NodeProbes.call_each`."""
         return self._agents.call_each(function, arguments, timeout_s)
 
 

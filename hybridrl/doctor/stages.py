@@ -10,7 +10,7 @@ from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor import demand
 from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.findings import Finding, Verdict, skipped
@@ -38,7 +38,7 @@ class Case:
     shape: ModelShape
     reward_shape: ModelShape | None
     overrides: Sequence[str]
-    agents: Agents
+    agents: NodeProbes
     quick: bool
     config_dir: str | None = None
     unfit: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class Case:
         result: Examined,
         machine: Machine,
         overrides: Sequence[str],
-        agents: Agents,
+        agents: NodeProbes,
         *,
         quick: bool,
         config_dir: str | None = None,

@@ -56,21 +56,21 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ResetRequest:
     """To a process: begin a conversation about an example."""
 
     example: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """To a process: what the model wrote, and the environment as it was left (Moved.state)."""
+class StepRequest:
+    """A request to continue: the environment's last state, and the text of the model's turn."""
 
     state: str
     text: str
 
 
-class Moved(NamedTuple):
+class StepResponse(NamedTuple):
     """From a process: what the environment answered, and the environment as it is now.
 
     Attributes:
@@ -82,7 +82,9 @@ class Moved(NamedTuple):
     result: StepResult
 
 
-def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening | Turn], Moved]:
+def environment_task(
+    function: str, args: dict[str, Any]
+) -> Callable[[ResetRequest | StepRequest], StepResponse]:
     """What a process computes: the environment's answer to each opening or turn.
 
     Raises:
@@ -90,8 +92,8 @@ def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening |
     """
     make = resolve_environment(function)
 
-    def move(item: Opening | Turn) -> Moved:
-        if isinstance(item, Opening):
+    def move(item: ResetRequest | StepRequest) -> StepResponse:
+        if isinstance(item, ResetRequest):
             environment: Environment = make(item.example, **args)
             result = StepResult(environment.reset(), 0.0, False)
         else:
@@ -99,20 +101,20 @@ def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening |
             result = environment.step(item.text)
         result = checked(result, function)
         state = b"" if result.done else pickle.dumps(environment)
-        return Moved(base64.b64encode(state).decode(), result)
+        return StepResponse(base64.b64encode(state).decode(), result)
 
     return move
 
 
-def read_moved(value: Any, function: str) -> Moved:
-    """The Moved that JSON has made a list of.
+def parse_response(value: Any, function: str) -> StepResponse:
+    """The StepResponse that JSON has made a list of.
 
     Raises:
         TypeError, ValueError: it has made that of something else.
     """
     match value:
         case [str() as state, [str() as text, reward, done]]:
-            return Moved(state, checked(StepResult(visible(text), reward, done), function))
+            return StepResponse(state, checked(StepResult(visible(text), reward, done), function))
     raise ValueError("no answer of an environment")
 
 

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, Self
 
 from hybridrl.environments.base import (
-    Opening,
+    ResetRequest,
+    StepRequest,
     StepResult,
-    Turn,
-    read_moved,
+    parse_response,
     resolve_environment,
 )
 from hybridrl.rewards.messages import Answer, FailureKind, Setup
@@ -19,11 +19,11 @@ TASK = "hybridrl.environments.base.environment_task"
 
 
 @dataclass(frozen=True)
-class Reply:
+class EnvironmentReply:
     """What an environment answered.
 
     Attributes:
-        state: the environment as it is now (Moved.state).
+        state: the environment as it is now (StepResponse.state).
         result: its answer; of one that failed, nothing, and the conversation is over.
         failure: of which kind; None if it did not fail.
         reason: why it failed, in one line; empty if it did not.
@@ -55,14 +55,14 @@ class EnvironmentPool:
     ) -> None:
         resolve_environment(function)
         setup = Setup(TASK, function, args, timeout_s)
-        read = partial(read_moved, function=function)
+        read = partial(parse_response, function=function)
         self._pool = TaskPool(setup, num_processes, "environment", read)
 
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
+    def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
         """A new environment for each example, and the text it begins with."""
-        return [_reply(answer) for answer in self._pool.run(list(map(Opening, examples)))]
+        return [_reply(answer) for answer in self._pool.run(list(map(ResetRequest, examples)))]
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
+    def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
         """The answers to turns of as many conversations, in order."""
         return [_reply(answer) for answer in self._pool.run(turns)]
 
@@ -77,7 +77,7 @@ class EnvironmentPool:
         self.close()
 
 
-def _reply(answer: Answer) -> Reply:
+def _reply(answer: Answer) -> EnvironmentReply:
     if answer.kind is not None:
-        return Reply("", StepResult("", 0.0, True), answer.kind, answer.reason)
-    return Reply(*answer.value)
+        return EnvironmentReply("", StepResult("", 0.0, True), answer.kind, answer.reason)
+    return EnvironmentReply(*answer.value)

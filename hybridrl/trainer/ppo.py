@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import Outcome
+from hybridrl.controller.calls import TimedResult
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout
@@ -345,6 +345,6 @@ class PPOTrainer:
         return rollout
 
 
-def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+def seconds_of(outcomes: Mapping[str, TimedResult]) -> dict[str, float]:
     """How long each call took, on the rank where it took longest."""
     return {name: outcome.span.seconds for name, outcome in outcomes.items()}

@@ -28,11 +28,11 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import keep_earlier
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.processes import STORE_BYTES
-from hybridrl.controller.ray.nodes import cluster_machine, machine_of
+from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
 from hybridrl.controller.ray.object_store import ObjectStore
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
-from hybridrl.controller.watch.ray_watch import RayWatch
+from hybridrl.controller.watch.ray_monitor import RayWatch
 from hybridrl.controller.worker_group import build_roles
 from hybridrl.data.shardable import Piece
 
@@ -236,7 +236,7 @@ def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tm
 
 @pytest.mark.slow
 def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
-    monkeypatch.setattr("hybridrl.controller.ray.nodes.NODE_LOOK_S", 5.0)
+    monkeypatch.setattr("hybridrl.controller.ray.cluster_machine.NODE_LOOK_S", 5.0)
     (silent,) = two_nodes.worker_nodes
     with stopped([silent]), pytest.raises(ConfigError, match="`ray status`") as caught:
         cluster_machine()

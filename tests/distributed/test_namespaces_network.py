@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network.stage import examine
 from tests.namespace_agents import driver, set_environments, stage_of_two, summed
@@ -190,7 +190,7 @@ def test_a_node_to_which_no_rank_comes_is_left_alone(head, hosts):
 
 def test_a_rank_that_cannot_join_is_named(hosts):
     name = hosts[0].name
-    findings = hosts[0].call(summed, LocalAgents(name), env={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    findings = hosts[0].call(summed, LocalProbes(name), env={"GLOO_SOCKET_IFNAME": "nowhere0"})
     found = only(findings, "network.collective", name)
     assert found.verdict is Verdict.fail
     assert "forming the process group" in found.evidence and "nowhere0" in found.evidence
@@ -371,7 +371,7 @@ def test_a_node_that_cannot_reach_the_head_says_why(hosts):
 def test_a_head_that_takes_its_name_for_loopback_is_told(hosts):
     first, second, _ = hosts
     write_hosts(first, f"127.0.1.1 {first.name}\n")
-    code = "import sys; from hybridrl.doctor.joined import *; JoinedAgents(*sys.argv[1:], 2, 1)"
+    code = "import sys; from hybridrl.doctor.joined import *; JoinedProbes(*sys.argv[1:], 2, 1)"
     process = first.start(
         *(sys.executable, "-c", f"{code}.__enter__()", f"{first.name}:19402"),
         stderr=subprocess.PIPE,

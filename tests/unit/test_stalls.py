@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 
 from hybridrl.controller.placement import Slot
-from hybridrl.controller.watch.evidence import Glimpse, Movement, Traces
-from hybridrl.controller.watch.monitor import Stillness
-from hybridrl.controller.watch.stalls import MAX_DESCRIBED, Scene, Sighting, ranks, report
+from hybridrl.controller.watch.process_snapshot import ProcessSnapshot, ProgressCounters, Traces
+from hybridrl.controller.watch.stall_detector import ProgressLog
+from hybridrl.controller.watch.stall_report import (
+    MAX_DESCRIBED,
+    RankReport,
+    StallReport,
+    ranks,
+    report,
+)
 from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import DONE, Position
 
@@ -17,17 +23,17 @@ BUCKET_3 = Position(PHASE, "bucket", 3, 9, steps=5, changes=105)
 BEFORE = Position("actor.update", DONE, 0, 0, steps=30, changes=90)
 
 
-def sighting(rank: int, position: Position | None, state: str = "S") -> Sighting:
+def sighting(rank: int, position: Position | None, state: str = "S") -> RankReport:
     log = Path(f"/run/logs/here_rank{rank}.log")
     host = Host(rank, None, Slot("abcdef0123", "10.0.0.1", rank), 100 + rank, "here", log)
-    return Sighting(host, None if state == "?" else Glimpse(position, state))
+    return RankReport(host, None if state == "?" else ProcessSnapshot(position, state))
 
 
-def scene(*seen: Sighting, finished: int = 0, phase: str = PHASE) -> Scene:
-    return Scene(phase, seen, len(seen) + finished)
+def scene(*seen: RankReport, finished: int = 0, phase: str = PHASE) -> StallReport:
+    return StallReport(phase, seen, len(seen) + finished)
 
 
-def blamed(of: Scene) -> list[int]:
+def blamed(of: StallReport) -> list[int]:
     return [s.host.rank for s in of.suspects()]
 
 
@@ -195,26 +201,26 @@ def test_ranks_are_listed_shortly(numbers, expected):
 
 
 def test_nobody_is_still_while_one_moves():
-    stillness = Stillness()
+    stillness = ProgressLog()
     for second in range(10):
-        stillness.note(0, Movement(5, 0), second)
-        stillness.note(1, Movement(second, 0), second)
+        stillness.note(0, ProgressCounters(5, 0), second)
+        stillness.note(1, ProgressCounters(second, 0), second)
     assert stillness.seconds([0]) == 9
     assert stillness.seconds([0, 1]) == 0
 
 
 def test_a_rank_is_still_since_its_last_move():
-    stillness = Stillness()
+    stillness = ProgressLog()
     for second, movement in enumerate([(1, 0), (1, 0), (2, 0), (2, 1), (2, 1), (2, 1)]):
-        stillness.note(0, Movement(*movement), second)
+        stillness.note(0, ProgressCounters(*movement), second)
     assert stillness.seconds([0]) == 2
 
 
 def test_of_whom_nothing_is_heard_is_not_still():
-    stillness = Stillness()
-    stillness.note(0, Movement(1, 0), 0.0)
-    stillness.note(0, Movement(1, 0), 700.0)
+    stillness = ProgressLog()
+    stillness.note(0, ProgressCounters(1, 0), 0.0)
+    stillness.note(0, ProgressCounters(1, 0), 700.0)
     assert stillness.seconds([0]) == 700.0
     assert stillness.seconds([0, 1]) == 0.0
-    stillness.note(1, Movement(1, 0), 600.0)
+    stillness.note(1, ProgressCounters(1, 0), 600.0)
     assert stillness.seconds([0, 1]) == 0.0

@@ -28,8 +28,8 @@ from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
 from hybridrl.controller.watch.janitor import Janitor
-from hybridrl.controller.watch.ray_watch import out_of_order
-from hybridrl.controller.watch.waiting import give_up_after, wait_for_given_up
+from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
+from hybridrl.controller.watch.waiting import call_with_timeout, join_abandoned_calls
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _leave() -> None:
     Ray ends a process to which a call comes back afterwards, without a word: calls that were given
     up get a moment to come back before.
     """
-    wait_for_given_up(CALLS_LIMIT_S)
+    join_abandoned_calls(CALLS_LIMIT_S)
     ray.shutdown()
 
 
@@ -208,12 +208,12 @@ def _stop(folder: Path) -> None:
     with shielded():
         start = time.perf_counter()
         started = processes.of_ray(MARK, folder)
-        if not out_of_order():
+        if not is_local_ray_broken():
             ray.shutdown()
         else:  # it would wait for what is dead or stopped
             processes.wait_or_kill(started, 0.0)
             try:
-                give_up_after(SHUTDOWN_LIMIT_S, ray.shutdown)
+                call_with_timeout(SHUTDOWN_LIMIT_S, ray.shutdown)
             except TimeoutError:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
             except RayError as error:

@@ -2,7 +2,7 @@
 
 import time
 
-from hybridrl.controller.watch.evidence import is_stopped
+from hybridrl.controller.watch.process_snapshot import is_stopped
 
 
 class WatchClock:

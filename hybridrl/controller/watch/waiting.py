@@ -68,7 +68,7 @@ def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
     return nodes
 
 
-class Onlooker(Protocol):
+class CallMonitor(Protocol):
     """Keeps an eye on ranks while they are waited for."""
 
     def look(self, busy: Sequence[Host]) -> None:
@@ -109,7 +109,7 @@ def wait_for_all(
     refs: Sequence[ObjectRef],
     phase: str,
     timeout_s: float,
-    onlooker: Onlooker,
+    monitor: CallMonitor,
 ) -> list[Any]:
     """Every host's result, in order.
 
@@ -118,7 +118,7 @@ def wait_for_all(
         refs: the call on each.
         phase: for messages, "actor.update".
         timeout_s: seconds until all must have answered; infinite: there is no limit.
-        onlooker: what it raises leaves this.
+        monitor: what it raises leaves this.
 
     Raises:
         ConfigError: a worker found something the user can fix.
@@ -136,13 +136,13 @@ def wait_for_all(
         if not (ready or left):
             break
         if not (ready or failures):
-            onlooker.look(list(waiting.values()))
+            monitor.look(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error, onlooker))
+                failures.append(_failure(host, error, monitor))
                 if not failures[-1].is_echo:
                     _raise(failures[-1], phase)
                 deadline = min(deadline, clock.now() + ROOT_CAUSE_GRACE_S)
@@ -153,11 +153,11 @@ def wait_for_all(
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError, onlooker: Onlooker) -> Failure:
+def _failure(host: Host, error: RayError, monitor: CallMonitor) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
         return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
-    place = onlooker.last_place(host)
+    place = monitor.last_place(host)
     where = f" {place}" if place else ""
     if isinstance(error, ActorDiedError):
         summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
@@ -181,7 +181,7 @@ def _raise(failure: Failure, phase: str) -> None:
     )
 
 
-def give_up_after(timeout_s: float, function: Callable[[], T]) -> T:
+def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
     """What a function returns that may block for ever, as Ray's control calls do.
 
     Without their head node they wait a minute and then end the process.
@@ -201,8 +201,8 @@ def give_up_after(timeout_s: float, function: Callable[[], T]) -> T:
     return ended.result(timeout_s)
 
 
-def wait_for_given_up(timeout_s: float) -> None:
-    """Wait until all that was given up (`give_up_after`) has come to its end, or for a time."""
+def join_abandoned_calls(timeout_s: float) -> None:
+    """Wait until all that was given up (`call_with_timeout`) has come to its end, or for a time."""
     deadline = time.monotonic() + timeout_s
     for thread in threading.enumerate():
         if thread.name == MAY_BLOCK:

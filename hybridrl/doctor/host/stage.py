@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.controller.ray.node_calls import Agents, Answer, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult, call_all
 from hybridrl.doctor.findings import Finding, fail
 from hybridrl.doctor.host.devices import judge_allocator, judge_visible
 from hybridrl.doctor.host.facts import environment, host_facts, keeps_output_back
@@ -54,7 +54,7 @@ def _gpus(case: Case) -> Iterator[Finding]:
         yield from judge_gpus(node, fact, case.config, case.slots[node])
 
 
-def heard(check: str, answers: Mapping[str, Answer]) -> tuple[dict[str, Any], list[Finding]]:
+def heard(check: str, answers: Mapping[str, ProbeResult]) -> tuple[dict[str, Any], list[Finding]]:
     """What nodes answered, and a failure of `check` for each that did not."""
     values = {node: answer.value for node, answer in answers.items() if not answer.error}
     silent = [
@@ -65,7 +65,7 @@ def heard(check: str, answers: Mapping[str, Answer]) -> tuple[dict[str, Any], li
     return values, silent
 
 
-def clock_skews(agents: Agents) -> dict[str, float]:
+def clock_skews(agents: NodeProbes) -> dict[str, float]:
     """Seconds by which each node's clock differs at least from this one's; + is ahead.
 
     A node reads its clock between a call and its return, so it lies between these two times: what

@@ -5,14 +5,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host.stage import heard
 
 REMOVE_S = 30.0
 
 
-def check_run_directory(agents: Agents, folder: str) -> list[Finding]:
+def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
     """inputs.run_directory: each node can write there, and sees what the first one writes."""
     check = "inputs.run_directory"
     planted, found = heard(check, call_all(agents, plant, folder))
@@ -31,7 +31,7 @@ def check_run_directory(agents: Agents, folder: str) -> list[Finding]:
     return found or [ok(check, "all", f"{folder}: writable")]
 
 
-def _shared(agents: Agents, path: str, folder: str) -> list[Finding]:
+def _shared(agents: NodeProbes, path: str, folder: str) -> list[Finding]:
     check, first = "inputs.run_directory", agents.nodes[0]
     seen, found = heard(check, call_all(agents, sees, path))
     for node in (node for node, is_seen in seen.items() if not is_seen):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.choices import Init
-from hybridrl.controller.ray.node_calls import call_all
+from hybridrl.controller.ray.node_probes import call_all
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.host.stage import heard
 from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache, own_cache_facts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.host.stage import heard
 
@@ -61,7 +61,7 @@ class Fabric(NamedTuple):
     closed: str
 
 
-def check(agents: Agents, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
+def check(agents: NodeProbes, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
     """Look at every node's ports."""
     fabrics, findings = heard(CHECK, call_all(agents, look, root, devices))
     return findings + (judge(fabrics) if fabrics else [])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, warn
 from hybridrl.doctor.host.stage import heard
@@ -40,7 +40,7 @@ class Attempt(NamedTuple):
     problem: str
 
 
-def check(agents: Agents, views: Mapping[str, NodeView]) -> list[Finding]:
+def check(agents: NodeProbes, views: Mapping[str, NodeView]) -> list[Finding]:
     """Connect all nodes to the interfaces that are taken, where those have addresses of their own.
 
     Those with the address by which Ray knows the node are left to network.ports.
@@ -89,7 +89,7 @@ def _hosts(views: Mapping[str, NodeView]) -> int:
 
 
 def _connect(
-    agents: Agents, nodes: Sequence[str], choices: Sequence[Choice]
+    agents: NodeProbes, nodes: Sequence[str], choices: Sequence[Choice]
 ) -> tuple[list[Attempt], list[Finding]]:
     """Try every choice from all other nodes, at the same time."""
     by_node: dict[str, list[Choice]] = defaultdict(list)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.ray.node_calls import collect, in_thread
+from hybridrl.controller.ray.node_probes import collect, in_thread
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Seconds for a name server, where /etc/hosts does not know a name; the own one is for a remark.

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents, Answer
+from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.host.stage import heard
 from hybridrl.doctor.network.ray import running_services
@@ -26,7 +26,7 @@ class Attempt(NamedTuple):
 
 
 def check(
-    agents: Agents,
+    agents: NodeProbes,
     opened: Mapping[str, Opened],
     addresses: Mapping[str, str],
     meeting: Mapping[str, str],
@@ -58,7 +58,7 @@ def check(
     return findings + judge(attempts, opened, addresses) + judge_taken(opened)
 
 
-def reach_all(agents: Agents, targets: Mapping[str, list[Target]]) -> dict[str, Answer]:
+def reach_all(agents: NodeProbes, targets: Mapping[str, list[Target]]) -> dict[str, ProbeResult]:
     """What went wrong with the connections of each node, made at the same time (`reach`)."""
     within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
     arguments = {node: (those, within_s) for node, those in targets.items()}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from hybridrl.config.choices import Accelerator, NVLinkMulticast
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
 from hybridrl.doctor import spare
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
@@ -60,7 +60,7 @@ def nobody(findings: Sequence[Finding]) -> frozenset[str]:
 
 
 def examine(
-    agents: Agents,
+    agents: NodeProbes,
     rendezvous_ports: Sequence[int],
     *,
     on_gpu: bool,
@@ -112,7 +112,7 @@ def _without(
 
 
 def _on_sockets(
-    agents: Agents,
+    agents: NodeProbes,
     rendezvous_ports: Sequence[int],
     addresses: Mapping[str, str],
     master: str,
@@ -155,7 +155,7 @@ def _on_sockets(
 
 @contextmanager
 def _opened(
-    agents: Agents, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
+    agents: NodeProbes, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
 ) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
     """Every node listening for the time of the block."""
     services = service_ports(addresses)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hybridrl.config.checks.installation import ray_advice, ray_problem
+from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply
 from hybridrl.controller.ray.head import Connection
-from hybridrl.controller.ray.probe import ClusterView, Reply
 from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 from hybridrl.doctor.network.nodes import is_loopback
 from hybridrl.doctor.ray.facts import RayFacts
@@ -85,12 +85,12 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
 
 def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     """ray.port, ray.token and ray.nodes: what the head said."""
-    if view.reply is Reply.other_token:
+    if view.reply is HeadReply.other_token:
         what = f"the cluster at {address} refuses this node: {view.detail}"
         token = fail("ray.token", "all", what, _token_advice())
         port = ok("ray.port", "all", f"Ray answers at {address}")
         return [port, token, *skip_all(("ray.nodes",), "the head refuses the token")]
-    if view.reply is Reply.none:
+    if view.reply is HeadReply.none:
         what = f"{address} speaks gRPC, but not as Ray's head: {view.detail}"
         advice = f"See `ray status --address={address}`; restart the head: {START}."
         port_number = address.rpartition(":")[2]

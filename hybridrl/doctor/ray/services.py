@@ -1,9 +1,9 @@
 """The stage of Ray: whether its head can be reached, is Ray, and takes this run's token."""
 
 from hybridrl.config.checks.installation import ray_problem, ray_version
+from hybridrl.controller.ray.cluster_view import ClusterView, ask, joined_view
 from hybridrl.controller.ray.head import head_place, ray_address
-from hybridrl.controller.ray.node_calls import Agents, call_all
-from hybridrl.controller.ray.probe import ClusterView, ask, joined_view
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.findings import Finding, fail, ok
 from hybridrl.doctor.host.stage import heard
 from hybridrl.doctor.ray.facts import ray_facts
@@ -27,7 +27,7 @@ def check(case: Case) -> list[Finding]:
     return examine(case.agents, case.config.cluster.nodes)
 
 
-def examine(agents: Agents, wanted: int) -> list[Finding]:
+def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
     """As `check`.
 
     Args:
@@ -64,7 +64,7 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
     return findings + judge_view(view, address, wanted)
 
 
-def _without_address(agents: Agents, wanted: int) -> list[Finding]:
+def _without_address(agents: NodeProbes, wanted: int) -> list[Finding]:
     """Ray is not up yet, or the run starts its own."""
     checks = ("ray.reachable", "ray.loopback", "ray.port")
     seen = len(agents.nodes)

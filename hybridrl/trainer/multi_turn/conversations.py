@@ -21,8 +21,8 @@ from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, Rol
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.data.turns import TurnTokens
-from hybridrl.environments.base import Turn
-from hybridrl.environments.pool import Reply
+from hybridrl.environments.base import StepRequest
+from hybridrl.environments.pool import EnvironmentReply
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.conversation_failures import Failures
 
@@ -30,11 +30,11 @@ from hybridrl.trainer.multi_turn.conversation_failures import Failures
 class Environments(Protocol):
     """The environments of many conversations (environments/pool.py)."""
 
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
+    def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
         """A new environment for each example, and the text it begins with."""
         ...
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
+    def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
         """The answers to turns of as many conversations, in order."""
         ...
 
@@ -199,7 +199,7 @@ class Conversations:
             conversation.sampled(tokens, log_probs)
         texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
-        turns = [Turn(conversations[i].state, texts[i]) for i in asked]
+        turns = [StepRequest(conversations[i].state, texts[i]) for i in asked]
         start = time.perf_counter()
         replies = dict(zip(asked, self._environments.step(turns), strict=True))
         self._seconds += time.perf_counter() - start
@@ -215,7 +215,7 @@ class Conversations:
             [replies[i].result.text for i in going_on],
         )
 
-    def _goes_on(self, conversation: _Conversation, reply: Reply, cut: bool) -> bool:
+    def _goes_on(self, conversation: _Conversation, reply: EnvironmentReply, cut: bool) -> bool:
         """Take in what a turn earned; whether there may be another."""
         conversation.state = reply.state
         conversation.failure, conversation.reason = reply.failure, reply.reason

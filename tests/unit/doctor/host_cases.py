@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.host.cgroup import CgroupFacts
 from hybridrl.doctor.host.facts import HostFacts, Limits, Room, Temporary
@@ -35,7 +35,7 @@ def case(*overrides: str, quick: bool = False, agents: Any = None, config: Any =
         shape=model_shape(TINY),
         reward_shape=None,
         overrides=overrides,
-        agents=agents or LocalAgents("here"),
+        agents=agents or LocalProbes("here"),
         quick=quick,
     )
 

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_calls import call_all
-from hybridrl.doctor.joined import JoinedAgents, listens_here, serve
+from hybridrl.controller.ray.node_probes import call_all
+from hybridrl.doctor.joined import JoinedProbes, listens_here, serve
 from hybridrl.doctor.joined_wire import parse_place
 
 SERVE = "import sys; from hybridrl.doctor.joined import serve; serve(sys.argv[1], 20)"
@@ -57,7 +57,7 @@ def cluster():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     with serving(address, 2) as nodes:
-        with JoinedAgents(address, 3, timeout_s=20) as agents:
+        with JoinedProbes(address, 3, timeout_s=20) as agents:
             yield agents
         assert [node.wait(10) for node in nodes] == [0, 0]
 
@@ -104,7 +104,7 @@ def test_what_cannot_travel_is_an_answer(cluster):
 
 
 def test_a_node_that_dies_is_an_answer(address):
-    with serving(address, 1) as (node,), JoinedAgents(address, 2, timeout_s=20) as agents:
+    with serving(address, 1) as (node,), JoinedProbes(address, 2, timeout_s=20) as agents:
         other = agents.nodes[1]
         assert agents.call_each(os.getpid, {other: ()}, 5.0)[other].value == node.pid
         node.kill()
@@ -114,7 +114,7 @@ def test_a_node_that_dies_is_an_answer(address):
 
 def test_who_called_in_is_named_when_one_is_missing(address):
     with serving(address, 1), pytest.raises(ConfigError) as raised:
-        JoinedAgents(address, 3, timeout_s=1).__enter__()
+        JoinedProbes(address, 3, timeout_s=1).__enter__()
     (text,) = raised.value.problems
     assert text.startswith("2 of 3 nodes called in within 1 s: 127.0.0.1")
     assert f"--join {address} --nodes 3" in text
@@ -123,14 +123,14 @@ def test_who_called_in_is_named_when_one_is_missing(address):
 def test_another_key_is_refused_on_both_sides(address):
     with serving(address, 1, HYBRIDRL_DOCTOR_KEY="other") as (node,):
         with pytest.raises(ConfigError, match=r"127.0.0.1 has another key \(set HYBRIDRL_DOCTOR_K"):
-            JoinedAgents(address, 2, timeout_s=1).__enter__()
+            JoinedProbes(address, 2, timeout_s=1).__enter__()
         assert node.wait(10) != 0
         assert "Set HYBRIDRL_DOCTOR_KEY to the same word on all nodes" in node.stderr.read()
 
 
 def test_rays_token_is_the_key_where_there_is_one(address, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
-    with serving(address, 1), JoinedAgents(address, 2, timeout_s=20) as agents:
+    with serving(address, 1), JoinedProbes(address, 2, timeout_s=20) as agents:
         assert len(call_all(agents, os.getpid)) == 2
 
 
@@ -146,13 +146,13 @@ def test_off_loopback_neither_side_speaks_without_a_key(monkeypatch):
         if keyed:
             monkeypatch.setenv("HYBRIDRL_DOCTOR_KEY", "a" * 64)
         with pytest.raises(ConfigError, match=head):
-            JoinedAgents(address, 2, timeout_s=0.5).__enter__()
+            JoinedProbes(address, 2, timeout_s=0.5).__enter__()
         with pytest.raises(ConfigError, match=node):
             serve(address, timeout_s=0.5)
 
 
 def test_a_silent_caller_holds_up_nobody(address):
-    agents = JoinedAgents(address, 2, timeout_s=20)
+    agents = JoinedProbes(address, 2, timeout_s=20)
     with ExitStack() as stack:
         entering = stack.enter_context(ThreadPoolExecutor(1)).submit(agents.__enter__)
         stack.enter_context(connected(address))
@@ -197,7 +197,7 @@ def test_somebody_else_at_the_heads_port_is_named():
         with pytest.raises(ConfigError, match="not a doctor that waits for nodes"):
             serve(address, 0.5)
         with pytest.raises(ConfigError, match="cannot listen there: Address already in use"):
-            JoinedAgents(address, 2, 1.0).__enter__()
+            JoinedProbes(address, 2, 1.0).__enter__()
 
 
 def test_only_the_node_with_the_heads_address_listens():

@@ -22,10 +22,10 @@ NODE = "import hybridrl.doctor.main as m, sys; m.serve(sys.argv[1], 30)"
 HEAD = """
 import sys
 import hybridrl.doctor.main
-from hybridrl.doctor.joined import JoinedAgents
+from hybridrl.doctor.joined import JoinedProbes
 from hybridrl.doctor.ray.services import examine
 
-with JoinedAgents(sys.argv[1], 2, 30) as agents:
+with JoinedProbes(sys.argv[1], 2, 30) as agents:
     for finding in examine(agents, 2):
         print(finding.check, finding.verdict.value, finding.evidence)
 """

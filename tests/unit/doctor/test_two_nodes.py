@@ -11,7 +11,7 @@ from host_cases import HUB_MODEL, assert_finds, case, cgroup, hub_cache, of, req
 from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import call_all
+from hybridrl.controller.ray.node_probes import call_all
 from hybridrl.doctor import memory
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
@@ -20,7 +20,7 @@ from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.inputs.facts import model_facts
 from hybridrl.doctor.inputs.files import judge_model
 from hybridrl.doctor.inputs.run_directory import check_run_directory
-from hybridrl.doctor.joined import JoinedAgents
+from hybridrl.doctor.joined import JoinedProbes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
 
@@ -57,7 +57,7 @@ def nodes(tmp_path_factory, home):
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NCCL_ALGO", "Ring")
-                with JoinedAgents(address, 2, timeout_s=30) as agents:
+                with JoinedProbes(address, 2, timeout_s=30) as agents:
                     yield agents
             assert node.wait(10) == 0
         finally:

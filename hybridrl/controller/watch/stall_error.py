@@ -8,17 +8,19 @@ import ray
 from ray.exceptions import RayError
 
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.nodes import Nodes
+from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.ray.compat import actor_state
-from hybridrl.controller.watch.evidence import glimpses, traces
-from hybridrl.controller.watch.stalls import Scene, Sighting, report
-from hybridrl.controller.watch.waiting import Host, by_node, give_up_after, log_tail
+from hybridrl.controller.watch.process_snapshot import process_snapshots, traces
+from hybridrl.controller.watch.stall_report import RankReport, StallReport, report
+from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, log_tail
 
 RAY_TIMEOUT_S = 2.0
 
 
-def look_at(nodes: Nodes, phase: str, late: Sequence[Host], num_ranks: int) -> Scene:
+def collect_report(
+    nodes: NodeTasks, phase: str, late: Sequence[Host], num_ranks: int
+) -> StallReport:
     """Who is where, without disturbing anybody.
 
     Args:
@@ -30,25 +32,25 @@ def look_at(nodes: Nodes, phase: str, late: Sequence[Host], num_ranks: int) -> S
     late = [host if host.pid else _as_ray_knows(host) for host in late]
     members = by_node([host for host in late if host.pid])
     arguments = {node: ([host.pid for host in hosts],) for node, hosts in members.items()}
-    found = nodes.run_each(glimpses, arguments)
+    found = nodes.run_each(process_snapshots, arguments)
     seen = {
         host: glimpse
         for node, node_glimpses in found.items()
         for host, glimpse in zip(members[node], node_glimpses, strict=True)
     }
-    return Scene(phase, [Sighting(host, seen.get(host)) for host in late], num_ranks)
+    return StallReport(phase, [RankReport(host, seen.get(host)) for host in late], num_ranks)
 
 
-def overdue_error(
-    nodes: Nodes, late: Sequence[Host], num_ranks: int, phase: str, finding: str, advice: str
+def stall_error(
+    nodes: NodeTasks, late: Sequence[Host], num_ranks: int, phase: str, finding: str, advice: str
 ) -> WorkerError:
     """The error of a call that does not end, with stacks and flight recorders written.
 
     Args:
-        nodes, late, num_ranks, phase: as in `look_at`.
+        nodes, late, num_ranks, phase: as in `collect_report`.
         finding, advice: as in `report`.
     """
-    scene = _with_traces(nodes, look_at(nodes, phase, late, num_ranks))
+    scene = _with_traces(nodes, collect_report(nodes, phase, late, num_ranks))
     ordered = [sighting.host for sighting in scene.in_order()]
     text = f"{report(scene, finding, advice)}\n{log_tail(ordered[0])}".rstrip()
     return WorkerError([host.rank for host in ordered], phase, text)
@@ -57,7 +59,7 @@ def overdue_error(
 def _as_ray_knows(host: Host) -> Host:
     """A process that has not yet said where it is; without a pid if Ray has not started it."""
     try:
-        entry = give_up_after(RAY_TIMEOUT_S, partial(actor_state, host.handle))
+        entry = call_with_timeout(RAY_TIMEOUT_S, partial(actor_state, host.handle))
     except (TimeoutError, RayError):
         return host
     address = entry.get("Address", {})
@@ -74,7 +76,7 @@ def _as_ray_knows(host: Host) -> Host:
     )
 
 
-def _with_traces(nodes: Nodes, scene: Scene) -> Scene:
+def _with_traces(nodes: NodeTasks, scene: StallReport) -> StallReport:
     members = by_node([sighting.host for sighting in scene.seen if sighting.host.pid])
     arguments = {
         node: ([h.pid for h in hosts], [h.rank for h in hosts], [h.log_file for h in hosts])

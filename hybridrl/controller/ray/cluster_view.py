@@ -1,7 +1,7 @@
 """What the head of a Ray cluster says of itself, without joining the cluster.
 
 Ray ends the process that asks where a token is missing, and waits long for one that is no Ray;
-hence a process of its own: python -m hybridrl.controller.ray.probe HOST:PORT
+hence a process of its own: python -m hybridrl.controller.ray.cluster_view HOST:PORT
 """
 
 import json
@@ -13,7 +13,7 @@ from enum import Enum
 METADATA_S = 5
 
 
-class Reply(Enum):
+class HeadReply(Enum):
     """How the head replied."""
 
     cluster = "cluster"
@@ -52,7 +52,7 @@ class ClusterView:
         nodes: all that the cluster has or had.
     """
 
-    reply: Reply
+    reply: HeadReply
     detail: str = ""
     ray_version: str = ""
     python_version: str = ""
@@ -61,21 +61,21 @@ class ClusterView:
 
 def ask(address: str, timeout_s: float) -> ClusterView:
     """Ask the head at HOST:PORT; whatever goes wrong is in the reply."""
-    command = [sys.executable, "-m", "hybridrl.controller.ray.probe", address]
+    command = [sys.executable, "-m", "hybridrl.controller.ray.cluster_view", address]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return ClusterView(Reply.none, f"no answer within {timeout_s:g} s")
+        return ClusterView(HeadReply.none, f"no answer within {timeout_s:g} s")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "Check failed" in line]
         what = lines[0].partition("Check failed: ")[2] if lines else done.stderr[-300:]
         token = "token" in what.lower()
-        return ClusterView(Reply.other_token if token else Reply.none, what)
+        return ClusterView(HeadReply.other_token if token else HeadReply.none, what)
     answer = json.loads(done.stdout.splitlines()[-1])
     nodes = tuple(NodeState(**node) for node in answer.pop("nodes"))
-    return ClusterView(**answer | {"reply": Reply(answer["reply"]), "nodes": nodes})
+    return ClusterView(**answer | {"reply": HeadReply(answer["reply"]), "nodes": nodes})
 
 
 def joined_view() -> ClusterView | None:
@@ -98,7 +98,7 @@ def joined_view() -> ClusterView | None:
         for node in ray.nodes()
     )
     # Ray refuses to join a cluster of another version, of itself or of Python.
-    return ClusterView(Reply.cluster, "", ray.__version__, sys.version.split()[0], nodes)
+    return ClusterView(HeadReply.cluster, "", ray.__version__, sys.version.split()[0], nodes)
 
 
 def main() -> None:
@@ -119,9 +119,9 @@ def _ask(address: str) -> ClusterView:
         )
         found = client.get_all_node_info(timeout=METADATA_S).values()
     except AuthenticationError as error:
-        return ClusterView(Reply.other_token, str(error).partition(". ")[0])
+        return ClusterView(HeadReply.other_token, str(error).partition(". ")[0])
     except RayError as error:
-        return ClusterView(Reply.none, str(error))
+        return ClusterView(HeadReply.none, str(error))
     versions = json.loads(metadata or b"{}")
     nodes = tuple(
         NodeState(
@@ -135,7 +135,7 @@ def _ask(address: str) -> ClusterView:
         for node in found
     )
     return ClusterView(
-        Reply.cluster,
+        HeadReply.cluster,
         "",
         versions.get("ray_version", ""),
         versions.get("python_version", ""),

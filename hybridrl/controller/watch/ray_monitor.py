@@ -20,8 +20,8 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.compat import local_folder, local_processes
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
-from hybridrl.controller.watch.evidence import GONE, is_stopped, state_of
 from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
+from hybridrl.controller.watch.process_snapshot import GONE, is_stopped, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,20 @@ DYING_S = 0.3
 SETTLED_S = 2.5
 
 
-def out_of_order() -> bool:
+def is_local_ray_broken() -> bool:
     """Whether the Ray that was started here has lost a process, or one of them is stopped."""
     pids = local_processes().values()
     return any(state_of(pid) in GONE or is_stopped(pid) for pid in pids)
 
 
-def note_shared_memory(paths: Sequence[str]) -> None:
+def register_shared_memory(paths: Sequence[str]) -> None:
     """Have files removed with the folder of the Ray that was started here, whoever ends it."""
     if local_processes():
         with (local_folder().parent / SHARED_MEMORY_LIST).open("a") as file:
             file.writelines(f"{path}\n" for path in paths)
 
 
-class RayWatch:
+class RayMonitor:
     """Watches the Ray that this process uses, from a thread of its own.
 
     Args:
@@ -87,7 +87,7 @@ class RayWatch:
         deadline = time.monotonic() + SETTLED_S
         if self._pids:
             time.sleep(DYING_S)
-        while not self._finding and time.monotonic() < deadline and out_of_order():
+        while not self._finding and time.monotonic() < deadline and is_local_ray_broken():
             self.check(phase)
             time.sleep(DYING_S)
         self.check(phase)

@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.controller.watch.waiting import give_up_after
+from hybridrl.controller.watch.waiting import call_with_timeout
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ NODE_TIMEOUT_S = 9.0
 SUBMIT_TIMEOUT_S = 5.0
 
 
-class Nodes:
+class NodeTasks:
     """The nodes of the cluster that this process has joined.
 
     Attributes:
@@ -54,7 +54,7 @@ class Nodes:
         )
         if self.take_tasks:
             with suppress(TimeoutError):
-                return give_up_after(SUBMIT_TIMEOUT_S, partial(task.remote, *arguments))
+                return call_with_timeout(SUBMIT_TIMEOUT_S, partial(task.remote, *arguments))
             self.take_tasks = False
         raise GetTimeoutError(f"Ray took no task within {SUBMIT_TIMEOUT_S:g} s")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.processes import STACK_SIGNAL
-from hybridrl.controller.watch.recorder import RECORDER_SIGNAL, records
+from hybridrl.controller.watch.flight_recorder import RECORDER_SIGNAL, records
 from hybridrl.distributed.position import Position, open_position
 
 # Seconds that processes get to write their stacks, at least and at most.
@@ -30,7 +30,7 @@ GONE = ("", "X", "Z")
 _THREAD = re.compile(r'hread 0x.*\n  File "(.*)", line (\d+) in (.*)')
 
 
-class Glimpse(NamedTuple):
+class ProcessSnapshot(NamedTuple):
     """A process from outside.
 
     Attributes:
@@ -59,7 +59,7 @@ class Traces(NamedTuple):
     passed: int = -1
 
 
-class Movement(NamedTuple):
+class ProgressCounters(NamedTuple):
     """Numbers that change while a process gets further.
 
     Attributes:
@@ -72,23 +72,23 @@ class Movement(NamedTuple):
     traffic: int
 
 
-def glimpses(pids: Sequence[int]) -> list[Glimpse]:
+def process_snapshots(pids: Sequence[int]) -> list[ProcessSnapshot]:
     """Where processes are, and in which state."""
-    return [Glimpse(_position(pid), state_of(pid)) for pid in pids]
+    return [ProcessSnapshot(_position(pid), state_of(pid)) for pid in pids]
 
 
-def movements(pids: Sequence[int]) -> list[Movement | None]:
+def progress_counters(pids: Sequence[int]) -> list[ProgressCounters | None]:
     """How far processes are; None of one that publishes nothing."""
-    found: list[Movement | None] = []
+    found: list[ProgressCounters | None] = []
     for pid in pids:
         position = _position(pid)
         found.append(position and movement(pid, position))
     return found
 
 
-def movement(pid: int, position: Position) -> Movement:
+def movement(pid: int, position: Position) -> ProgressCounters:
     """How far a process is, given its position."""
-    return Movement(position.changes, _traffic_bytes(pid) // TRAFFIC_STEP_BYTES)
+    return ProgressCounters(position.changes, _traffic_bytes(pid) // TRAFFIC_STEP_BYTES)
 
 
 def state_of(pid: int) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.watch.evidence import GONE, STOPPED, Glimpse, Traces
-from hybridrl.controller.watch.recorder import NCCL_PREFIX
+from hybridrl.controller.watch.flight_recorder import NCCL_PREFIX
+from hybridrl.controller.watch.process_snapshot import GONE, STOPPED, ProcessSnapshot, Traces
 from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import Position
 
@@ -19,7 +19,7 @@ FIRST_PHASE = "start: info"
 NOT_BEGUN = (-1, 0)
 
 
-class Sighting(NamedTuple):
+class RankReport(NamedTuple):
     """What was seen of a rank that has not answered.
 
     Attributes:
@@ -29,7 +29,7 @@ class Sighting(NamedTuple):
     """
 
     host: Host
-    glimpse: Glimpse | None
+    glimpse: ProcessSnapshot | None
     traces: Traces = Traces("", [])
 
     @property
@@ -46,7 +46,7 @@ class Sighting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scene:
+class StallReport:
     """A call that not all ranks have answered.
 
     Attributes:
@@ -56,10 +56,10 @@ class Scene:
     """
 
     phase: str
-    seen: Sequence[Sighting]
+    seen: Sequence[RankReport]
     num_ranks: int
 
-    def progress(self, sighting: Sighting) -> tuple[int, int] | None:
+    def progress(self, sighting: RankReport) -> tuple[int, int] | None:
         """How far a rank is in the call, in order; None where that is not known."""
         position, phases = sighting.position, self.phase.split(", ")
         if position is None:
@@ -68,7 +68,7 @@ class Scene:
             return NOT_BEGUN
         return phases.index(position.phase), position.steps
 
-    def suspects(self) -> list[Sighting]:
+    def suspects(self) -> list[RankReport]:
         """The ranks for which the others wait; none where they are all alike.
 
         Processes that cannot run come first: stopped or gone. Else those that are behind; else
@@ -87,14 +87,14 @@ class Scene:
         in_kernel = [s for s in self.seen if s.state == IN_KERNEL]
         return in_kernel if len(in_kernel) < len(self.seen) else []
 
-    def in_order(self) -> list[Sighting]:
+    def in_order(self) -> list[RankReport]:
         """Suspects first, then the others by rank."""
         suspects = self.suspects()
         return suspects + [s for s in self.seen if s not in suspects]
 
     def who_is_where(self) -> str:
         """All ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in bucket 18"."""
-        groups: dict[str, list[Sighting]] = {}
+        groups: dict[str, list[RankReport]] = {}
         for sighting in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
             groups.setdefault(self.place(sighting.position), []).append(sighting)
         texts = []
@@ -115,7 +115,7 @@ class Scene:
             return position.within()
         return f"in {position.phase}, {position.within()}"
 
-    def describe(self, sighting: Sighting) -> str:
+    def describe(self, sighting: RankReport) -> str:
         """One rank: node and process, place, state, innermost line, log file."""
         parts = [self.place(sighting.position), _STATES.get(sighting.state, "")]
         if sighting.state in STOPPED:
@@ -141,7 +141,7 @@ _STATES = {
 }
 
 
-def report(scene: Scene, finding: str, advice: str) -> str:
+def report(scene: StallReport, finding: str, advice: str) -> str:
     """The whole story of a call that does not end.
 
     Args:

@@ -8,12 +8,12 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from hybridrl.controller.nodes import Nodes
+from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
-from hybridrl.controller.watch.evidence import Movement, movement, movements
-from hybridrl.controller.watch.overdue import look_at
-from hybridrl.controller.watch.ray_watch import RayWatch
-from hybridrl.controller.watch.stalls import Scene, report
+from hybridrl.controller.watch.process_snapshot import ProgressCounters, movement, progress_counters
+from hybridrl.controller.watch.ray_monitor import RayMonitor
+from hybridrl.controller.watch.stall_error import collect_report
+from hybridrl.controller.watch.stall_report import StallReport, report
 from hybridrl.controller.watch.waiting import Host, by_node
 from hybridrl.distributed.position import PositionReader
 
@@ -39,14 +39,14 @@ class Stalled(Exception):
         self.what = what
 
 
-class Stillness:
+class ProgressLog:
     """Since when each rank has been in one place. One of which nothing is heard is not still."""
 
     def __init__(self) -> None:
         # Rank -> how far it is, when that was seen first, and when last.
-        self._seen: dict[int, tuple[Movement, float, float]] = {}
+        self._seen: dict[int, tuple[ProgressCounters, float, float]] = {}
 
-    def note(self, rank: int, movement: Movement, now: float) -> None:
+    def note(self, rank: int, movement: ProgressCounters, now: float) -> None:
         """Add what was seen of a rank at a time in seconds."""
         known = self._seen.get(rank)
         since = known[1] if known is not None and known[0] == movement else now
@@ -63,7 +63,7 @@ class Stillness:
         return last - since
 
 
-class Watch:
+class StallDetector:
     """Watches the ranks of a pool for the time of one call.
 
     Args:
@@ -72,7 +72,7 @@ class Watch:
         phase: the call, for the warning that is logged when half of the time has passed.
         num_ranks: all that were called.
         limit_s: seconds without movement that end the run; 0: none do.
-        ray_watch: whether Ray is there.
+        ray_monitor: whether Ray is there.
         tells_movement: whether ranks tell how far they are in the call. Of one in which they do
             not, it is known which of this node's are stopped by a signal.
     """
@@ -80,11 +80,11 @@ class Watch:
     def __init__(
         self,
         readers: Mapping[int, PositionReader],
-        nodes: Nodes,
+        nodes: NodeTasks,
         phase: str,
         num_ranks: int,
         limit_s: float,
-        ray_watch: RayWatch,
+        ray_monitor: RayMonitor,
         *,
         tells_movement: bool,
     ) -> None:
@@ -93,9 +93,9 @@ class Watch:
         self._phase = phase
         self._num_ranks = num_ranks
         self._limit_s = limit_s
-        self._ray_watch = ray_watch
+        self._ray_monitor = ray_monitor
         self._has_warned = False
-        self._stillness = Stillness()
+        self._stillness = ProgressLog()
         self._tells_movement = tells_movement
         self._stopped = StoppedTimes()
         self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
@@ -110,7 +110,7 @@ class Watch:
             Stalled: none of them has, for too long.
             WorkerError: Ray is gone.
         """
-        self._ray_watch.check(self._phase)
+        self._ray_monitor.check(self._phase)
         if not self._limit_s:
             return
         if self._tells_movement:
@@ -123,7 +123,7 @@ class Watch:
         if host.rank not in self._readers:
             return ""
         position = self._readers[host.rank].read()
-        return Scene(self._phase, [], self._num_ranks).place(position)
+        return StallReport(self._phase, [], self._num_ranks).place(position)
 
     def _look_for_stopped(self, busy: Sequence[Host]) -> None:
         now = self._clock.now()
@@ -150,7 +150,7 @@ class Watch:
             self._warn(busy, still_s)
 
     def _warn(self, busy: Sequence[Host], still_s: float) -> None:
-        scene = look_at(self._nodes, self._phase, busy, self._num_ranks)
+        scene = collect_report(self._nodes, self._phase, busy, self._num_ranks)
         finding = f"nobody has got further in {self._phase} for {still_s:.0f} s"
         advice = f"The run ends when it has lasted for {self._limit_s:g} s."
         logger.warning("%s", report(scene, finding, advice))
@@ -159,10 +159,10 @@ class Watch:
         """Have other nodes say where their ranks are now: what they have said is seconds old."""
         elsewhere = by_node([host for host in busy if host.rank not in self._readers])
         pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in elsewhere.items()}
-        for node_id, found in self._nodes.run_each(movements, pids).items():
+        for node_id, found in self._nodes.run_each(progress_counters, pids).items():
             self._note(elsewhere[node_id], found)
 
-    def _note(self, hosts: Sequence[Host], found: Sequence[Movement | None]) -> None:
+    def _note(self, hosts: Sequence[Host], found: Sequence[ProgressCounters | None]) -> None:
         for host, moved in zip(hosts, found, strict=True):
             if moved is not None:
                 self._stillness.note(host.rank, moved, self._clock.now())
@@ -179,5 +179,5 @@ class Watch:
         self._asked_at = now
         for node_id, hosts in by_node(busy).items():
             with suppress(RayError):  # of a cluster whose head is gone, which another look tells
-                ref = self._nodes.submit(node_id, movements, [host.pid for host in hosts])
+                ref = self._nodes.submit(node_id, progress_counters, [host.pid for host in hosts])
                 self._asked[ref] = hosts
