@@ -27,9 +27,9 @@ from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
+from hybridrl.controller.background import import_all, import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.errors import errors_as_text
-from hybridrl.controller.importing import import_all, import_in_thread
 from hybridrl.controller.output import guard_logging, keep_earlier, redirect_output
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
@@ -139,7 +139,7 @@ class WorkerHost:
         modules: list[str] = []
         for config in configs:
             modules += import_class(config.worker).modules_ahead(config, device_type)
-        self._importing = import_in_thread(modules)
+        self._importing = import_in_background(modules)
 
     @_step("open_rendezvous")
     def open_rendezvous(

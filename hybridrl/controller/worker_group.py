@@ -11,9 +11,9 @@ from typing import Any
 from hybridrl.config.checks.sizes import slots_on_nodes
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
+from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
-from hybridrl.controller.importing import import_in_thread
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.data.shardable import Shardable
@@ -288,7 +288,7 @@ def start_roles(
         log_folder=run_dir / "logs",
     )
     # Calls look at the roles' classes, whose imports would hold up the processes.
-    imported = import_in_thread(modules)
+    imported = import_in_background(modules)
     with ExitStack() as undo:
         pool = Pool(pool_config)
         undo.callback(pool.close)

@@ -14,11 +14,11 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
+
+from hybridrl.controller.background import run_in_background
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,14 @@ def failed(error: BaseException) -> ProbeResult:
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeResult]":
     """The answer of a function that runs in a thread, which no end of a program waits for."""
-    future: Future[ProbeResult] = Future()
 
-    def run() -> None:
+    def run() -> ProbeResult:
         try:
-            future.set_result(ProbeResult(function(*arguments)))
+            return ProbeResult(function(*arguments))
         except Exception as error:  # as in run_packed
-            future.set_result(failed(error))
+            return failed(error)
 
-    Thread(target=run, name="doctor", daemon=True).start()
-    return future
+    return run_in_background(run, name="doctor")
 
 
 def collect(
@@ -133,7 +131,7 @@ def collect(
     for node, future in futures.items():
         try:
             answers[node] = future.result(max(0.0, deadline - monotonic()))
-        except FutureTimeoutError:
+        except TimeoutError:
             answers[node] = late(timeout_s)
     return answers
 

@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.background import run_in_background
 from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.watch.clock import WatchClock
@@ -189,16 +189,7 @@ def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it has not returned in time. What it raises itself leaves this too.
     """
-    ended: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(function())
-        except BaseException as error:  # is raised where it is waited for
-            ended.set_exception(error)
-
-    threading.Thread(target=run, name=MAY_BLOCK, daemon=True).start()
-    return ended.result(timeout_s)
+    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
 
 
 def join_abandoned_calls(timeout_s: float) -> None:
