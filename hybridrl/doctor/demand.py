@@ -25,7 +25,7 @@ def rooms(agents: NodeProbes, config: RunConfig) -> dict[str, int]:
         from hybridrl.controller.ray.ray_probes import RayProbes
 
         if isinstance(agents, RayProbes):
-            return agents.rooms(wanted, on_gpu=on_gpu)
+            return agents.ranks_that_fit(wanted, on_gpu=on_gpu)
     if not on_gpu or len(set(wanted)) == 1:
         return dict.fromkeys(agents.nodes, max(wanted))
     answers = call_all(agents, local_machine, timeout_s=LOOK_S)

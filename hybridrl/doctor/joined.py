@@ -119,7 +119,7 @@ class JoinedProbes:
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
-        """As `NodeProbes.call_each`; a function that is late goes on in its node."""
+        """Implement `NodeProbes.call_each`; after a timeout, a function continues in its node."""
         futures = {}
         for node, values in arguments.items():
             if node in self._peers:

@@ -222,12 +222,12 @@ def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
 class WithRankOneElsewhere(Pool):
     """Rank 1 is told of a store of this process in place of rank 0's."""
 
-    def _starting(self, hosts, method, arguments):
+    def _start_step(self, hosts, method, arguments):
         if method == "join_rendezvous":
             self.store, elsewhere = open_store("127.0.0.3", [0], 2, 60.0)
             first, (_, *rest) = arguments
             arguments = [first, (elsewhere, *rest)]
-        return super()._starting(hosts, method, arguments)
+        return super()._start_step(hosts, method, arguments)
 
 
 def test_a_rank_that_joined_another_rendezvous_is_named(runtime, tmp_path):

@@ -25,7 +25,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.output import keep_earlier
+from hybridrl.controller.output import rotate_log
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
@@ -328,7 +328,7 @@ def test_an_error_after_sigterm_leaves_as_the_signal():
 def test_logs_of_earlier_starts_are_kept_under_numbers(tmp_path):
     log = tmp_path / "node.b_rank0.log"
     for text in ("first", "second", "third"):
-        keep_earlier(log)
+        rotate_log(log)
         log.write_text(text)
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {

@@ -157,11 +157,11 @@ class WithoutRankOne(Pool):
 
     waited_s = 0.0
 
-    def _meet(self) -> None:
+    def _join_rendezvous(self) -> None:
         os.kill(self.hosts[1].pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            super()._meet()
+            super()._join_rendezvous()
         finally:
             WithoutRankOne.waited_s = time.monotonic() - began
 
@@ -169,10 +169,10 @@ class WithoutRankOne(Pool):
 class WithoutRankOneElsewhere(WithoutRankOne):
     """It is on another node than the driver."""
 
-    def _meet(self) -> None:
+    def _join_rendezvous(self) -> None:
         self._nodes.driver, self._readers = "another node", {}
         self._config.cluster.start_timeout_s = 4.0
-        super()._meet()
+        super()._join_rendezvous()
 
 
 def check_that_rank_one_is_named(start: Callable[[], Pool], finding: str) -> None:

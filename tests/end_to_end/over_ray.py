@@ -8,7 +8,8 @@ from typing import NamedTuple
 import psutil
 
 from hybridrl.controller.ray.node_probes import ProbeResult, call_all
-from hybridrl.controller.ray.ray_probes import RayProbes, ray_nodes
+from hybridrl.controller.ray.nodes import ray_nodes
+from hybridrl.controller.ray.ray_probes import RayProbes
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.network import stage as network
 from hybridrl.doctor.ray import services as ray_services
@@ -51,7 +52,7 @@ def everything(wanted: int) -> Told:
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
             call_all(agents, os.getenv, "NCCL_OF_CALLER"),
-            [agents.rooms([1], on_gpu=on_gpu) for on_gpu in (False, True)],
+            [agents.ranks_that_fit([1], on_gpu=on_gpu) for on_gpu in (False, True)],
         )
 
 

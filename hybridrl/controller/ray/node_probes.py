@@ -1,13 +1,13 @@
-"""Running functions on all nodes of a run, whatever connects them.
+"""Node probes: plain functions run on all nodes, over any kind of connection.
 
-A check is made of two parts: a *probe*, a plain function that runs on each node and returns plain
-data, and a *judgement*, which compares what came back. Probes are module-level functions (they are
-sent by reference), import what is heavy themselves, and may leave state in their module between
-two calls: the agent of a node is one process for as long as the doctor runs.
+A check has two parts: a *probe*, which runs on each node and returns plain data, and a
+*judgement*, which compares the results. Probes are module-level functions, sent by reference, and
+import slow modules themselves. They may keep state in their module: each node has one process
+for the whole time.
 
     LocalProbes      this machine, in this process
     RayProbes        the nodes of the Ray cluster that RAY_ADDRESS names
-    JoinedProbes     nodes that called in by themselves, before there is a Ray
+    JoinedProbes     nodes that have connected to the driver, without Ray
 """
 
 import pickle
@@ -23,11 +23,11 @@ from hybridrl.controller.background import run_in_background
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What came back from a node.
+    """Result of a probe on one node.
 
     Attributes:
-        value: what the function returned.
-        error: why there is no value; empty if there is one.
+        value: return value of the function.
+        error: reason for a missing value, else empty.
     """
 
     value: Any = None
@@ -35,15 +35,15 @@ class ProbeResult:
 
 
 class NodeProbes(Protocol):
-    """One process on each node that runs functions."""
+    """One process on each node, which runs functions."""
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes, unlike each other; the first is the driver's."""
+        """Unique names of the nodes, the driver's first."""
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The IP address by which the others know a node, by node."""
+        """IP address of each node, as seen by the others."""
 
     def call_each(
         self,
@@ -51,15 +51,15 @@ class NodeProbes(Protocol):
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
-        """Run a function at the same time on the nodes that have arguments.
+        """Run a function on several nodes at the same time.
 
         Args:
-            function: of a module, which nodes import.
-            arguments: by node.
-            timeout_s: seconds until all must have answered; who has not is an error.
+            function: function of a module, which the nodes import.
+            arguments: its arguments by node.
+            timeout_s: seconds until all must have answered; the others have an error.
 
         Returns:
-            An answer for each of these nodes, in their order.
+            A result for each node in `arguments`, in that order.
         """
 
 
@@ -71,7 +71,7 @@ def call_all(
 
 
 class NodeIdentity(NamedTuple):
-    """What a node may be called: host name, IP address, and what no other node shares."""
+    """Host name, IP address and unique id of a node."""
 
     host: str
     address: str
@@ -79,7 +79,7 @@ class NodeIdentity(NamedTuple):
 
 
 def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
-    """Names unlike each other: the host's, with the address where hosts share it, and so on."""
+    """Return unique names: host names, followed by address, then unique id, if they repeat."""
     names = [identity.host for identity in identities]
     for more in (lambda node: node.address, lambda node: node.unique):
         often = Counter(names)
@@ -87,31 +87,31 @@ def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
             f"{name} ({more(identity)})" if often[name] > 1 else name
             for name, identity in zip(names, identities, strict=True)
         ]
-    assert len(set(names)) == len(names), f"nodes that cannot be told apart: {names}"
+    assert len(set(names)) == len(names), f"equal names of nodes: {names}"
     return names
 
 
 def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """A call as it travels to a node: the function by reference."""
+    """Pickle a call, with the function by reference."""
     return pickle.dumps((function, arguments))
 
 
 def run_packed(call: bytes) -> bytes:
-    """Run a call that came as bytes; the `ProbeResult` as bytes. Raises nothing."""
+    """Run a pickled call; return a pickled `ProbeResult`. Raises nothing."""
     try:
         function, arguments = pickle.loads(call)
         return pickle.dumps(ProbeResult(function(*arguments)))
-    except Exception as error:  # a probe's failure is a finding, not the node's end
+    except Exception as error:  # a failed probe is a finding
         return pickle.dumps(failed(error))
 
 
 def failed(error: BaseException) -> ProbeResult:
-    """The answer of a node on which a function raised."""
+    """Return the result of a function that raised."""
     return ProbeResult(error=f"{type(error).__name__}: {error}")
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeResult]":
-    """The answer of a function that runs in a thread, which no end of a program waits for."""
+    """Run a function in a daemon thread."""
 
     def run() -> ProbeResult:
         try:
@@ -125,27 +125,27 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeRes
 def collect(
     futures: "Mapping[str, Future[ProbeResult]]", timeout_s: float
 ) -> dict[str, ProbeResult]:
-    """The answers that come within `timeout_s` seconds; errors in place of the others."""
+    """Return the results within `timeout_s` seconds, and errors for the other nodes."""
     deadline = monotonic() + timeout_s
     answers = {}
     for node, future in futures.items():
         try:
             answers[node] = future.result(max(0.0, deadline - monotonic()))
         except TimeoutError:
-            answers[node] = late(timeout_s)
+            answers[node] = timed_out(timeout_s)
     return answers
 
 
-def late(timeout_s: float) -> ProbeResult:
-    """The answer of a node that gives none in time."""
+def timed_out(timeout_s: float) -> ProbeResult:
+    """Return the result of a node that did not answer in time."""
     return ProbeResult(error=f"no answer within {timeout_s:g} s")
 
 
 class LocalProbes:
-    """This machine alone; functions run in threads of this process.
+    """Probes of this machine alone, in threads of this process.
 
     Args:
-        node: what to call it.
+        node: name of the node.
     """
 
     def __init__(self, node: str) -> None:
@@ -153,12 +153,12 @@ class LocalProbes:
 
     @property
     def nodes(self) -> list[str]:
-        """The one node."""
+        """Name of this machine."""
         return [self._node]
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The loopback address: nobody else is to reach it."""
+        """Loopback address of this machine."""
         return {self._node: "127.0.0.1"}
 
     def call_each(
@@ -167,7 +167,7 @@ class LocalProbes:
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
     ) -> dict[str, ProbeResult]:
-        """As `NodeProbes.call_each`; a function that is late goes on in its thread."""
+        """Implement `NodeProbes.call_each`; after a timeout, a function continues in its thread."""
         return collect(
             {node: in_thread(function, *values) for node, values in arguments.items()}, timeout_s
         )

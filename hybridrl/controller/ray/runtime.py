@@ -207,7 +207,7 @@ def _stop(folder: Path) -> None:
     """Shut Ray down, wait until every process it started is gone, and delete its folder."""
     with shielded():
         start = time.perf_counter()
-        started = processes.of_ray(MARK, folder)
+        started = processes.ray_processes(MARK, folder)
         if not is_local_ray_broken():
             ray.shutdown()
         else:  # it would wait for what is dead or stopped
@@ -220,7 +220,7 @@ def _stop(folder: Path) -> None:
                 logger.error("Ray did not shut down in order: %s", error)
         left = processes.wait_or_kill(started, STOP_GRACE_S)
         # Those that were born while the others were asked to end.
-        left += processes.wait_or_kill(processes.of_ray(MARK, folder), 0.0)
+        left += processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
         if left:
             logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))

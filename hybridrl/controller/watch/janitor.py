@@ -77,13 +77,13 @@ def clear(variable: str, folder: Path) -> int:
 
     from hybridrl.controller import processes
 
-    members = processes.of_ray(variable, folder)
+    members = processes.ray_processes(variable, folder)
     left = processes.footprint([process.pid for process in members])
     listed = folder / SHARED_MEMORY_LIST
     paths = listed.read_text().splitlines() if listed.is_file() else []
     _, alive = psutil.wait_procs(members, timeout=GRACE_S)
     processes.wait_or_kill(alive, 0.0)
-    processes.wait_or_kill(processes.of_ray(variable, folder), 0.0)
+    processes.wait_or_kill(processes.ray_processes(variable, folder), 0.0)
     for path in {*left.shared_memory, *paths}:
         Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

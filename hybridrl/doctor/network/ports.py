@@ -151,8 +151,8 @@ def _advice(failures: Sequence[Attempt], target: Opened) -> str:
     address, to = failures[0].target.address, failures[0].target.node
     low, high = target.ephemeral
     ports = {failure.target.port for failure in failures}
-    of_ray = {failure.target.port for failure in failures if failure.target.service}
-    if ports == of_ray:
+    ray_processes = {failure.target.port for failure in failures if failure.target.service}
+    if ports == ray_processes:
         return (
             "Ray's nodes pass tasks and batches to each other there, and a run hangs at the first "
             f"that cannot pass: open these ports on {to} for the other nodes, or start Ray with "
@@ -177,7 +177,7 @@ def _advice(failures: Sequence[Attempt], target: Opened) -> str:
             f"deploy/ starts them: open them on {to} for the other nodes, or set HYBRIDRL_RAY_PORT "
             "to the first of eight open ones."
         )
-    of_kernel = {port for port in of_ray if low <= port <= high}
+    of_kernel = {port for port in ray_processes if low <= port <= high}
     if ports - of_kernel == {target.chosen} and target.rendezvous is not None:
         return (
             f"NCCL and gloo listen on ports of {low} to {high} (ip_local_port_range), as do the "

@@ -11,7 +11,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
 from hybridrl.config.planner.memory import node_ram
 from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
-from hybridrl.controller.ray.ray_probes import RayNode, rooms
+from hybridrl.controller.ray.nodes import RayNode, ranks_that_fit
 from hybridrl.doctor import memory
 from hybridrl.doctor.demand import may_get
 from hybridrl.doctor.findings import Verdict
@@ -147,4 +147,4 @@ def test_room_on_nodes_of_ray_is_what_a_placement_group_asks_for(
     cpus_and_gpus, wanted, on_gpu, expected
 ):
     nodes = {f"n{k}": ray_node(*has) for k, has in enumerate(cpus_and_gpus)}
-    assert list(rooms(nodes, wanted, on_gpu=on_gpu).values()) == expected
+    assert list(ranks_that_fit(nodes, wanted, on_gpu=on_gpu).values()) == expected
