@@ -272,15 +272,15 @@ class Pool:
             limit_s: cluster.start_timeout_s for steps of the start, in which ranks publish no
                 progress. Other calls have no limit as long as a rank makes progress.
         """
-        still_s, stall_setting = self._stall_limit(phase, limit_s)
+        stalled_s, stall_setting = self._stall_limit(phase, limit_s)
         watch = StallDetector(
             self._readers,
             self._nodes,
             phase,
             len(hosts),
-            still_s,
+            stalled_s,
             self._ray_monitor,
-            tells_movement=limit_s == math.inf,
+            reports_progress=limit_s == math.inf,
         )
         try:
             with self._ray_monitor.guarded(phase):
@@ -291,14 +291,14 @@ class Pool:
             finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
         except Stalled as stalled:
             late, setting = stalled.late, stall_setting
-            finding = f"{stalled.what} in {phase} for {setting}={still_s:g} s"
+            finding = f"{stalled.what} in {phase} for {setting}={stalled_s:g} s"
         except WorkerError:
-            self._ray_monitor.check_behind(phase)
+            self._ray_monitor.check_after_failure(phase)
             raise
         else:
             self._busy = {}
             return results
-        self._ray_monitor.check_behind(phase)
+        self._ray_monitor.check_after_failure(phase)
         advice = f"If they are only slow, raise {setting}."
         raise stall_error(self._nodes, late, len(hosts), phase, finding, advice)
 

@@ -270,5 +270,5 @@ def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[st
 def _described(where: Rendezvous) -> str:
     place = where.address if where.is_file else f"{where.address}:{where.port}"
     if not where.holder:
-        return f"{place}, which no rank 0 of a run has opened"
+        return f"{place}, where no rank 0 listens"
     return f"{place} of {where.holder} for {where.world_size} ranks"

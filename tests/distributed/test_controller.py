@@ -278,7 +278,7 @@ def test_config_error_of_a_worker_stays_one(groups):
         ("exit", "SystemExit: 3"),
         (
             "hang",
-            "nobody has got further in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
+            "no rank made progress in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
         ),
     ],
 )

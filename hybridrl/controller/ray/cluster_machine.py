@@ -1,4 +1,4 @@
-"""What the nodes of a cluster have, each asked for itself; and which do not say it, and why."""
+"""Hardware of a cluster's nodes, reported by each node, and errors of nodes without a report."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,25 +13,25 @@ from hybridrl.config.planner.machine import Machine, Node, local_machine
 from hybridrl.controller.node_tasks import SUBMIT_TIMEOUT_S, NodeTasks
 from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster
 
-# Seconds that a cluster's nodes have to say what they have; on one core a process starts slowly.
-NODE_LOOK_S = 60.0
+# Seconds for the nodes to report their hardware; on one core, a process starts slowly.
+REPORT_TIMEOUT_S = 60.0
 
 
 def cluster_machine() -> Machine:
-    """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
+    """Return the hardware of the cluster at RAY_ADDRESS, limited to Ray's resources.
 
     Raises:
-        ConfigError: the cluster cannot be joined, or nodes of it do not say what they have.
+        ConfigError: the cluster cannot be joined, or a node does not report its hardware.
     """
     with joined_cluster(ALL_GPUS_VISIBLE):
         return machine_of([node for node in ray.nodes() if node["Alive"]])
 
 
 def machine_of(nodes: Sequence[Mapping[str, Any]]) -> Machine:
-    """What some nodes of `ray.nodes()` have.
+    """Return the hardware of some nodes of `ray.nodes()`.
 
     Raises:
-        ConfigError: some do not say it.
+        ConfigError: a node does not report it.
     """
     answers = _answers([node["NodeID"] for node in nodes])
     problems = list(_problems(nodes, answers))
@@ -46,12 +46,12 @@ def machine_of(nodes: Sequence[Mapping[str, Any]]) -> Machine:
 
 @dataclass(frozen=True)
 class _Answers:
-    """What nodes said, by node; those that are in none of these did not answer.
+    """Answers by node; a node in none of the collections did not answer.
 
     Attributes:
-        machines: what they have.
-        failures: why they cannot say it, in one line.
-        refused: they were not asked, as Ray took no task.
+        machines: hardware.
+        failures: reason why a node cannot report, in one line.
+        refused: nodes for which Ray accepted no task.
     """
 
     machines: dict[str, Machine] = field(default_factory=dict)
@@ -67,25 +67,25 @@ def _answers(node_ids: Sequence[str]) -> _Answers:
         except GetTimeoutError:
             answers.refused.add(node_id)
     if refs:
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_LOOK_S)
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_TIMEOUT_S)
     for node_id, ref in refs.items():
         try:
             answers.machines[node_id] = ray.get(ref, timeout=0)
         except (GetTimeoutError, NodeDiedError, TaskUnschedulableError):
-            continue  # without an answer, or gone
+            continue  # no answer, or node lost
         except RayError as error:
             answers.failures[node_id] = _last_line(error)
     return answers
 
 
 def _last_line(error: RayError) -> str:
-    """What went wrong: Ray's errors end with the lines that a process over there has left."""
+    """Return the last line of Ray's error, the message of the remote exception."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
 
 
 def _problems(nodes: Sequence[Mapping[str, Any]], answers: _Answers) -> Iterator[str]:
-    """One for each way in which nodes do not say what they have."""
+    """Yield one problem for each kind of missing report."""
     failed, refused, silent = [], [], []
     for node in nodes:
         node_id, name = node["NodeID"], _named(node)
@@ -98,33 +98,32 @@ def _problems(nodes: Sequence[Mapping[str, Any]], answers: _Answers) -> Iterator
     begin, of = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}:", f"of {len(nodes)} nodes"
     if failed:
         yield (
-            f"{begin} {len(failed)} {of} could not say what they have:\n"
+            f"{begin} {len(failed)} {of} could not report their hardware:\n"
             + "".join(f"{line}\n" for line in failed)
-            + "Install the same hybridrl and the same packages there, in the Python that Ray was "
-            "started with, or leave them out of the cluster."
+            + "Install the same hybridrl and packages there, in the Python that started Ray, or "
+            "remove these nodes from the cluster."
         )
     if refused:
         yield (
-            f"{begin} {len(refused)} {of} could not be asked what they have, as Ray took no task "
+            f"{begin} {len(refused)} {of} did not report their hardware: Ray accepted no task "
             f"within {SUBMIT_TIMEOUT_S:g} s: {', '.join(refused)}.\n"
-            "See `ray status` for the cluster, whose head may be overloaded; try again, or start "
-            "Ray anew."
+            "The head may be overloaded: see `ray status`, try again, or restart Ray."
         )
     if silent:
         yield (
-            f"{begin} {len(silent)} {of} did not say what they have within {NODE_LOOK_S:g} s: "
-            f"{', '.join(silent)}.\n"
-            "See `ray status` for them; start Ray there anew, or leave them out of the cluster."
+            f"{begin} {len(silent)} {of} did not report their hardware within "
+            f"{REPORT_TIMEOUT_S:g} s: {', '.join(silent)}.\n"
+            "See `ray status`; restart Ray there, or remove these nodes from the cluster."
         )
 
 
 def _named(node: Mapping[str, Any]) -> str:
-    """A node of `ray.nodes()`, for people."""
+    """Name a node of `ray.nodes()` in messages."""
     where = f"{node['NodeManagerAddress']}, node {node['NodeID'][:8]}"
     return f"{node['NodeManagerHostname']} ({where})"
 
 
 def _granted(resources: Mapping[str, float], node: Node) -> Node:
-    """The part of a node that Ray may hand out."""
+    """Limit the hardware of a node to Ray's resources."""
     gpus = node.gpus[: int(resources.get("GPU", 0))]
     return replace(node, cores=int(resources.get("CPU", 0)), gpus=gpus)

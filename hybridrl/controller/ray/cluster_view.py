@@ -1,7 +1,8 @@
-"""What the head of a Ray cluster says of itself, without joining the cluster.
+"""State of a Ray cluster as its head reports it, without joining the cluster.
 
-Ray ends the process that asks where a token is missing, and waits long for one that is no Ray;
-hence a process of its own: python -m hybridrl.controller.ray.cluster_view HOST:PORT
+Ray ends a client process that lacks a token, and waits long for a server that is not Ray.
+Therefore the query runs in a separate process:
+python -m hybridrl.controller.ray.cluster_view HOST:PORT
 """
 
 import json
@@ -14,7 +15,7 @@ METADATA_S = 5
 
 
 class HeadReply(Enum):
-    """How the head replied."""
+    """Kind of the head's reply."""
 
     cluster = "cluster"
     other_token = "other_token"
@@ -23,14 +24,14 @@ class HeadReply(Enum):
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as the head knows it.
+    """State of a node at the head.
 
     Attributes:
-        host: its name.
-        address: by which the others reach it.
-        alive: whether it reports to the head.
-        reason: why it is not alive.
-        node_manager_port, object_manager_port: of its Ray.
+        host: host name.
+        address: IP address.
+        alive: True while it reports to the head.
+        reason: reason for a dead node.
+        node_manager_port, object_manager_port: ports of its Ray.
     """
 
     host: str
@@ -43,13 +44,13 @@ class NodeState:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What came of asking.
+    """Result of a query.
 
     Attributes:
-        reply: whether it was a cluster's head that would talk.
-        detail: what went wrong.
-        ray_version, python_version: the head's.
-        nodes: all that the cluster has or had.
+        reply: kind of reply.
+        detail: error message.
+        ray_version, python_version: versions of the head.
+        nodes: all nodes, dead ones included.
     """
 
     reply: HeadReply
@@ -59,8 +60,8 @@ class ClusterView:
     nodes: tuple[NodeState, ...] = ()
 
 
-def ask(address: str, timeout_s: float) -> ClusterView:
-    """Ask the head at HOST:PORT; whatever goes wrong is in the reply."""
+def query_head(address: str, timeout_s: float) -> ClusterView:
+    """Query the head at HOST:PORT; an error is part of the reply."""
     command = [sys.executable, "-m", "hybridrl.controller.ray.cluster_view", address]
     try:
         done = subprocess.run(
@@ -79,7 +80,7 @@ def ask(address: str, timeout_s: float) -> ClusterView:
 
 
 def joined_view() -> ClusterView | None:
-    """The cluster that this process has joined; None if it has joined none."""
+    """Return the state of the cluster that this process has joined, or None."""
     if "ray" not in sys.modules:
         return None
     import ray
@@ -102,7 +103,7 @@ def joined_view() -> ClusterView | None:
 
 
 def main() -> None:
-    """Write what the head at argv[1] says as JSON."""
+    """Print the state reported by the head at argv[1] as JSON."""
     view = _ask(sys.argv[1])
     sys.stdout.write(json.dumps(asdict(view) | {"reply": view.reply.value}) + "\n")
 

@@ -1,9 +1,8 @@
-"""Notices that Ray itself is gone or stands still, which Ray tells late or not at all.
+"""Ray monitor: detects lost or stopped processes of Ray, which Ray reports late or never.
 
-Of the Ray that was started here the ids of its processes are known. Without its control process
-(GCS) a program goes on for a minute, and then Ray ends it; without a raylet it ends at the next
-object that is put; with a raylet that is stopped it waits for ever. A cluster that was joined is
-asked at its head's port.
+Without the control process (GCS), Ray ends a program after a minute; without a raylet, at the next
+`ray.put`; with a stopped raylet, it waits for ever. Processes of a Ray started here are checked by
+their ids, a joined cluster at the port of its head.
 """
 
 import logging
@@ -26,37 +25,37 @@ from hybridrl.controller.watch.process_snapshot import GONE, is_stopped, state_o
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-# Looks at the head of a joined cluster, and how many in a row find nothing before it counts.
+# Interval of checks of a joined cluster's head; failed checks in a row until it counts as lost.
 HEAD_EVERY_S, HEAD_MISSES = 8.0, 3
-# A process that is being killed closes its connections a little before it counts as gone.
+# A killed process closes its connections slightly before it has ended.
 DYING_S = 0.3
-# Seconds until this has found that a process is stopped for too long, if others find it, too.
+# Seconds in which the monitor detects a stopped process after others have.
 SETTLED_S = 2.5
 
 
 def is_local_ray_broken() -> bool:
-    """Whether the Ray that was started here has lost a process, or one of them is stopped."""
+    """Return True if a process of the Ray started here has ended or is stopped."""
     pids = local_processes().values()
     return any(state_of(pid) in GONE or is_stopped(pid) for pid in pids)
 
 
 def register_shared_memory(paths: Sequence[str]) -> None:
-    """Have files removed with the folder of the Ray that was started here, whoever ends it."""
+    """Register files for removal with the folder of the Ray started here."""
     if local_processes():
         with (local_folder().parent / SHARED_MEMORY_LIST).open("a") as file:
             file.writelines(f"{path}\n" for path in paths)
 
 
 class RayMonitor:
-    """Watches the Ray that this process uses, from a thread of its own.
+    """Monitor of the Ray that this process uses, in a thread.
 
     Args:
-        still_s: seconds for which a process of Ray may be stopped; 0: for ever.
+        limit_s: seconds for which a process of Ray may be stopped; 0: no limit.
     """
 
-    def __init__(self, still_s: float) -> None:
+    def __init__(self, limit_s: float) -> None:
         self._pids = local_processes()
-        self._still_s = still_s
+        self._limit_s = limit_s
         self._stopped = StoppedTimes()
         self._finding = ""
         self._closing = threading.Event()
@@ -66,24 +65,24 @@ class RayMonitor:
 
     @property
     def is_head_lost(self) -> bool:
-        """Whether a cluster was joined whose head does not answer any more."""
+        """True if the head of a joined cluster no longer answers."""
         return bool(self._finding) and not self._pids
 
     def check(self, phase: str) -> None:
-        """See whether Ray is there; takes microseconds.
+        """Check Ray's processes; takes microseconds.
 
         Raises:
-            WorkerError: it is not, which shows in this phase.
+            WorkerError: Ray is lost; the error names this phase.
         """
         for name, pid in self._pids.items():
             if not self._finding and state_of(pid) in GONE:
                 self._finding = f"Ray's {name} (pid {pid}) on this machine died"
         if self._finding:
-            advice = "Its workers cannot go on without it."
+            advice = "Its workers cannot continue without it."
             raise WorkerError([], phase, f"{self._finding} in {phase}. {advice}")
 
-    def check_behind(self, phase: str) -> None:
-        """As `check`, after something else has failed: Ray may be what is behind it."""
+    def check_after_failure(self, phase: str) -> None:
+        """Check after another failure, of which Ray may be the cause."""
         deadline = time.monotonic() + SETTLED_S
         if self._pids:
             time.sleep(DYING_S)
@@ -94,18 +93,18 @@ class RayMonitor:
 
     @contextmanager
     def guarded(self, phase: str) -> Iterator[None]:
-        """Calls of this process into Ray, which must be there.
+        """Guard a block of calls into Ray.
 
         Raises:
-            WorkerError: it is not, or fails one of them.
+            WorkerError: Ray is lost, or a call failed.
         """
         self.check(phase)
         try:
             yield
         except RayError as error:
-            self.check_behind(phase)
-            told = f"Ray failed in {phase}: {type(error).__name__}: {error}"
-            raise WorkerError([], phase, told) from error
+            self.check_after_failure(phase)
+            message = f"Ray failed in {phase}: {type(error).__name__}: {error}"
+            raise WorkerError([], phase, message) from error
 
     def close(self) -> None:
         """End the thread."""
@@ -117,16 +116,16 @@ class RayMonitor:
         while not self._closing.wait(EVERY_S):
             now = clock.now()
             for name, pid in self._pids.items():
-                self._look_whether_stopped(name, pid, now)
+                self._check_stopped(name, pid, now)
 
-    def _look_whether_stopped(self, name: str, pid: int, now: float) -> None:
-        if self._stopped.seconds(pid, now) >= self._still_s > 0:
+    def _check_stopped(self, name: str, pid: int, now: float) -> None:
+        if self._stopped.seconds(pid, now) >= self._limit_s > 0:
             self._finding = (
                 f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
-                f"cluster.stall_timeout_s={self._still_s:g} s; the run noticed"
+                f"cluster.stall_timeout_s={self._limit_s:g} s"
             )
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)  # who waits for it inside Ray comes back
+                os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
 
     def _watch_head(self) -> None:
         address = ray_address()

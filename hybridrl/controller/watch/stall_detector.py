@@ -1,4 +1,4 @@
-"""Notices while a call is waited for that nobody gets further."""
+"""Stall detector: raises when no rank makes progress during a call."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,31 @@ from ray.exceptions import RayError
 
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
-from hybridrl.controller.watch.process_snapshot import ProgressCounters, movement, progress_counters
+from hybridrl.controller.watch.process_snapshot import (
+    ProgressCounters,
+    counters_at,
+    progress_counters,
+)
 from hybridrl.controller.watch.ray_monitor import RayMonitor
 from hybridrl.controller.watch.stall_error import collect_report
-from hybridrl.controller.watch.stall_report import StallReport, report
+from hybridrl.controller.watch.stall_report import StallReport, format_report
 from hybridrl.controller.watch.waiting import Host, by_node
 from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at other nodes, which cost a Ray task each; at most.
+# Maximum seconds between two checks of other nodes, each of which is a Ray task.
 OTHER_NODES_EVERY_S = 30.0
-# More than the seconds between two looks, unless other nodes are asked.
-LOOK_S = 2.0
+# More than the seconds between two checks of this node.
+CHECK_S = 2.0
 
 
 class Stalled(Exception):
-    """No rank that has not answered got further for too long, or one of them cannot.
+    """Stall: no unfinished rank made progress for too long, or one of them is stopped.
 
     Args:
-        late: these ranks.
-        what: of it, "nobody has got further".
+        late: the unfinished ranks.
+        what: finding, "no rank made progress".
     """
 
     def __init__(self, late: Sequence[Host], what: str) -> None:
@@ -40,23 +44,23 @@ class Stalled(Exception):
 
 
 class ProgressLog:
-    """Since when each rank has been in one place. One of which nothing is heard is not still."""
+    """Time of the last progress of each rank. A rank without reports does not count as stalled."""
 
     def __init__(self) -> None:
-        # Rank -> how far it is, when that was seen first, and when last.
+        # rank -> counters, seconds when they were seen first and last
         self._seen: dict[int, tuple[ProgressCounters, float, float]] = {}
 
-    def note(self, rank: int, movement: ProgressCounters, now: float) -> None:
-        """Add what was seen of a rank at a time in seconds."""
+    def note(self, rank: int, counters: ProgressCounters, now: float) -> None:
+        """Add the counters of a rank at a time in seconds."""
         known = self._seen.get(rank)
-        since = known[1] if known is not None and known[0] == movement else now
-        self._seen[rank] = (movement, since, now)
+        since = known[1] if known is not None and known[0] == counters else now
+        self._seen[rank] = (counters, since, now)
 
     def seconds(self, ranks: Sequence[int]) -> float:
-        """For how long none of these ranks has moved."""
-        return min((self._still_s(rank) for rank in ranks), default=0.0)
+        """Return the seconds since the last progress of any of these ranks."""
+        return min((self._seconds_of(rank) for rank in ranks), default=0.0)
 
-    def _still_s(self, rank: int) -> float:
+    def _seconds_of(self, rank: int) -> float:
         if rank not in self._seen:
             return 0.0
         _, since, last = self._seen[rank]
@@ -64,17 +68,17 @@ class ProgressLog:
 
 
 class StallDetector:
-    """Watches the ranks of a pool for the time of one call.
+    """Monitor of one call on the ranks of a pool.
 
     Args:
-        readers: of positions on this node, by rank.
-        nodes: where the other ranks are.
-        phase: the call, for the warning that is logged when half of the time has passed.
-        num_ranks: all that were called.
-        limit_s: seconds without movement that end the run; 0: none do.
-        ray_monitor: whether Ray is there.
-        tells_movement: whether ranks tell how far they are in the call. Of one in which they do
-            not, it is known which of this node's are stopped by a signal.
+        readers: readers of positions on this node, by rank.
+        nodes: nodes of the other ranks.
+        phase: the call, for the warning at half of the limit.
+        num_ranks: number of called ranks.
+        limit_s: seconds without progress that end the run; 0: no limit.
+        ray_monitor: monitor of Ray's processes.
+        reports_progress: True if ranks publish progress in the call. Else only ranks of this
+            node that are stopped by a signal are detected.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class StallDetector:
         limit_s: float,
         ray_monitor: RayMonitor,
         *,
-        tells_movement: bool,
+        reports_progress: bool,
     ) -> None:
         self._readers = readers
         self._nodes = nodes
@@ -95,89 +99,89 @@ class StallDetector:
         self._limit_s = limit_s
         self._ray_monitor = ray_monitor
         self._has_warned = False
-        self._stillness = ProgressLog()
-        self._tells_movement = tells_movement
+        self._progress = ProgressLog()
+        self._reports_progress = reports_progress
         self._stopped = StoppedTimes()
         self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
-        self._clock = WatchClock(max(self._every_s, LOOK_S))
-        self._asked: dict[ObjectRef, list[Host]] = {}
-        self._asked_at = -float("inf")
+        self._clock = WatchClock(max(self._every_s, CHECK_S))
+        self._requested: dict[ObjectRef, list[Host]] = {}
+        self._requested_at = -float("inf")
 
-    def look(self, busy: Sequence[Host]) -> None:
-        """See whether any of these ranks has got further since the last look; takes no time.
+    def check(self, busy: Sequence[Host]) -> None:
+        """Check for progress of unfinished ranks since the last check, without waiting.
 
         Raises:
-            Stalled: none of them has, for too long.
-            WorkerError: Ray is gone.
+            Stalled: no rank made progress for too long.
+            WorkerError: Ray is lost.
         """
         self._ray_monitor.check(self._phase)
         if not self._limit_s:
             return
-        if self._tells_movement:
-            self._look_for_movement(busy)
+        if self._reports_progress:
+            self._check_progress(busy)
         else:
-            self._look_for_stopped(busy)
+            self._check_stopped(busy)
 
     def last_place(self, host: Host) -> str:
-        """Where a rank of this node was last, also if it is gone; empty if it is not known."""
+        """Return the last position of a rank of this node, also of a dead one, or ""."""
         if host.rank not in self._readers:
             return ""
         position = self._readers[host.rank].read()
         return StallReport(self._phase, [], self._num_ranks).place(position)
 
-    def _look_for_stopped(self, busy: Sequence[Host]) -> None:
+    def _check_stopped(self, busy: Sequence[Host]) -> None:
         now = self._clock.now()
         for host in busy:
             is_here = host.rank in self._readers
             if is_here and self._stopped.seconds(host.pid, now) >= self._limit_s:
                 raise Stalled(busy, f"rank {host.rank} has been stopped by a signal")
 
-    def _look_for_movement(self, busy: Sequence[Host]) -> None:
+    def _check_progress(self, busy: Sequence[Host]) -> None:
         now = self._clock.now()
         for host in busy:
             if host.rank in self._readers:
                 position = self._readers[host.rank].read()
-                self._stillness.note(host.rank, movement(host.pid, position), now)
-        self._look_elsewhere([host for host in busy if host.rank not in self._readers], now)
+                self._progress.note(host.rank, counters_at(host.pid, position), now)
+        self._check_other_nodes([host for host in busy if host.rank not in self._readers], now)
         ranks = [host.rank for host in busy]
-        still_s = self._stillness.seconds(ranks)
-        if still_s >= self._limit_s:
-            self._ask_again(busy)
-            if self._stillness.seconds(ranks) >= self._limit_s:
-                raise Stalled(busy, "nobody has got further")
-        if still_s >= self._limit_s / 2 and not self._has_warned:
+        stalled_s = self._progress.seconds(ranks)
+        if stalled_s >= self._limit_s:
+            self._read_other_nodes(busy)
+            if self._progress.seconds(ranks) >= self._limit_s:
+                raise Stalled(busy, "no rank made progress")
+        if stalled_s >= self._limit_s / 2 and not self._has_warned:
             self._has_warned = True
-            self._warn(busy, still_s)
+            self._warn(busy, stalled_s)
 
-    def _warn(self, busy: Sequence[Host], still_s: float) -> None:
-        scene = collect_report(self._nodes, self._phase, busy, self._num_ranks)
-        finding = f"nobody has got further in {self._phase} for {still_s:.0f} s"
-        advice = f"The run ends when it has lasted for {self._limit_s:g} s."
-        logger.warning("%s", report(scene, finding, advice))
+    def _warn(self, busy: Sequence[Host], stalled_s: float) -> None:
+        report = collect_report(self._nodes, self._phase, busy, self._num_ranks)
+        finding = f"no rank made progress in {self._phase} for {stalled_s:.0f} s"
+        advice = f"The run ends after {self._limit_s:g} s without progress."
+        logger.warning("%s", format_report(report, finding, advice))
 
-    def _ask_again(self, busy: Sequence[Host]) -> None:
-        """Have other nodes say where their ranks are now: what they have said is seconds old."""
-        elsewhere = by_node([host for host in busy if host.rank not in self._readers])
-        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in elsewhere.items()}
+    def _read_other_nodes(self, busy: Sequence[Host]) -> None:
+        """Read the counters on other nodes now: the last reports are seconds old."""
+        others = by_node([host for host in busy if host.rank not in self._readers])
+        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in others.items()}
         for node_id, found in self._nodes.run_each(progress_counters, pids).items():
-            self._note(elsewhere[node_id], found)
+            self._note(others[node_id], found)
 
     def _note(self, hosts: Sequence[Host], found: Sequence[ProgressCounters | None]) -> None:
         for host, moved in zip(hosts, found, strict=True):
             if moved is not None:
-                self._stillness.note(host.rank, moved, self._clock.now())
+                self._progress.note(host.rank, moved, self._clock.now())
 
-    def _look_elsewhere(self, busy: Sequence[Host], now: float) -> None:
-        """Note what other nodes have answered, and ask them again when it is time."""
-        refs = list(self._asked)
+    def _check_other_nodes(self, busy: Sequence[Host], now: float) -> None:
+        """Add reports of other nodes, and request new ones when due."""
+        refs = list(self._requested)
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         for ref in ready:
-            with suppress(RayError):  # the node is gone, which the call itself will tell
-                self._note(self._asked.pop(ref), ray.get(ref))
-        if self._asked or now - self._asked_at < self._every_s:
+            with suppress(RayError):  # node lost: the call itself will fail
+                self._note(self._requested.pop(ref), ray.get(ref))
+        if self._requested or now - self._requested_at < self._every_s:
             return
-        self._asked_at = now
+        self._requested_at = now
         for node_id, hosts in by_node(busy).items():
-            with suppress(RayError):  # of a cluster whose head is gone, which another look tells
+            with suppress(RayError):  # head lost: RayMonitor detects it
                 ref = self._nodes.submit(node_id, progress_counters, [host.pid for host in hosts])
-                self._asked[ref] = hosts
+                self._requested[ref] = hosts

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, and how to say it."""
+"""Stall report: the suspected ranks of a stalled call, and its text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,58 +10,58 @@ from hybridrl.controller.watch.process_snapshot import GONE, STOPPED, ProcessSna
 from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import Position
 
-# Ranks that a report describes one by one.
+# Number of ranks that a report describes one by one.
 MAX_DESCRIBED = 8
 IN_KERNEL = "D"
-# Here processes have no ranks yet, and some may not have been started.
+# In this phase, processes have no ranks, and some may not be started.
 FIRST_PHASE = "start: info"
-# Not begun: an earlier call's place, or none.
+# Progress of a rank with a position of an earlier call, or none.
 NOT_BEGUN = (-1, 0)
 
 
 class RankReport(NamedTuple):
-    """What was seen of a rank that has not answered.
+    """Evidence about an unfinished rank.
 
     Attributes:
         host: the rank.
-        glimpse: where it is; None if its node does not answer.
-        traces: what it wrote when asked.
+        snapshot: position and state; None if its node does not answer.
+        traces: stack and flight records.
     """
 
     host: Host
-    glimpse: ProcessSnapshot | None
+    snapshot: ProcessSnapshot | None
     traces: Traces = Traces("", [])
 
     @property
     def position(self) -> Position | None:
-        """Where it is, if that is known."""
-        return None if self.glimpse is None else self.glimpse.position
+        """Position, or None if unknown."""
+        return None if self.snapshot is None else self.snapshot.position
 
     @property
     def state(self) -> str:
-        """The letter of its process's state; "?" or "0" if it is not known."""
-        if self.glimpse is None:
+        """Letter of the process's state; "?" if unknown, "0" if not started."""
+        if self.snapshot is None:
             return "?" if self.host.pid else "0"
-        return self.glimpse.state
+        return self.snapshot.state
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """A call that not all ranks have answered.
+    """Report of a call that some ranks have not finished.
 
     Attributes:
-        phase: the call, "rollout.reshard"; of several methods, in their order, with commas.
-        seen: the ranks that have not answered.
-        num_ranks: all that were called.
+        phase: the call, "rollout.reshard"; several methods are separated by commas.
+        seen: the unfinished ranks.
+        num_ranks: number of called ranks.
     """
 
     phase: str
     seen: Sequence[RankReport]
     num_ranks: int
 
-    def progress(self, sighting: RankReport) -> tuple[int, int] | None:
-        """How far a rank is in the call, in order; None where that is not known."""
-        position, phases = sighting.position, self.phase.split(", ")
+    def progress(self, rank: RankReport) -> tuple[int, int] | None:
+        """Return the progress of a rank in the call, comparable; None if unknown."""
+        position, phases = rank.position, self.phase.split(", ")
         if position is None:
             return None
         if position.is_idle or position.phase not in phases:
@@ -69,10 +69,10 @@ class StallReport:
         return phases.index(position.phase), position.steps
 
     def suspects(self) -> list[RankReport]:
-        """The ranks for which the others wait; none where they are all alike.
+        """Return the ranks for which the others wait; none if all are alike.
 
-        Processes that cannot run come first: stopped or gone. Else those that are behind; else
-        those whose devices are; and else those that wait in the kernel.
+        The first non-empty group of: stopped or dead processes; ranks behind others; ranks whose
+        devices are behind; ranks that wait in the kernel.
         """
         halted = [s for s in self.seen if s.state in GONE or s.state in STOPPED]
         if halted:
@@ -88,25 +88,25 @@ class StallReport:
         return in_kernel if len(in_kernel) < len(self.seen) else []
 
     def in_order(self) -> list[RankReport]:
-        """Suspects first, then the others by rank."""
+        """Return suspects first, then the others by rank."""
         suspects = self.suspects()
         return suspects + [s for s in self.seen if s not in suspects]
 
-    def who_is_where(self) -> str:
-        """All ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in bucket 18"."""
+    def summary(self) -> str:
+        """Describe all ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in ..."."""
         groups: dict[str, list[RankReport]] = {}
-        for sighting in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
-            groups.setdefault(self.place(sighting.position), []).append(sighting)
+        for rank in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
+            groups.setdefault(self.place(rank.position), []).append(rank)
         texts = []
         for place, members in groups.items():
-            texts.append(f"{ranks([s.host.rank for s in members], 'is', 'are')} {place}")
+            texts.append(f"{format_ranks([s.host.rank for s in members], 'is', 'are')} {place}")
         finished = self.num_ranks - len(self.seen)
         if finished:
             texts.append(f"{finished} other{'s have' if finished > 1 else ' has'} finished")
         return ", ".join(texts)
 
     def place(self, position: Position | None) -> str:
-        """In words that follow "is": "in bucket 17 of 24", "idle after rollout.generate"."""
+        """Describe a position after "is": "in bucket 17 of 24", "idle after rollout.generate"."""
         if position is None:
             return "nowhere yet" if self.phase == FIRST_PHASE else "at an unknown place"
         if position.is_idle:
@@ -115,18 +115,18 @@ class StallReport:
             return position.within()
         return f"in {position.phase}, {position.within()}"
 
-    def describe(self, sighting: RankReport) -> str:
-        """One rank: node and process, place, state, innermost line, log file."""
-        parts = [self.place(sighting.position), _STATES.get(sighting.state, "")]
-        if sighting.state in STOPPED:
-            pid = sighting.host.pid
-            parts[1] += f"; kill -CONT {pid} lets it go on"
-        if sighting.traces.device:
-            parts.append(f"its device {sighting.traces.device}")
-        if sighting.traces.frame:
-            parts.append(sighting.traces.frame)
-        told = ", ".join(part for part in parts if part)
-        return f"  {sighting.host.describe()}: {told}\n    {sighting.host.log_file}"
+    def describe(self, rank: RankReport) -> str:
+        """Describe a rank: node, process, position, state, innermost line, log file."""
+        parts = [self.place(rank.position), _STATES.get(rank.state, "")]
+        if rank.state in STOPPED:
+            pid = rank.host.pid
+            parts[1] += f"; kill -CONT {pid} resumes it"
+        if rank.traces.device:
+            parts.append(f"its device {rank.traces.device}")
+        if rank.traces.frame:
+            parts.append(rank.traces.frame)
+        text = ", ".join(part for part in parts if part)
+        return f"  {rank.host.describe()}: {text}\n    {rank.host.log_file}"
 
 
 _STATES = {
@@ -135,46 +135,46 @@ _STATES = {
     "t": "stopped by a debugger",
     "Z": "its process has ended",
     "X": "its process has ended",
-    "D": "in an uninterruptible wait of the kernel, as for a file system that does not answer",
+    "D": "in an uninterruptible wait of the kernel, as for an unresponsive file system",
     "?": "its node does not answer",
     "0": "Ray has not started it",
 }
 
 
-def report(scene: StallReport, finding: str, advice: str) -> str:
-    """The whole story of a call that does not end.
+def format_report(stall: StallReport, finding: str, advice: str) -> str:
+    """Format the report of a stalled call.
 
     Args:
-        scene: who is where, with traces.
-        finding: what was found, "nobody has got further in rollout.reshard for 600 s".
-        advice: what to do if nothing is wrong.
+        stall: the report, with traces.
+        finding: first words, "no rank made progress in rollout.reshard for 600 s".
+        advice: last line, for a call that is only slow.
     """
-    ordered = scene.in_order()
-    lines = [f"{finding}: {scene.who_is_where()}."]
-    lines += [scene.describe(sighting) for sighting in ordered[:MAX_DESCRIBED]]
+    ordered = stall.in_order()
+    lines = [f"{finding}: {stall.summary()}."]
+    lines += [stall.describe(rank) for rank in ordered[:MAX_DESCRIBED]]
     if len(ordered) > MAX_DESCRIBED:
         lines.append(f"  and {len(ordered) - MAX_DESCRIBED} more")
-    if any(s.traces.frame for s in scene.seen):
+    if any(s.traces.frame for s in stall.seen):
         lines.append("The stacks of their threads are at the end of their logs.")
-    if scene.phase == FIRST_PHASE:
-        lines.append("Processes get their ranks later; here they are numbered as they were made.")
-    lines += _about_records(path for s in scene.seen for path in s.traces.records)
+    if stall.phase == FIRST_PHASE:
+        lines.append("Ranks are assigned later: processes are numbered in order of creation.")
+    lines += _about_records(path for s in stall.seen for path in s.traces.records)
     return "\n".join([*lines, advice])
 
 
 def _about_records(paths: Iterable[str]) -> list[str]:
-    """Where the flight recorders wrote, and what reads it."""
+    """Name the files of the flight recorders, and the program that reads NCCL's."""
     files = [Path(path) for path in paths]
     folders = sorted({str(path.parent) for path in files})
-    told = [f"Their last collectives are in {folder}/*_trace_rank_*." for folder in folders]
+    lines = [f"Their last collectives are in {folder}/*_trace_rank_*." for folder in folders]
     for folder in sorted({str(f.parent) for f in files if f.name.startswith(NCCL_PREFIX)}):
         program = "torchfrtrace --allow-incomplete-ranks --prefix"
-        told.append(f"To compare NCCL's: {program} {NCCL_PREFIX} {folder}")
-    return told
+        lines.append(f"To compare those of NCCL: {program} {NCCL_PREFIX} {folder}")
+    return lines
 
 
-def ranks(numbers: Sequence[int], verb: str, verbs: str) -> str:
-    """ "rank 3 is", "ranks 0-2 and 5 are"."""
+def format_ranks(numbers: Sequence[int], verb: str, verbs: str) -> str:
+    """Format ranks with a verb: "rank 3 is", "ranks 0-2 and 5 are"."""
     ordered = sorted(numbers)
     spans: list[list[int]] = []
     for number in ordered:

@@ -1,7 +1,7 @@
 """The stage of Ray: whether its head can be reached, is Ray, and takes this run's token."""
 
 from hybridrl.config.checks.installation import ray_problem, ray_version
-from hybridrl.controller.ray.cluster_view import ClusterView, ask, joined_view
+from hybridrl.controller.ray.cluster_view import ClusterView, joined_view, query_head
 from hybridrl.controller.ray.head import head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.findings import Finding, fail, ok
@@ -60,7 +60,7 @@ def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
         ]
     if unfit:
         return findings + skip_all(("ray.port", "ray.nodes"), f"{unfit} here")
-    view = joined or ask(address, ASK_S)
+    view = joined or query_head(address, ASK_S)
     return findings + judge_view(view, address, wanted)
 
 
