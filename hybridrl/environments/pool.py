@@ -1,4 +1,4 @@
-"""Environments of many conversations, stepped in processes with a time limit."""
+"""Pool of environments: many conversations in separate processes, with a time limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ TASK = "hybridrl.environments.base.environment_task"
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """What an environment answered.
+    """Reply of an environment, or its failure.
 
     Attributes:
-        state: the environment as it is now (StepResponse.state).
-        result: its answer; of one that failed, nothing, and the conversation is over.
-        failure: of which kind; None if it did not fail.
-        reason: why it failed, in one line; empty if it did not.
+        state: pickled environment (StepResponse.state).
+        result: answer; after a failure, an empty one that ends the conversation.
+        failure: kind of failure, or None.
+        reason: reason of the failure in one line, or empty.
     """
 
     state: str
@@ -36,18 +36,16 @@ class EnvironmentReply:
 
 
 class EnvironmentPool:
-    """A pool of processes that step environments. They start in the background.
-
-    Use it as a context manager or call `close`.
+    """Processes that run environments, started in the background; a context manager.
 
     Args:
-        function: dotted path of the class or function that makes environments.
+        function: dotted path of the class or function that creates environments.
         args: its keyword arguments.
-        timeout_s: seconds of wall time that one answer may take.
-        num_processes: None: one per core that this process may use, at most 8.
+        timeout_s: maximum wall seconds of one answer.
+        num_processes: number of processes; None: one per available core, at most 8.
 
     Raises:
-        ConfigError: there is no such class or function.
+        ConfigError: no such class or function.
     """
 
     def __init__(
@@ -59,11 +57,11 @@ class EnvironmentPool:
         self._pool = TaskPool(setup, num_processes, "environment", read)
 
     def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
-        """A new environment for each example, and the text it begins with."""
+        """Create an environment for each example; return the initial replies."""
         return [_reply(answer) for answer in self._pool.run(list(map(ResetRequest, examples)))]
 
     def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
-        """The answers to turns of as many conversations, in order."""
+        """Answer one turn of each of several conversations, in order."""
         return [_reply(answer) for answer in self._pool.run(turns)]
 
     def close(self) -> None:
