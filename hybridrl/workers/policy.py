@@ -1,4 +1,4 @@
-"""A policy that is only sampled from: an evaluation's."""
+"""Policy of an evaluation: sampled, not trained."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +11,19 @@ from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.distributed.shards import NamedShard
 from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
-# Nothing computes logits here.
+# Unused: no logits are computed.
 CHUNK_TOKENS = 1024
 
 
 @dataclass(kw_only=True)
 class PolicyConfig(RoleConfig):
-    """What is sampled from.
+    """Config of a policy that is sampled.
 
     Attributes:
-        model: the weights without a checkpoint, and those that adapters adapt.
-        fsdp: how they are sharded.
-        lora: the checkpoint's adapters, if it has some.
-        checkpoint: its folder, seen from every node; None for the model itself.
+        model: base model.
+        fsdp: sharding spec.
+        lora: adapters of the checkpoint, if any.
+        checkpoint: folder of a checkpoint, visible on every node; None: the base model itself.
     """
 
     worker: str = "hybridrl.workers.policy.PolicyWorker"
@@ -34,10 +34,10 @@ class PolicyConfig(RoleConfig):
 
 
 class PolicyWorker(ModelWorker):
-    """Holds a policy's shards, for a rollout engine in the same process; it has no optimizer.
+    """Shards of a policy for a rollout engine in the same process, without an optimizer.
 
     Raises:
-        ConfigError: the checkpoint holds the weights of another model.
+        ConfigError: the checkpoint holds weights of another model.
     """
 
     config_class = PolicyConfig
@@ -51,5 +51,5 @@ class PolicyWorker(ModelWorker):
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
 
     def named_shards(self) -> list[NamedShard]:
-        """This rank's shards of the weights, for a reshard in the same process."""
+        """Return this rank's shards of the weights, for a reshard in the same process."""
         return named_shards(self.model)

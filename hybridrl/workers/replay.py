@@ -114,7 +114,7 @@ class ReplayWorker(Worker):
         Raises:
             ConfigError: the checkpoint holds weights of another model.
         """
-        with self.trained.state_at_hand():
+        with self.trained.state_on_device():
             load_trained_weights(self.trained, Path(folder), self.config.role)
 
     def _update_of(
