@@ -34,8 +34,8 @@ class LossyFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Write as much as the disk has room for; return the full size in any case."""
-        size, told = memoryview(data).nbytes, bytes(data).decode(errors="surrogateescape")
-        text = without(self._secrets, told).encode(errors="surrogateescape")
+        size, original = memoryview(data).nbytes, bytes(data).decode(errors="surrogateescape")
+        text = without(self._secrets, original).encode(errors="surrogateescape")
         try:
             if self.lost:
                 super().write(f"\n[{self.lost} bytes of output are lost: no room]\n".encode())

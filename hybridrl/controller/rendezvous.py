@@ -40,8 +40,8 @@ class Rendezvous(NamedTuple):
     Attributes:
         address, port: of the store; path and 0 of a file.
         world_size: number of ranks.
-        holder: host and process of rank 0. It tells apart stores of other runs at an address
-            that is ambiguous, such as localhost.
+        holder: host and process of rank 0. It identifies the store if several runs use an
+            ambiguous address, such as localhost.
     """
 
     address: str
@@ -91,7 +91,7 @@ def open_store(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, _introduced(store, address, port, world_size)
+    return store, _publish_owner(store, address, port, world_size)
 
 
 def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Rendezvous]:
@@ -105,10 +105,10 @@ def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Ren
     os.close(descriptor)
     store = FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return store, _introduced(store, path, 0, world_size)
+    return store, _publish_owner(store, path, 0, world_size)
 
 
-def _introduced(
+def _publish_owner(
     store: "TCPStore | FileStore", address: str, port: int, world_size: int
 ) -> Rendezvous:
     """Write owner and size into the store; return its rendezvous."""
@@ -165,7 +165,7 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
             taken.append(port)
     which = f"port {taken[0]} is" if len(taken) == 1 else f"ports {taken[0]} to {taken[-1]} are"
     raise ConfigError(
-        f"no port for the rendezvous: {which} in use on rank 0's node (`ss -ltnp` says by whom).\n"
+        f"no port for the rendezvous: {which} in use on rank 0's node (see `ss -ltnp`).\n"
         "Set cluster.rendezvous_ports to others, or MASTER_PORT, which comes first, to a free one."
     )
 
@@ -250,7 +250,7 @@ def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
     if not others:
         return None
     return (
-        f"the ranks do not agree on the rendezvous {_described(expected)}: {'; '.join(others)}.\n"
+        f"the ranks do not agree on the rendezvous {_describe(expected)}: {'; '.join(others)}.\n"
         "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
     )
 
@@ -258,7 +258,7 @@ def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
 def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[str]:
     """Describe the differences of each rank; empty if there are none."""
     for report in reports:
-        texts = [] if report.store == expected else [f"joined {_described(report.store)}"]
+        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
         texts += [
             f"{name}={report.environment[name]}"
             for name, value in environment_of(expected).items()
@@ -267,7 +267,7 @@ def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[st
         yield ", ".join(texts)
 
 
-def _described(where: Rendezvous) -> str:
+def _describe(where: Rendezvous) -> str:
     place = where.address if where.is_file else f"{where.address}:{where.port}"
     if not where.holder:
         return f"{place}, where no rank 0 listens"

@@ -34,11 +34,11 @@ class Calculator:
     def step(self, text: str) -> StepResult:
         """Return the value of the expression before the final `=`, or the final reward."""
         self._text += text
-        asked, marker, behind = text.rpartition(MARKER)
+        expression, marker, behind = text.rpartition(MARKER)
         if not marker or behind.strip():
             reward = gsm8k.score("", self._text, self._answer, self._mode)
             return StepResult("", reward, True)
-        answer = f" {_computed(asked)}\n"
+        answer = f" {_computed(expression)}\n"
         self._text += answer
         return StepResult(answer, 0.0, False)
 

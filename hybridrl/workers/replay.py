@@ -32,7 +32,7 @@ class MicroBatchResult(NamedTuple):
         rows: its responses, as indices into the rank's batch.
         loss: of this rank.
         gradient_norm: over the micro-batches of all ranks at this place.
-        outputs_finite: whether the model's outputs for all tokens are finite.
+        outputs_finite: True if the model's outputs for all tokens are finite.
     """
 
     place: tuple[int, int, int]

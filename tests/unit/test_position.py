@@ -12,7 +12,7 @@ from hybridrl.controller.watch.process_snapshot import (
     process_snapshots,
     progress_counters,
     state_of,
-    traces,
+    write_traces,
 )
 from hybridrl.distributed import position
 from hybridrl.distributed.position import DONE, Position, open_position
@@ -140,7 +140,7 @@ def test_a_process_that_writes_no_stacks_is_told_of(writers, tmp_path):
     """As one that hangs with signals blocked, or in the kernel."""
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
     writer = writers(block)
-    (found,) = traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
+    (found,) = write_traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
     assert found.frame.startswith("it writes no stacks")
     assert found.records == []
 

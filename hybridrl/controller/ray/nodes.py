@@ -1,4 +1,4 @@
-"""Nodes of the cluster that this process has joined, as Ray knows them."""
+"""Nodes of the cluster that this process has joined, with Ray's record of their resources."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -92,12 +92,12 @@ def ranks_that_fit(
     A placement group would reserve the same resources.
     """
     cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
-    asked = list(zip(wanted, cpus, strict=True))
+    requested = list(zip(wanted, cpus, strict=True))
     return {
         name: max(
             (
                 slots
-                for slots, share in asked
+                for slots, share in requested
                 if share <= node.cpus and (not on_gpu or slots <= node.gpus)
             ),
             default=0,

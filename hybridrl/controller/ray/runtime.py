@@ -84,8 +84,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
     """
     with SignalGuard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
-            stack.callback(_leave)
-            _join(worker_environment(os.environ))
+            stack.enter_context(joined_cluster(worker_environment(os.environ)))
         else:
             with shielded():  # else a signal in between leaves the folder behind
                 folder = _make_folder()
@@ -119,19 +118,13 @@ def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
     Raises:
         ConfigError: the cluster cannot be joined.
     """
-    with ExitStack() as stack:
-        stack.callback(_leave)
+    try:
         _join(environment)
         yield
-
-
-def _leave() -> None:
-    """Leave a joined cluster, after abandoned calls have had time to return.
-
-    Ray silently ends a process in which a call returns later.
-    """
-    join_abandoned_calls(CALLS_LIMIT_S)
-    ray.shutdown()
+    finally:
+        # Ray silently ends a process in which a call returns later.
+        join_abandoned_calls(CALLS_LIMIT_S)
+        ray.shutdown()
 
 
 def _join(environment: Mapping[str, str]) -> None:
@@ -203,7 +196,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
 
 
 def _stop(folder: Path) -> None:
-    """Shut Ray down, wait until every process it started is gone, and delete its folder."""
+    """Shut Ray down, wait for the end of all its processes, and delete its folder."""
     with shielded():
         start = time.perf_counter()
         started = processes.ray_processes(MARK, folder)

@@ -105,7 +105,7 @@ def is_stopped(pid: int) -> bool:
     return bool(state) and state in STOPPED
 
 
-def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
+def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
     """Make processes write the stacks of all threads to their logs, and their last collectives.
 
     Stopped processes are continued for this, because the call has already failed.
@@ -116,18 +116,18 @@ def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> l
         logs: their log files.
     """
     sizes = [_size(log) for log in logs]
-    asked = [pid for pid in pids if _position(pid) is not None]  # others have no handler yet
-    for pid in asked:
+    signalled = [pid for pid in pids if _position(pid) is not None]  # others have no handler yet
+    for pid in signalled:
         with suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
             os.kill(pid, RECORDER_SIGNAL)
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
-    frames = _await_frames(logs, sizes) if asked else [""] * len(pids)
+    frames = _await_frames(logs, sizes) if signalled else [""] * len(pids)
     silent = {
         pid: log
         for pid, log, frame in zip(pids, logs, frames, strict=True)
-        if pid in asked and not frame
+        if pid in signalled and not frame
     }
     message = _spy(silent) if silent else ""
     frames = [message if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]

@@ -11,7 +11,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.ray.compat import actor_state
-from hybridrl.controller.watch.process_snapshot import process_snapshots, traces
+from hybridrl.controller.watch.process_snapshot import process_snapshots, write_traces
 from hybridrl.controller.watch.stall_report import RankReport, StallReport, format_report
 from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, log_tail
 
@@ -84,7 +84,7 @@ def _with_traces(nodes: NodeTasks, report: StallReport) -> StallReport:
     }
     written = {
         host: own
-        for node, node_traces in nodes.run_each(traces, arguments).items()
+        for node, node_traces in nodes.run_each(write_traces, arguments).items()
         for host, own in zip(members[node], node_traces, strict=True)
     }
     seen = [s._replace(traces=written.get(s.host, s.traces)) for s in report.seen]

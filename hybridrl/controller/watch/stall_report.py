@@ -130,7 +130,7 @@ class StallReport:
 
 
 _STATES = {
-    "": "its process is gone",
+    "": "its process has ended",
     "T": "stopped by a signal, as by kill -STOP, Ctrl-Z or a scheduler that suspends jobs",
     "t": "stopped by a debugger",
     "Z": "its process has ended",

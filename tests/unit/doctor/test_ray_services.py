@@ -149,7 +149,7 @@ def test_what_is_no_cluster_is_not_waited_for(no_ray, monkeypatch, listens):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = no_ray if listens else closed.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    says = "no Ray: it says \"-ERR unknown command 'PRI'" if listens else "connection refused"
+    says = "not Ray: \"-ERR unknown command 'PRI'" if listens else "connection refused"
     start = time.monotonic()
     with pytest.raises(ConfigError) as raised:
         RayProbes().__enter__()
