@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -157,12 +156,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _release_within_timeout(self) -> bool:

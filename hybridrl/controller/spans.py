@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import NamedTuple
 
 
@@ -35,12 +34,7 @@ class Stopwatch:
         self._start, self._ticks = time.time(), time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.span = Span(self._name, self._start, time.perf_counter() - self._ticks)
 
 

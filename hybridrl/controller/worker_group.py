@@ -5,7 +5,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hybridrl.config.checks.sizes import slots_on_nodes
@@ -224,12 +223,7 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

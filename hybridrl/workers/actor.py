@@ -16,10 +16,9 @@ from hybridrl.data.schedule import RankBatch
 from hybridrl.data.totals import Totals
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
 from hybridrl.distributed.gathering import GatheredWeights
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
@@ -152,10 +151,6 @@ class ActorWorker(TrainedWorker):
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
         """Compute log-probs, and optionally entropy, of the response tokens, on the device."""
         return self.model(self.pack(micro), self.config.temperature, entropy)
-
-    def named_shards(self) -> list[NamedShard]:
-        """Return this rank's shards of the weights, for a reshard in the same process."""
-        return named_shards(self.model)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str | None:

@@ -20,10 +20,11 @@ from hybridrl.distributed import position
 from hybridrl.distributed.accumulation import gathered_once, reshard
 from hybridrl.distributed.forward.packing import Packed, pack, to_device
 from hybridrl.distributed.forward.sequence_parallel import sequence_group
-from hybridrl.distributed.fsdp import parameters_in_checkpoint
+from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
 from hybridrl.distributed.groups import NO_LIMIT
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
+from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
 from hybridrl.workers.base import Worker
 from hybridrl.workers.optimizer import Optimizer
@@ -70,6 +71,10 @@ class ModelWorker(Worker):
     def rest(self) -> None:
         """Offload the weights to host memory under idle_all."""
         self.weights.offload()
+
+    def named_shards(self) -> list[NamedShard]:
+        """Return this rank's shards of the weights, for a reshard in the same process."""
+        return named_shards(self.model)
 
     def pack(self, micro: RolloutBatch) -> Packed:
         """Pack this rank's part of a micro-batch, on the device."""

@@ -6,9 +6,8 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
-from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.shards import NamedShard
 from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
 # Unused: no logits are computed.
@@ -49,7 +48,3 @@ class PolicyWorker(ModelWorker):
         if config.checkpoint is not None:
             load_trained_weights(self, Path(config.checkpoint), "actor")
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-
-    def named_shards(self) -> list[NamedShard]:
-        """Return this rank's shards of the weights, for a reshard in the same process."""
-        return named_shards(self.model)
