@@ -29,7 +29,7 @@ import torch
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import Outcome
+from hybridrl.controller.calls import TimedResult
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.spans import Span, SpanLog
 from hybridrl.controller.worker_group import WorkerGroup, Workers
@@ -171,7 +171,7 @@ class Ranks:
             for rank, (calls, assemble, *contents) in enumerate(arguments):
                 part = assemble(contents) if assemble else None
                 span = Span(phase, time.time(), 0.0)
-                answers.append([Outcome(self._answer(c, part, rank), span) for c in calls])
+                answers.append([TimedResult(self._answer(c, part, rank), span) for c in calls])
         return lambda: answers
 
     @contextmanager

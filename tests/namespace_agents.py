@@ -107,7 +107,7 @@ def set_environments(agents: Any, values: dict[str, dict[str, str | None]]) -> N
 
 def summed(agents: Any) -> list[Any]:
     """The findings of the all-reduce alone, whatever else is wrong."""
-    from hybridrl.controller.ray.node_calls import call_all
+    from hybridrl.controller.ray.node_probes import call_all
     from hybridrl.doctor.network import collective as network_collective
     from hybridrl.doctor.network.nodes import look
 
@@ -117,10 +117,10 @@ def summed(agents: Any) -> list[Any]:
 
 def network_over_ray(ports: list[int]) -> list[Any]:
     """The quick findings of the stage network for the nodes of the cluster at RAY_ADDRESS."""
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
     from hybridrl.doctor.network.stage import examine
 
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         return examine(agents, ports, on_gpu=False, quick=True)
 
 

@@ -45,7 +45,7 @@ def find_machine() -> Machine:
     """
     if ray_address():
         check_ray()
-        from hybridrl.controller.ray.nodes import cluster_machine
+        from hybridrl.controller.ray.cluster_machine import cluster_machine
 
         return cluster_machine()
     return local_machine()

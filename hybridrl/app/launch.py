@@ -25,7 +25,7 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_calls import Agents, LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
     setup.mark("checks")
     # Ray's start only waits, for seconds.
     with ThreadPoolExecutor(1) as meanwhile, VerificationProgress(log.info) as watch:
-        agents: Future[Agents] = Future()
+        agents: Future[NodeProbes] = Future()
         preparing = meanwhile.submit(_prepare_session, result, folder, watch, agents)
         with ray_runtime(config.cluster, config.hardware.accelerator):
             setup.mark("ray")
@@ -168,19 +168,19 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
 
 
 @contextmanager
-def _nodes(config: RunConfig) -> Iterator[Agents]:
+def _nodes(config: RunConfig) -> Iterator[NodeProbes]:
     """Open the node probes that verify a checkpoint."""
     if config.cluster.nodes == 1 or config.resume == NONE:
-        yield LocalAgents(socket.gethostname())
+        yield LocalProbes(socket.gethostname())
         return
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         yield agents
 
 
 def _prepare_session(
-    result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[Agents]"
+    result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[NodeProbes]"
 ) -> "RunInputs":
     """Return the inputs of a run; also imports torch and other heavy packages.
 

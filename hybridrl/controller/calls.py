@@ -1,4 +1,4 @@
-"""What the driver tells a process to run, and what it answers."""
+"""Messages between the driver and worker processes: calls of roles, and their results."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,12 @@ from hybridrl.controller.spans import Span
 
 
 class RoleCall(NamedTuple):
-    """A method of a role, to be run in every process.
+    """Call of a role's method, run in every process.
 
     Attributes:
-        role, method: what to run.
-        args, kwargs: its arguments, after the rank's part of a batch if there is one.
-        keep: whether the result is wanted from this process.
+        role, method: names.
+        args, kwargs: arguments after the rank's part of a batch, if any.
+        keep: return the result of this process to the driver.
     """
 
     role: str
@@ -22,12 +22,12 @@ class RoleCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages: "actor.update"."""
+        """Name in messages: "actor.update"."""
         return f"{self.role}.{self.method}"
 
 
-class Outcome(NamedTuple):
-    """A call's result and when it was at work: in one process, or in the one that took longest."""
+class TimedResult(NamedTuple):
+    """Result of a call, and its span in one process or in the slowest."""
 
     value: Any
     span: Span

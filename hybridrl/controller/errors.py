@@ -1,4 +1,4 @@
-"""What goes wrong in workers, as plain text that survives the way to the driver."""
+"""Errors of workers, as plain text that can be sent to the driver."""
 
 import logging
 import traceback
@@ -11,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerError(RuntimeError):
-    """A worker raised, died or did not answer in time.
+    """Failure of a worker: an exception, a death or a timeout.
 
     Args:
-        ranks: the ranks concerned, the one to look at first in front.
-        phase: what they were doing, "actor.update" or "start: rendezvous".
-        message: the whole story: rank, node, phase, root traceback, log file.
+        ranks: ranks concerned, the most suspicious first.
+        phase: call in progress, "actor.update" or "start: rendezvous".
+        message: full report with rank, node, phase, root traceback and log file.
     """
 
     def __init__(self, ranks: list[int], phase: str, message: str) -> None:
@@ -30,13 +30,13 @@ class WorkerError(RuntimeError):
 
 
 class RemoteError(Exception):
-    """An exception of a worker process as text, because not every exception can be pickled.
+    """Exception of a worker process as text, because not every exception can be pickled.
 
     Args:
-        summary: its type and message on one line.
-        trace: its traceback with those of its causes, the root first.
-        problems: those of a ConfigError, else empty.
-        phase: what the process was doing, "actor.update"; empty: what it had been asked to do.
+        summary: type and message on one line.
+        trace: traceback, with those of the causes first.
+        problems: problems of a ConfigError, else empty.
+        phase: work in progress, "actor.update"; empty: the phase that the driver called.
     """
 
     def __init__(self, summary: str, trace: str, problems: list[str], phase: str) -> None:
@@ -51,10 +51,10 @@ class RemoteError(Exception):
 
 
 class errors_as_text(ContextDecorator):
-    """Let whatever the block raises leave it as a RemoteError, and log it.
+    """Convert any exception of the block to a RemoteError, and log it.
 
     Args:
-        phase: the error's.
+        phase: phase of the error.
     """
 
     def __init__(self, phase: str = "") -> None:

@@ -1,7 +1,7 @@
-"""The process of one rank: it joins the process group, builds its roles and runs their methods.
+"""Process of one rank: joins the process group, builds the roles and runs their methods.
 
-torch and everything heavy is imported in `preload`, after the number of threads is set; all ranks
-import at the same time.
+torch and other slow modules are imported in `preload`, on all ranks at the same time, after the
+number of threads is set.
 """
 
 import gc
@@ -27,16 +27,15 @@ from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
-from hybridrl.controller.calls import Outcome, RoleCall
+from hybridrl.controller.background import import_all, import_in_background
+from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.errors import errors_as_text
-from hybridrl.controller.importing import import_all, import_in_thread
-from hybridrl.controller.interfaces import interface_of
-from hybridrl.controller.output import guard_logging, keep_earlier, redirect_output
+from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
 from hybridrl.controller.spans import Stopwatch
-from hybridrl.controller.watch import recorder
+from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 
 if TYPE_CHECKING:
@@ -48,12 +47,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds the store's timeout comes later than the controller's, whose error says more.
+# Seconds by which the store's timeout exceeds the controller's, whose error is more detailed.
 TIMEOUT_MARGIN_S = 30.0
 
 
 class HostInfo(NamedTuple):
-    """What a fresh process says of itself."""
+    """Identity of a new process."""
 
     slot: Slot
     pid: int
@@ -62,16 +61,16 @@ class HostInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class HostConfig:
-    """What every process is told when it starts.
+    """Start parameters of every process.
 
     Attributes:
-        accelerator: the device its roles use.
+        accelerator: device of the roles.
         slots_on_node: processes that share the node.
-        log_folder: where its log file goes.
-        import_path: the driver's sys.path, so that workers find the user's modules.
-        omp_threads: OMP_NUM_THREADS as the user set it; None: what `torch_threads` says.
-        start_timeout_s: seconds the rendezvous may take.
-        nvlink_multicast: whether libraries may use it.
+        log_folder: folder of its log file.
+        import_path: the driver's sys.path, for the user's modules.
+        omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
+        start_timeout_s: seconds allowed for the rendezvous.
+        nvlink_multicast: permission for libraries to use it.
     """
 
     accelerator: Accelerator
@@ -85,7 +84,7 @@ class HostConfig:
 
 @contextmanager
 def _step(name: str) -> Iterator[None]:
-    """A step of the start: others see who is in it, and its errors leave as text."""
+    """Publish a step of the start as the position, and convert its errors to text."""
     with errors_as_text():
         position.enter(f"start: {name}")
         yield
@@ -93,9 +92,9 @@ def _step(name: str) -> Iterator[None]:
 
 
 class WorkerHost:
-    """Hosts every role of one rank. The pool makes it a Ray actor and calls its methods in order.
+    """Host of all roles of one rank: a Ray actor whose methods the pool calls in order.
 
-    Exceptions leave it as `RemoteError`.
+    All exceptions are `RemoteError`.
     """
 
     def __init__(self, config: HostConfig) -> None:
@@ -105,7 +104,7 @@ class WorkerHost:
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
-        recorder.write_on_signal(Path(config.log_folder))
+        flight_recorder.write_on_signal(Path(config.log_folder))
         position.publish()
         sys.path.extend(path for path in config.import_path if path not in sys.path)
         threads = torch_threads(
@@ -122,12 +121,12 @@ class WorkerHost:
 
     @_step("info")
     def info(self) -> HostInfo:
-        """Where this process is."""
+        """Return slot, process id and node of this process."""
         return self._info
 
     @_step("preload")
     def preload(self, modules: list[str]) -> None:
-        """Import torch and the roles' modules."""
+        """Import torch and the modules of the roles."""
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
@@ -135,24 +134,24 @@ class WorkerHost:
 
     @_step("import_ahead")
     def import_ahead(self, configs: list[Any]) -> None:
-        """Begin to import what building these roles needs, in a thread; returns at once."""
+        """Begin to import the modules that building these roles needs; return at once."""
         device_type = "cuda" if self._config.accelerator is Accelerator.gpu else "cpu"
         modules: list[str] = []
         for config in configs:
             modules += import_class(config.worker).modules_ahead(config, device_type)
-        self._importing = import_in_thread(modules)
+        self._importing = import_in_background(modules)
 
     @_step("open_rendezvous")
     def open_rendezvous(
         self, address: str | None, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
-        """On rank 0: make a store and say where it is.
+        """Create the store, on rank 0.
 
         Args:
-            address: where it listens; None: in a file.
-            port: on which; None: on a free one of the band.
-            band: first and last.
-            world_size: how many ranks there are.
+            address: address to listen on; None: use a file.
+            port: port; None: a free one of the band.
+            band: first and last port.
+            world_size: number of ranks.
         """
         timeout_s = self._config.start_timeout_s
         if address is None:
@@ -164,11 +163,11 @@ class WorkerHost:
 
     @_step("join_rendezvous")
     def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Joined:
-        """Become `rank`, connect to rank 0 and report what has been joined."""
+        """Become `rank`, connect to the store of rank 0 and report the connection."""
         self._rank = rank
         self._info = self._info._replace(slot=slot)
         log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
-        keep_earlier(log_file)
+        rotate_log(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(
             rendezvous.environment_of(where),
@@ -176,8 +175,8 @@ class WorkerHost:
             LOCAL_RANK=str(slot.local_rank),
             LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
         )
-        interface = interface_of(slot.node_ip)
-        if interface is not None:  # else gloo goes by the host's name, which may be for 127.0.1.1
+        interface = rendezvous.interface_of(slot.node_ip)
+        if interface is not None:  # else gloo resolves the host name, perhaps to 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             timeout_s = self._config.start_timeout_s + TIMEOUT_MARGIN_S
@@ -187,7 +186,7 @@ class WorkerHost:
 
     @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:
-        """Join the process group over all ranks and build the training mesh; a collective."""
+        """Create the process group of all ranks and the training mesh; a collective."""
         import torch
         from torch import distributed as dist
 
@@ -198,7 +197,7 @@ class WorkerHost:
         device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
         if device is not None:
             torch.cuda.set_device(device)
-        assert self._store is not None, "ranks meet before they join"
+        assert self._store is not None, "join_rendezvous comes first"
         self._store.set_timeout(NO_LIMIT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -213,7 +212,7 @@ class WorkerHost:
 
     @_step("read_ahead")
     def read_ahead(self, model: ModelConfig) -> None:
-        """Read the model's checkpoint in the background, while something else is built."""
+        """Prefetch the model's checkpoint into the page cache, in the background."""
         from hybridrl.models.read_ahead import read_ahead
         from hybridrl.models.resolve import model_folder
 
@@ -221,7 +220,7 @@ class WorkerHost:
             read_ahead(model_folder(model))
 
     def build(self, role: str, worker: str, config: Any) -> None:
-        """Construct one role: `worker` is the dotted path of its class; a collective."""
+        """Build a role of the class at the dotted path `worker`; a collective."""
         from hybridrl.distributed.collectives import lift_limits
 
         start = time.perf_counter()
@@ -236,7 +235,7 @@ class WorkerHost:
 
     @_step("connect")
     def connect(self) -> list[str]:
-        """Show the roles to each other; return the shared memory files the process uses now."""
+        """Connect the roles to each other; return the shared memory files of the process."""
         for role in self._roles.values():
             role.connect(self._roles)
         return shared_memory_of(psutil.Process())
@@ -246,14 +245,14 @@ class WorkerHost:
         calls: Sequence[RoleCall],
         assemble: Callable[[Sequence[Any]], Any] | None,
         *contents: Any,
-    ) -> list[Outcome]:
-        """Run roles' methods, one after the other; values are None unless they are to be kept.
+    ) -> list[TimedResult]:
+        """Run methods of roles, one after the other; a value that is not kept is None.
 
         Args:
-            calls: what to run.
-            assemble: makes this rank's part of a batch, every call's first argument, of
-                `contents`; None: there is no batch.
-            contents: of the part's pieces; Ray puts them in place of their references.
+            calls: the methods.
+            assemble: builds this rank's part of a batch from `contents`; the part is the first
+                argument of each call. None: there is no batch.
+            contents: the part's pieces; Ray resolves their references.
         """
         part: tuple[Any, ...] = ()
         if assemble is not None:
@@ -266,26 +265,26 @@ class WorkerHost:
                 value = getattr(self._roles[call.role], call.method)(
                     *part, *call.args, **call.kwargs
                 )
-            outcomes.append(Outcome(value if call.keep else None, watch.span))
+            outcomes.append(TimedResult(value if call.keep else None, watch.span))
         return outcomes
 
     @errors_as_text()
     def start_profile(self) -> None:
-        """Record what this process and its device do from now on."""
+        """Start torch's profiler."""
         from hybridrl.controller.profiler import RankProfiler
 
         self._profiler = RankProfiler(self._config.accelerator is Accelerator.gpu)
 
     @errors_as_text()
     def write_profile(self, path: str) -> None:
-        """End the recording and write it as a Chrome trace."""
+        """Stop the profiler and write a Chrome trace."""
         assert self._profiler is not None, "no profile was started"
         self._profiler.write(Path(path))
         self._profiler = None
 
     @errors_as_text()
     def close(self) -> None:
-        """End the roles, last built first, and leave the process group."""
+        """Close the roles, last built first, and destroy the process group."""
         from torch import distributed as dist
 
         for name in reversed(list(self._roles)):
@@ -297,9 +296,9 @@ class WorkerHost:
 
     @contextmanager
     def _working(self, name: str) -> Iterator[Stopwatch]:
-        """Time a role's method and name it in a profile.
+        """Time a role's method, up to the end of its stream, and name it in a profile.
 
-        It ends when its stream has drained; what other streams copy meanwhile goes on.
+        Copies on other streams continue.
         """
         import torch
 
@@ -321,6 +320,6 @@ class WorkerHost:
 
 
 def import_class(path: str) -> type[Any]:
-    """The class that a dotted path names."""
+    """Return the class at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Standard output and log files: a full disk costs text, never the run, and secrets are hidden."""
+"""Standard output and log files that survive a full disk and hide secrets."""
 
 import faulthandler
 import io
@@ -14,17 +14,16 @@ from hybridrl.controller.processes import STACK_SIGNAL
 
 
 class LossyFile(io.FileIO):
-    """A file whose writes never raise OSError; what is lost is told when there is room again.
+    """File whose writes never raise OSError; a later write reports the bytes lost.
 
-    What the environment or the command line of this process hold of secrets is hidden in it, and
-    so are logins of URIs.
+    Secrets of the environment and the command line, and logins in URIs, are hidden.
 
     Args:
-        file: an open file's descriptor, which stays open, or a path, to whose end is written.
-        secrets: more that are hidden.
+        file: descriptor, which stays open, or path of a file to append to.
+        secrets: additional secrets to hide.
 
     Attributes:
-        lost: bytes since the last write that succeeded.
+        lost: bytes lost since the last successful write.
     """
 
     def __init__(self, file: int | str, secrets: Iterable[str] = ()) -> None:
@@ -34,9 +33,9 @@ class LossyFile(io.FileIO):
         self._secrets = known_secrets(secrets)
 
     def write(self, data: Any) -> int:
-        """Write what the disk takes; always says that it took everything."""
-        size, told = memoryview(data).nbytes, bytes(data).decode(errors="surrogateescape")
-        text = without(self._secrets, told).encode(errors="surrogateescape")
+        """Write as much as the disk has room for; return the full size in any case."""
+        size, original = memoryview(data).nbytes, bytes(data).decode(errors="surrogateescape")
+        text = without(self._secrets, original).encode(errors="surrogateescape")
         try:
             if self.lost:
                 super().write(f"\n[{self.lost} bytes of output are lost: no room]\n".encode())
@@ -50,7 +49,7 @@ class LossyFile(io.FileIO):
 
 
 def lossy_text(file: int | str, secrets: Iterable[str] = ()) -> io.TextIOWrapper:
-    """A text stream over a `LossyFile`, to which it writes each line at once."""
+    """Return a line-buffered text stream over a `LossyFile`."""
     return io.TextIOWrapper(
         io.BufferedWriter(LossyFile(file, secrets)),
         encoding="utf-8",
@@ -60,23 +59,23 @@ def lossy_text(file: int | str, secrets: Iterable[str] = ()) -> io.TextIOWrapper
 
 
 def guard_standard_output() -> None:
-    """Keep this program going when what it prints finds no room, and print no secrets."""
-    for stream in (0, 1, 2):  # closed: a file that is opened later would get what is printed
+    """Make standard output survive a full disk or a closed stream, and hide secrets."""
+    for stream in (0, 1, 2):  # if closed, a file opened later would receive the output
         try:
             os.fstat(stream)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor
             os.set_inheritable(stream, True)
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
 
 
 def guard_logging(secrets: Iterable[str] = ()) -> None:
-    """Let what goes to log files, and what is printed, be lost without harm and hold no secrets.
+    """Make log files and standard output survive a full disk, and hide secrets.
 
-    To be called when logging has its handlers, which are given new streams.
+    Call it after logging is configured: the handlers get new streams.
 
     Args:
-        secrets: more that are hidden from here on, those of a config.
+        secrets: additional secrets to hide, those of a config.
     """
     out, err = lossy_text(1, secrets), lossy_text(2, secrets)
     printed = {sys.stdout: out, sys.stderr: err}
@@ -88,8 +87,8 @@ def guard_logging(secrets: Iterable[str] = ()) -> None:
     sys.stdout, sys.stderr = out, err
 
 
-def keep_earlier(log_file: Path) -> None:
-    """Give a log of an earlier start of the run its number: <node>_rank<k>.1.log is the first."""
+def rotate_log(log_file: Path) -> None:
+    """Rename the log of an earlier start to <node>_rank<k>.<n>.log, n counted from 1."""
     number = 1
     while (earlier := log_file.with_suffix(f".{number}.log")).exists():
         number += 1
@@ -100,7 +99,7 @@ def keep_earlier(log_file: Path) -> None:
 def redirect_output(path: Path) -> None:
     """Send this process's output to a file: Python's, C++'s, logging's and stacks on a crash.
 
-    Text for which the disk has no room is lost; nobody who prints gets an error.
+    Text is lost without an error if the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

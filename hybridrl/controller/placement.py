@@ -1,4 +1,4 @@
-"""Which process is which rank: sorted by node and GPU, every rollout engine on one node."""
+"""Ranks of processes, sorted by node and GPU, and the reservation of their slots."""
 
 import ipaddress
 import logging
@@ -18,12 +18,12 @@ CHECK_EVERY_S = 1.0
 
 
 class Slot(NamedTuple):
-    """Where a worker process found itself.
+    """Place of a worker process.
 
     Attributes:
-        node_id: Ray's NodeID; addresses may be shared by nodes.
+        node_id: Ray's NodeID; nodes may share an address.
         node_ip: the node's address.
-        local_rank: GPU among those visible on the node, or number of the CPU slot.
+        local_rank: index among the node's visible GPUs, or number of the CPU slot.
     """
 
     node_id: str
@@ -32,9 +32,9 @@ class Slot(NamedTuple):
 
 
 def rank_order(slots: Sequence[Slot]) -> list[int]:
-    """Positions in `slots` in the order of ranks: by node (address, then NodeID), then local rank.
+    """Return indices into `slots`, sorted by address, NodeID and local rank.
 
-    The same GPUs get the same ranks in every run, in whatever order processes came up.
+    The same GPUs get the same ranks in every run, independent of the start order of processes.
     """
     return sorted(range(len(slots)), key=lambda position: _sort_key(slots[position]))
 
@@ -45,7 +45,7 @@ def _sort_key(slot: Slot) -> tuple[int, bytes, str, int]:
 
 
 def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int]:
-    """The rollout engines whose ranks lie on several nodes.
+    """Return the rollout engines with ranks on several nodes.
 
     Args:
         slots: by rank.
@@ -60,7 +60,7 @@ def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int
 def check_engines(
     slots: Sequence[Slot], ranks_per_engine: int, *, allow_straddle: bool = False
 ) -> None:
-    """Refuse a placement in which the ranks of a rollout engine lie on several nodes.
+    """Check that each rollout engine has all its ranks on one node.
 
     Args:
         slots: by rank.
@@ -68,7 +68,7 @@ def check_engines(
         allow_straddle: warn instead.
 
     Raises:
-        ConfigError: naming the ranks and nodes of every engine that straddles.
+        ConfigError: an engine straddles nodes; lists ranks and nodes of each such engine.
     """
     problems = []
     for engine in straddling_engines(slots, ranks_per_engine):
@@ -100,7 +100,7 @@ def _members(slots: Sequence[Slot], engine: int, ranks_per_engine: int) -> Seque
 
 
 def number_cpu_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """CPU slots have no number of their own: number them on each node, in the order given."""
+    """Number the CPU slots of each node, in the order given."""
     counts: dict[str, int] = defaultdict(int)
     numbered = []
     for slot in slots:
@@ -110,9 +110,9 @@ def number_cpu_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def visible_index(gpu: str, visible: str | None) -> int:
-    """Index of a GPU, as Ray names it, among those CUDA_VISIBLE_DEVICES leaves to the process.
+    """Return the index of Ray's GPU id among those of CUDA_VISIBLE_DEVICES.
 
-    Workers see all GPUs of their node (with one each, vLLM's custom all-reduce fails).
+    Workers see all GPUs of their node: with one each, vLLM's custom all-reduce fails.
     """
     return visible.split(",").index(gpu) if visible else int(gpu)
 
@@ -122,16 +122,16 @@ def reserve(
 ) -> PlacementGroup:
     """Reserve slots on as many different nodes as there are counts, all or nothing.
 
-    One bundle per node, in the order given, holds all its slots.
+    Each node has one bundle for all its slots, in the order given.
 
     Args:
-        slots_on_nodes: how many on each.
-        on_gpu: whether they are GPUs.
-        timeout_s: seconds to wait for them.
-        check: called every second of that; may raise.
+        slots_on_nodes: number of slots per node.
+        on_gpu: reserve GPUs.
+        timeout_s: seconds to wait.
+        check: called every second while waiting; may raise.
 
     Raises:
-        ConfigError: the cluster does not have them, or not within `timeout_s` seconds.
+        ConfigError: the cluster granted no reservation within `timeout_s` seconds.
     """
     alive = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     cpus = cpus_on_nodes(slots_on_nodes, alive)
@@ -161,11 +161,11 @@ def reserve(
 
 
 def cpus_on_nodes(slots_on_nodes: Sequence[int], cpus: Iterable[float]) -> list[float]:
-    """CPUs to reserve on each node: one a slot, or all where slots share cores.
+    """Compute the CPUs to reserve on each node: one per slot, or all if slots share cores.
 
     Args:
-        slots_on_nodes: how many on each.
-        cpus: of the cluster's nodes.
+        slots_on_nodes: number of slots per node.
+        cpus: CPUs of each of the cluster's nodes.
     """
     largest = sorted(cpus, reverse=True)
     nodes = len(slots_on_nodes)

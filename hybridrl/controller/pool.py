@@ -1,4 +1,4 @@
-"""A pool: the processes in which roles live, one a rank, started, called and ended together."""
+"""Pool: the worker processes of a run, one per rank, started, called and closed together."""
 
 import logging
 import math
@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -15,28 +14,30 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.nodes import Nodes
-from hybridrl.controller.placement import (
-    Slot,
-    check_engines,
-)
+from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.placement import Slot, check_engines, reserve
 from hybridrl.controller.ray.object_store import ObjectStore
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
-from hybridrl.controller.spawning import PoolConfig, ranked, reserve_slots, spawn
-from hybridrl.controller.watch.monitor import Stalled, Watch
-from hybridrl.controller.watch.overdue import overdue_error
-from hybridrl.controller.watch.ray_watch import RayWatch, note_shared_memory, out_of_order
-from hybridrl.controller.watch.waiting import Host, by_node, give_up_after, wait_for_all
+from hybridrl.controller.spawning import PoolConfig, ranked_hosts, spawn
+from hybridrl.controller.watch.ray_monitor import (
+    RayMonitor,
+    is_local_ray_broken,
+    register_shared_memory,
+)
+from hybridrl.controller.watch.stall_detector import StallDetector, Stalled
+from hybridrl.controller.watch.stall_error import stall_error
+from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, wait_for_all
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
 
-# Seconds that idle hosts get to end their roles before they are killed.
+# Seconds for idle hosts to close their roles before they are killed.
 CLOSE_TIMEOUT_S = 5.0
 END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
@@ -47,39 +48,41 @@ STALL_SETTING = "cluster.stall_timeout_s"
 class Pool:
     """Worker processes in the order of their ranks, joined in one process group.
 
-    To be made inside `ray_runtime` and closed before it ends; a context manager closes itself.
+    Create it inside `ray_runtime` and close it there; also a context manager.
 
     Raises:
-        ConfigError: the cluster lacks the slots, an engine would straddle nodes, or there is no
-            port for the rendezvous.
+        ConfigError: the cluster lacks slots, an engine would straddle nodes, or no port is free
+            for the rendezvous.
         WorkerError: a process failed to start or to join.
     """
 
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
         self._port = given_port()
-        self._nodes = Nodes()
+        self._nodes = NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
         self._busy: dict[ObjectRef, Host] = {}
         self._shared_memory: dict[str, list[str]] = {}
-        self._ray_watch = RayWatch(config.cluster.stall_timeout_s)
+        self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
-        self.store = ObjectStore(partial(self._ray_watch.guarded, "sending a batch"))
+        self.store = ObjectStore(partial(self._ray_monitor.guarded, "sending a batch"))
         self.start_times = PartTimes()
         with ExitStack() as undo:
             undo.callback(self.close)
             with self.start_times.part("processes"):
-                with self._ray_watch.guarded("start: slots"):
-                    check = partial(self._ray_watch.check, "start: slots")
-                    self._reservation = reserve_slots(config, check)
+                with self._ray_monitor.guarded("start: slots"):
+                    check = partial(self._ray_monitor.check, "start: slots")
+                    on_gpu = config.accelerator is Accelerator.gpu
+                    timeout_s = config.cluster.start_timeout_s
+                    self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
                 self._identify(spawn(config, self._reservation))
             with self.start_times.part("imports"):
-                self._starting(self.hosts, "preload", [(list(self._config.modules),)] * self.size)
+                self._start_step(self.hosts, "preload", [(list(config.modules),)] * self.size)
             with self.start_times.part("rendezvous"):
-                self._starting(self.hosts, "import_ahead", [(list(config.ahead),)] * self.size)
-                self._meet()
-                self._starting(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+                self._start_step(self.hosts, "import_ahead", [(list(config.ahead),)] * self.size)
+                self._join_rendezvous()
+                self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
             undo.pop_all()
         self.spans = SpanLog(self.size)
 
@@ -92,59 +95,59 @@ class Pool:
         """Call a host method on every rank and wait.
 
         Args:
-            method: of WorkerHost.
-            arguments: one tuple a rank.
-            phase: what it is, for messages: "actor.update".
+            method: method of WorkerHost.
+            arguments: one tuple per rank.
+            phase: name for messages, "actor.update".
 
         Returns:
             Results by rank.
 
         Raises:
-            WorkerError: a rank failed or died, or no rank gets further (cluster.stall_timeout_s).
+            WorkerError: a rank failed or died, or none made progress (cluster.stall_timeout_s).
         """
         return self.begin(method, arguments, phase)()
 
     def begin(self, method: str, arguments: Sequence[tuple], phase: str) -> Callable[[], list[Any]]:
-        """Call a host method on every rank; what is returned waits, as `run` does.
+        """Call a host method on every rank; return a function that waits, as `run` does.
 
-        Nothing else may be called until then.
+        Make no other call until it has returned.
         """
         refs = self._submit(self.hosts, method, arguments, phase)
         return partial(self._wait, self.hosts, refs, phase)
 
     def read_ahead(self, model: ModelConfig) -> None:
-        """Begin to read the model's checkpoint where all ranks are on one node; returns at once.
+        """Begin to prefetch the model's checkpoint if all ranks are on one node; return at once.
 
-        On many nodes each needs little of it, and reads that as fast as its disk can.
+        With several nodes, each node needs only part of it.
         """
         if len({host.slot.node_id for host in self.hosts}) == 1:
-            self._starting(self.hosts[:1], "read_ahead", [(model,)])
+            self._start_step(self.hosts[:1], "read_ahead", [(model,)])
 
     def connect(self) -> None:
-        """Show each process's roles to each other, once all are built."""
+        """Connect the roles in each process to each other, once all are built."""
         with self.start_times.part("connect"):
             files = self.run("connect", [()] * self.size, "start: connect")
         for host, paths in zip(self.hosts, files, strict=True):
-            self._note_shared_memory(host, paths)
+            self._register_shared_memory(host, paths)
 
     def close(self) -> None:
-        """End roles and processes, unlink their shared memory, give the reservation back.
+        """End roles and processes, unlink their shared memory, release the reservation.
 
-        Bounded to about ten seconds, also while a call is in flight or Ray is already gone, and to
-        half a minute where nodes do not answer, however many.
+        Takes at most about ten seconds, even during a call or without Ray; half a minute if nodes
+        do not answer.
         """
         with shielded():
-            self._ray_watch.close()
-            self._nodes.take_tasks = not self._ray_watch.is_head_lost
-            if self._nodes.take_tasks and not out_of_order():
+            self._ray_monitor.close()
+            self._nodes.submits_tasks = not self._ray_monitor.is_head_lost
+            if self._nodes.submits_tasks and not is_local_ray_broken():
                 with suppress(RayError):
                     self._close_idle()
             left = self._footprints()
-            grace_s = END_GRACE_S if self._release_in_time() else 0.0
+            grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
             arguments = {node_id: (footprint, grace_s) for node_id, footprint in left.items()}
             for remaining in self._nodes.run_each(processes.end, arguments).values():
                 if remaining:
-                    logger.error("processes still there after SIGKILL: %s", remaining)
+                    logger.error("processes still alive after SIGKILL: %s", remaining)
             for reader in self._readers.values():
                 reader.close()
             self._readers, self.hosts = {}, []
@@ -153,24 +156,19 @@ class Pool:
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _release_in_time(self) -> bool:
+    def _release_within_timeout(self) -> bool:
         if ray.is_initialized():
             with suppress(TimeoutError):
-                give_up_after(CONTROL_TIMEOUT_S, self._release)
+                call_with_timeout(CONTROL_TIMEOUT_S, self._release)
                 return True
-        logger.warning("Ray does not answer; killing the worker processes without it")
+        logger.warning("Ray does not answer: the worker processes are killed directly")
         return False
 
     def _release(self) -> None:
-        """End processes and the reservation in a way Ray knows of; else it reports crashes."""
+        """End processes and reservation through Ray, which else reports crashes."""
         for host in self.hosts:
             with suppress(RayError):
                 ray.kill(host.handle)
@@ -179,15 +177,15 @@ class Pool:
                 remove_placement_group(self._reservation)
 
     def _identify(self, handles: Sequence[ActorHandle]) -> None:
-        """Ask fresh processes where they are, and give them their ranks."""
-        # Until they have a rank, hosts are known by the order in which they were made.
+        """Assign ranks to new processes by their places."""
+        # Hosts without a rank are numbered in the order of creation.
         unknown = Slot("?", "0.0.0.0", 0)
         anonymous = [
             Host(k, handle, unknown, 0, "an unknown node", self._config.log_folder)
             for k, handle in enumerate(handles)
         ]
-        infos = self._starting(anonymous, "info", [()] * len(handles))
-        self.hosts = ranked(self._config, handles, infos)
+        infos = self._start_step(anonymous, "info", [()] * len(handles))
+        self.hosts = ranked_hosts(self._config, handles, infos)
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
         self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
@@ -197,10 +195,10 @@ class Pool:
             allow_straddle=self._config.allow_straddle,
         )
 
-    def _meet(self) -> None:
-        """Agree on one rendezvous; MASTER_ADDR and MASTER_PORT given by the user win.
+    def _join_rendezvous(self) -> None:
+        """Agree on one rendezvous; the user's MASTER_ADDR and MASTER_PORT take precedence.
 
-        Ranks of one node meet in a file, which nobody else can open.
+        Ranks of one node use a file, which no other user can open.
         """
         first = self.hosts[0]
         address = os.environ.get("MASTER_ADDR")
@@ -208,18 +206,18 @@ class Pool:
             address = first.slot.node_ip
         low, high = self._config.cluster.rendezvous_ports
         request = (address, self._port, (low, high), self.size)
-        (where,) = self._starting([first], "open_rendezvous", [request])
+        (where,) = self._start_step([first], "open_rendezvous", [request])
         if where.is_file:
-            self._note_shared_memory(first, [where.address])
+            self._register_shared_memory(first, [where.address])
         elif self._port is None and not low <= where.port <= high:
             logger.warning(
-                "the rendezvous is on port %d, not in cluster.rendezvous_ports: on rank 0's node "
-                "the kernel gives ports of %d to %d to connections (ip_local_port_range)",
+                "the rendezvous uses port %d, outside cluster.rendezvous_ports: on rank 0's node, "
+                "ip_local_port_range reserves ports of %d to %d for outgoing connections",
                 where.port,
                 low,
                 high,
             )
-        reports = self._starting(
+        reports = self._start_step(
             self.hosts,
             "join_rendezvous",
             [(where, host.rank, host.slot) for host in self.hosts],
@@ -228,13 +226,13 @@ class Pool:
         if difference is not None:
             raise WorkerError([0], "start: rendezvous", difference)
 
-    def _note_shared_memory(self, host: Host, paths: Sequence[str]) -> None:
-        """Have files of a rank's node removed when the pool, or the run, comes to its end."""
+    def _register_shared_memory(self, host: Host, paths: Sequence[str]) -> None:
+        """Register files of a rank's node for removal at the end of the pool or the run."""
         self._shared_memory.setdefault(host.slot.node_id, []).extend(paths)
         if host.slot.node_id == self._nodes.driver:
-            note_shared_memory(paths)
+            register_shared_memory(paths)
 
-    def _starting(
+    def _start_step(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
         phase = f"start: {method}"
@@ -244,7 +242,7 @@ class Pool:
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
     ) -> list[ObjectRef]:
-        with self._ray_watch.guarded(phase):
+        with self._ray_monitor.guarded(phase):
             refs = [
                 getattr(host.handle, method).remote(*own)
                 for host, own in zip(hosts, arguments, strict=True)
@@ -259,49 +257,49 @@ class Pool:
         phase: str,
         limit_s: float = math.inf,
     ) -> list[Any]:
-        """Wait for a call's results.
+        """Wait for the results of a call.
 
         Args:
-            hosts: who was called.
-            refs: their answers.
-            phase: what it is, for messages.
-            limit_s: cluster.start_timeout_s in the steps of the start, in which ranks do not tell
-                how far they are. Other calls have no limit as long as a rank gets further.
+            hosts: the called hosts.
+            refs: their results.
+            phase: name for messages.
+            limit_s: cluster.start_timeout_s for steps of the start, in which ranks publish no
+                progress. Other calls have no limit as long as a rank makes progress.
         """
-        still_s, still_setting = self._still(phase, limit_s)
-        watch = Watch(
+        stalled_s, stall_setting = self._stall_limit(phase, limit_s)
+        watch = StallDetector(
             self._readers,
             self._nodes,
             phase,
             len(hosts),
-            still_s,
-            self._ray_watch,
-            tells_movement=limit_s == math.inf,
+            stalled_s,
+            self._ray_monitor,
+            reports_progress=limit_s == math.inf,
         )
         try:
-            with self._ray_watch.guarded(phase):
+            with self._ray_monitor.guarded(phase):
                 results = wait_for_all(hosts, refs, phase, limit_s, watch)
         except TimeoutError as error:
             (late,) = error.args
             setting = START_SETTING
             finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
         except Stalled as stalled:
-            late, setting = stalled.late, still_setting
-            finding = f"{stalled.what} in {phase} for {setting}={still_s:g} s"
+            late, setting = stalled.late, stall_setting
+            finding = f"{stalled.what} in {phase} for {setting}={stalled_s:g} s"
         except WorkerError:
-            self._ray_watch.check_behind(phase)
+            self._ray_monitor.check_after_failure(phase)
             raise
         else:
             self._busy = {}
             return results
-        self._ray_watch.check_behind(phase)
-        advice = f"If they were merely slow, raise {setting}."
-        raise overdue_error(self._nodes, late, len(hosts), phase, finding, advice)
+        self._ray_monitor.check_after_failure(phase)
+        advice = f"If they are only slow, raise {setting}."
+        raise stall_error(self._nodes, late, len(hosts), phase, finding, advice)
 
-    def _still(self, phase: str, limit_s: float) -> tuple[float, str]:
-        """Seconds for which nobody may stand still, and the setting that says so.
+    def _stall_limit(self, phase: str, limit_s: float) -> tuple[float, str]:
+        """Return the seconds allowed without progress, and the name of the setting.
 
-        While roles are built, imports and compilers tell little of how far they are.
+        While roles are built, imports and compilers report little progress.
         """
         cluster = self._config.cluster
         is_building = limit_s == math.inf and phase.startswith("start: ")
@@ -310,7 +308,7 @@ class Pool:
         return cluster.stall_timeout_s, STALL_SETTING
 
     def _close_idle(self) -> None:
-        """Let roles end in order, unless a call is in flight: then some ranks wait for others."""
+        """Close roles in order, unless a call is in flight: then ranks wait for others."""
         if not self.hosts or not ray.is_initialized():
             return
         refs = list(self._busy)
@@ -323,14 +321,14 @@ class Pool:
             logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
 
     def _footprints(self) -> dict[str, processes.Footprint]:
-        """By node, its processes with their children, and the shared memory they made."""
+        """Return processes, with children, and shared memory of the hosts, by node."""
         members = by_node(self.hosts)
         pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in members.items()}
         found = self._nodes.run_each(processes.footprint, pids)
         left = {}
         for node_id in members:
             now = found.get(node_id, processes.Footprint([], []))
-            # Known since the start, for ranks that have died since.
+            # Recorded at the start: ranks may have died since.
             early = self._shared_memory.get(node_id, [])
             left[node_id] = now._replace(shared_memory=sorted({*now.shared_memory, *early}))
         return left

@@ -1,6 +1,6 @@
-"""Looking after worker processes on their own node: their end, their shared memory.
+"""Worker processes and their shared memory on one machine: listing, killing, unlinking.
 
-Plain functions of one machine; the pool runs them here or, for other nodes, as Ray tasks.
+Plain functions; the pool runs them here or, for other nodes, as Ray tasks.
 """
 
 import logging
@@ -17,24 +17,24 @@ from hybridrl.config.choices import Accelerator
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# What Ray's object store is to have there: room for a few steps' batches.
+# Size of Ray's object store there: enough for the batches of a few steps.
 STORE_BYTES = {Accelerator.gpu: 2048 * 2**20, Accelerator.cpu: 256 * 2**20}
 STACK_SIGNAL = signal.SIGUSR1
-# Seconds after which a killed process that is still there will stay (it hangs in the kernel).
+# A killed process that still exists after these seconds hangs in the kernel.
 KILL_TIMEOUT_S = 2.0
 
 
 class Footprint(NamedTuple):
-    """Processes, as pairs of id and time of creation, and files under /dev/shm."""
+    """Processes, as (id, creation time), and files under /dev/shm."""
 
     processes: list[tuple[int, float]]
     shared_memory: list[str]
 
 
 def shared_memory_of(process: psutil.Process) -> list[str]:
-    """Files under /dev/shm that the process maps and that were made in its lifetime.
+    """Return the files under /dev/shm that a process maps and that are younger than it.
 
-    They stay behind when all processes that map them are killed. Older files are not the run's.
+    They persist when all processes that map them are killed. Older files belong to others.
     """
     maps = Path(f"/proc/{process.pid}/maps")
     started = process.create_time()
@@ -51,12 +51,12 @@ def _is_ours(path: str, since: float) -> bool:
         status = os.stat(path)
     except FileNotFoundError:  # mapped but already unlinked
         return False
-    # Times of files and processes come from clocks of different resolution.
+    # File and process times have different resolutions.
     return status.st_uid == os.getuid() and status.st_ctime > since - 1.0
 
 
 def footprint(pids: list[int]) -> Footprint:
-    """What would be left if these processes of this machine were killed now."""
+    """Return processes, with children, and shared memory of these process ids."""
     found, files = [], set()
     for pid in pids:
         try:
@@ -70,14 +70,14 @@ def footprint(pids: list[int]) -> Footprint:
 
 
 def end(left: Footprint, grace_s: float) -> list[int]:
-    """Wait until processes are gone, kill those that are not, and unlink the shared memory.
+    """Wait for processes, kill those that do not exit, and unlink the shared memory.
 
     Args:
-        left: what there is to end.
-        grace_s: seconds they get to end by themselves.
+        left: the processes and files.
+        grace_s: seconds for them to exit by themselves.
 
     Returns:
-        Processes that are still there.
+        Ids of processes that still exist.
     """
     alive = []
     for pid, created in left.processes:
@@ -92,7 +92,7 @@ def end(left: Footprint, grace_s: float) -> list[int]:
 
 
 def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """Wait `grace_s` seconds for processes to end, kill the rest; return those still there."""
+    """Wait `grace_s` seconds for processes, kill the rest; return those that still exist."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
         try:
@@ -102,11 +102,11 @@ def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> list[psutil
     return psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]
 
 
-def of_ray(variable: str, folder: Path) -> list[psutil.Process]:
-    """Processes of the Ray whose files are in a folder.
+def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
+    """Return the processes of the Ray whose files are in a folder.
 
-    They are known by the environment variable that has the folder's name as its value. Ray's agents
-    write a title over their environment; they have files open in the folder.
+    They have an environment variable whose value is the folder. Some of Ray's processes overwrite
+    their environment with a title; those have files open in the folder.
     """
     marked = with_environment(variable, str(folder))
     known = {process.pid for process in marked}
@@ -117,7 +117,7 @@ def of_ray(variable: str, folder: Path) -> list[psutil.Process]:
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:
-    """Processes of this user that were started with an environment variable of this value."""
+    """Return this user's processes that were started with this environment variable."""
     wanted = f"{name}={value}".encode()
     found = []
     for process in psutil.process_iter():
@@ -125,14 +125,14 @@ def with_environment(name: str, value: str) -> list[psutil.Process]:
             if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 found.append(process)
         except OSError:
-            continue  # gone meanwhile, or another user's
+            continue  # exited, or another user's
     return found
 
 
 def _has_open(pid: int, folder: Path) -> bool:
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # closed since
                 if os.readlink(link).startswith(f"{folder}/"):
                     return True
     return False

@@ -1,4 +1,4 @@
-"""torch's profiler around some steps of one rank."""
+"""Profiler of one rank: torch's, over some steps."""
 
 import logging
 import time
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class RankProfiler:
-    """Records what this process and its device do, from construction to `write`.
+    """Records operations of this process and its device, from construction to `write`.
 
     Args:
-        on_gpu: whether to record the device's kernels and copies, too.
+        on_gpu: also record kernels and copies of the device.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -22,9 +22,9 @@ class RankProfiler:
         self._profile.start()
 
     def write(self, path: Path) -> None:
-        """Stop, and write a Chrome trace; a name that ends in .gz is compressed.
+        """Stop, and write a Chrome trace, compressed if the name ends in .gz.
 
-        A disk that does not take it costs the trace and no more.
+        Best effort: a failed write is logged.
         """
         self._profile.stop()
         start = time.perf_counter()

@@ -1,10 +1,9 @@
-"""Where all ranks meet: a file of rank 0's where they share a node, else an address and a port.
+"""Rendezvous of the ranks: a file of rank 0 if they share a node, else an address and a port.
 
-A store that listens asks nobody who it is, so any user of the node could join the ranks; the file
-is open to the run's user alone. A port that was merely free a moment ago can be taken by the time
-it is used; here the socket that found it is the one the store listens on, and the process group is
-built on that store. torch is imported inside functions: the number of threads must be set before
-(host.py).
+A listening store has no authentication, so any user could join the ranks; the file is readable
+by the run's user only. A free port can be taken before it is used; therefore the store listens on
+the very socket that found the port, and the process group is built on that store. torch is
+imported inside functions, after the number of threads is set (host.py).
 """
 
 import errno
@@ -17,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
+
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.processes import SHARED_MEMORY
 
@@ -24,23 +25,23 @@ if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Under which rank 0's store keeps whose it is, and for how many ranks.
+# Keys of rank 0's store for its owner and the number of ranks.
 HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
-# By which libraries find a rendezvous.
+# Environment variables from which libraries read a rendezvous.
 VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FILE_PREFIX = "hybridrl-rendezvous-"
-# Below, ports are the system's.
+# Ports below are reserved for the system.
 FIRST_USER_PORT = 1024
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks meet, and how many they are.
+    """Address of rank 0's store, and number of ranks.
 
     Attributes:
-        address, port: of rank 0's store; of one in a file its path, and 0.
-        world_size: how many ranks there are.
-        holder: rank 0's host and process: other runs may listen at an address which, like
-            localhost, is another machine's on every node.
+        address, port: of the store; path and 0 of a file.
+        world_size: number of ranks.
+        holder: host and process of rank 0. It identifies the store if several runs use an
+            ambiguous address, such as localhost.
     """
 
     address: str
@@ -50,16 +51,16 @@ class Rendezvous(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether the ranks meet in a file."""
+        """True if the store is a file."""
         return self.port == 0
 
 
 class Joined(NamedTuple):
-    """What a rank has joined, by its own account.
+    """Rendezvous that a rank has joined, as it reports it.
 
     Attributes:
-        store: where its connection leads, and what the store there says of itself.
-        environment: what libraries read of a rendezvous, by `VARIABLES`; empty where it is unset.
+        store: address of its connection, with owner and size as stored there.
+        environment: values of `VARIABLES`; empty if unset.
     """
 
     store: Rendezvous
@@ -69,11 +70,10 @@ class Joined(NamedTuple):
 def open_store(
     address: str, ports: Sequence[int], world_size: int, timeout_s: float
 ) -> tuple["TCPStore", Rendezvous]:
-    """Listen on this node, on the first of these ports that is free.
+    """Create a store that listens on this node, on the first free port of `ports`.
 
-    Where `address` is an IP address of this node, or localhost, only connections to it are taken.
-    A name listens on all addresses: nodes often know themselves by another address than others
-    know them by, 127.0.1.1 for one.
+    With an IP address of this node, or localhost, it listens on that address only. With a name it
+    listens on all addresses, because nodes often resolve their own name to 127.0.1.1.
 
     Raises:
         ConfigError: no port is free.
@@ -91,13 +91,13 @@ def open_store(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, _introduced(store, address, port, world_size)
+    return store, _publish_owner(store, address, port, world_size)
 
 
 def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Rendezvous]:
-    """A store in a new file in shared memory, for the ranks of this node and this user.
+    """Create a store in a new file in shared memory, for ranks of this node and user.
 
-    Whoever ends the ranks removes it.
+    The caller removes the file.
     """
     from torch.distributed import FileStore
 
@@ -105,13 +105,13 @@ def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Ren
     os.close(descriptor)
     store = FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return store, _introduced(store, path, 0, world_size)
+    return store, _publish_owner(store, path, 0, world_size)
 
 
-def _introduced(
+def _publish_owner(
     store: "TCPStore | FileStore", address: str, port: int, world_size: int
 ) -> Rendezvous:
-    """Where this process's store is, which the store itself says, too."""
+    """Write owner and size into the store; return its rendezvous."""
     holder = f"{socket.gethostname()} pid {os.getpid()}"
     store.set(HOLDER, holder)
     store.set(WORLD_SIZE, str(world_size))
@@ -119,14 +119,14 @@ def _introduced(
 
 
 def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range:
-    """The ports from `first` to `last`, or as many that the kernel gives to nobody.
+    """Return the ports `first` to `last`, moved below the kernel's ephemeral range on overlap.
 
-    Any program's outgoing connection may hold a port of the ephemeral range. Where the range
-    covers some of the band, the band moves below the range, if there is room.
+    Any outgoing connection may hold a port of the ephemeral range. Without room below the range,
+    the band stays.
 
     Args:
-        first, last: both included.
-        ephemeral: the kernel's file with the range's first and last port.
+        first, last: bounds, inclusive.
+        ephemeral: the kernel's file with first and last port of the range.
     """
     low, high = (int(number) for number in ephemeral.read_text().split())
     size = last - first + 1
@@ -136,24 +136,24 @@ def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range
 
 
 def given_port() -> int | None:
-    """MASTER_PORT, if it is set.
+    """Return MASTER_PORT, or None if unset.
 
     Raises:
-        ConfigError: it is no port.
+        ConfigError: it is not a port.
     """
     text = os.environ.get("MASTER_PORT")
     if text is None:
         return None
     if not (text.isdecimal() and 0 < int(text) < 65536):
-        raise ConfigError(f"MASTER_PORT={text}, expected a port. Unset it to have one chosen.")
+        raise ConfigError(f"MASTER_PORT={text}, expected a port. Set one, or unset it.")
     return int(text)
 
 
 def listen(address: str, ports: Sequence[int]) -> socket.socket:
-    """A socket that listens on the first of these ports that is free.
+    """Listen on the first free port of `ports`.
 
     Raises:
-        ConfigError: none is free.
+        ConfigError: no port is free.
     """
     taken: list[int] = []
     for port in ports:
@@ -165,7 +165,7 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
             taken.append(port)
     which = f"port {taken[0]} is" if len(taken) == 1 else f"ports {taken[0]} to {taken[-1]} are"
     raise ConfigError(
-        f"no port for the rendezvous: {which} in use on rank 0's node (`ss -ltnp` says by whom).\n"
+        f"no port for the rendezvous: {which} in use on rank 0's node (see `ss -ltnp`).\n"
         "Set cluster.rendezvous_ports to others, or MASTER_PORT, which comes first, to a free one."
     )
 
@@ -176,7 +176,7 @@ def _listen_on(address: str, port: int) -> socket.socket:
         try:
             return socket.create_server(place, family=family)  # type: ignore[arg-type]
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # else others know this node by the address
+            if error.errno != errno.EADDRNOTAVAIL:  # else a NAT address of this node
                 raise
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -184,7 +184,7 @@ def _listen_on(address: str, port: int) -> socket.socket:
 
 
 def _is_own(address: str) -> bool:
-    """Whether it may name an interface of this node, and this one alone."""
+    """Return True for an IP address or localhost, which may name one interface of this node."""
     if address == "localhost":
         return True
     try:
@@ -212,13 +212,23 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
-    """The variables by which libraries find a rendezvous; in a file they cannot."""
+    """Return the environment variables for libraries; a file has only WORLD_SIZE."""
     place = () if where.is_file else (where.address, str(where.port))
     return dict(zip(VARIABLES, (str(where.world_size), *place), strict=False))
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of this node's interface with an IP address, or None (NAT)."""
+    if address.startswith("127."):  # the interface lists only the first of them
+        return "lo"
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
 def joined(store: "TCPStore | FileStore") -> Joined:
-    """What this process has joined through a store; of a store that is no rank 0's, no holder."""
+    """Return the rendezvous of a connected store; no holder if rank 0 did not create it."""
     from torch.distributed import FileStore
 
     is_ours = store.check([HOLDER, WORLD_SIZE])
@@ -231,7 +241,7 @@ def joined(store: "TCPStore | FileStore") -> Joined:
 
 
 def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
-    """Which ranks have joined another rendezvous than rank 0's; None when all agree."""
+    """Describe the ranks that joined another rendezvous than rank 0's; None if all agree."""
     others = [
         f"rank {rank} has {text}"
         for rank, text in enumerate(_differences(expected, reports))
@@ -240,15 +250,15 @@ def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
     if not others:
         return None
     return (
-        f"the ranks do not agree on the rendezvous {_described(expected)}: {'; '.join(others)}.\n"
-        "MASTER_ADDR must be an address of rank 0's node that leads there from every node."
+        f"the ranks do not agree on the rendezvous {_describe(expected)}: {'; '.join(others)}.\n"
+        "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
     )
 
 
 def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[str]:
-    """What is different for each rank; empty where nothing is."""
+    """Describe the differences of each rank; empty if there are none."""
     for report in reports:
-        texts = [] if report.store == expected else [f"joined {_described(report.store)}"]
+        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
         texts += [
             f"{name}={report.environment[name]}"
             for name, value in environment_of(expected).items()
@@ -257,8 +267,8 @@ def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[st
         yield ", ".join(texts)
 
 
-def _described(where: Rendezvous) -> str:
+def _describe(where: Rendezvous) -> str:
     place = where.address if where.is_file else f"{where.address}:{where.port}"
     if not where.holder:
-        return f"{place}, where no rank 0 listens but somebody else"
+        return f"{place}, where no rank 0 listens"
     return f"{place} of {where.holder} for {where.world_size} ranks"

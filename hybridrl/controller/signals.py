@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP as one exception in the main thread.
 
-SIGHUP says that the terminal is gone, and means what SIGTERM means. Both the kernel and the shell
-send it then, so it counts once: from the first on it is ignored. Under nohup it always is.
+SIGHUP (terminal lost) has the effect of SIGTERM. The kernel and the shell both send it, so it is
+ignored after the first one. Under nohup it is always ignored.
 """
 
 import logging
@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
-# Those that a scheduler or a terminal ends a program with.
+# Signals with which a scheduler or terminal ends a program.
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (signal.SIGINT, *TERMINATING)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asks the run to end. Ray's blocking calls let no other exception type through.
+    """Request of a signal to end the run. Ray's blocking calls pass no other exception type.
 
     Args:
-        signum: the signal; 128 + signum is the customary exit code.
+        signum: the signal; the usual exit code is 128 + signum.
     """
 
     def __init__(self, signum: int) -> None:
@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """A handler of signals: leave through every `finally`, as Ctrl-C does.
+    """Handle a signal as Ctrl-C: leave through every `finally`.
 
     Raises:
         Interrupted: always.
@@ -45,7 +45,7 @@ def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def interrupt_on_termination() -> None:
-    """Let SIGTERM, and SIGHUP unless it is ignored, end this process as Ctrl-C does."""
+    """Handle SIGTERM, and SIGHUP unless it is ignored, as Ctrl-C."""
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, interrupt)
@@ -57,10 +57,10 @@ def _count_once(signum: int) -> None:
 
 
 class SignalGuard:
-    """While it is entered, signals raise `Interrupted`; then old handlers return.
+    """Context manager in which signals raise `Interrupted`; restores the handlers at the end.
 
-    A plain KeyboardInterrupt (Ray forgets the subclass) leaves it as `Interrupted` too. To be
-    entered in the main thread.
+    A plain KeyboardInterrupt, to which Ray reduces the subclass, becomes `Interrupted` as well.
+    Enter it in the main thread.
     """
 
     def __init__(self) -> None:
@@ -91,18 +91,18 @@ class SignalGuard:
 
 
 def _restore(previous: Mapping[int, Any]) -> None:
-    """Give signals their handlers back, but for a SIGHUP that has come."""
+    """Restore handlers, except of a SIGHUP that has come."""
     for signum, handler in previous.items():
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
 
 
 class Preempted(Interrupted):
-    """The run has ended as SIGTERM or SIGHUP asked it to, in time for a checkpoint.
+    """Preemption: the run has ended on SIGTERM or SIGHUP, after an attempt to checkpoint.
 
     Args:
         signum: the signal.
-        checkpoint: to go on from; None: it could not be written.
+        checkpoint: the checkpoint to resume from; None: it could not be written.
     """
 
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
@@ -111,24 +111,24 @@ class Preempted(Interrupted):
 
 
 def preemption_behind(error: BaseException | None) -> Preempted | None:
-    """With what a preempted run ended, whatever came while it was ending."""
+    """Return the `Preempted` among an error and its contexts, or None."""
     while error is not None and not isinstance(error, Preempted):
         error = error.__context__
     return error
 
 
 class Preemption:
-    """While it is entered, SIGTERM and SIGHUP ask for an end within a time, not at once.
+    """Context manager in which SIGTERM and SIGHUP request an end within a grace period.
 
-    When the time is over, or at a second SIGTERM, `Interrupted` is raised wherever the program is.
-    An error in that time may come of processes that got it, too, and leaves as `Interrupted`.
-    To be entered in the main thread, inside a `SignalGuard`.
+    After the period, or on a second SIGTERM, `Interrupted` is raised. An error in the period
+    becomes `Interrupted`, because other processes may have got the signal as well. Enter it in
+    the main thread, inside a `SignalGuard`.
 
     Args:
-        grace_s: the time, in seconds; 0: they end at once.
+        grace_s: the grace period in seconds; 0: none.
 
     Attributes:
-        asked_by: the signals that have come, in order.
+        asked_by: the signals received, in order.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -139,7 +139,7 @@ class Preemption:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the run is asked to end."""
+        """True after a signal."""
         return bool(self.asked_by)
 
     def __enter__(self) -> "Preemption":
@@ -159,7 +159,7 @@ class Preemption:
         if self._previous:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         _restore(self._previous)
-        if self._has_ended and type(error) is KeyboardInterrupt:  # Ray forgets the subclass
+        if self._has_ended and type(error) is KeyboardInterrupt:  # Ray drops the subclass
             raise Interrupted(self.asked_by[0]) from None
         if self.is_asked and isinstance(error, Exception):
             logger.error("after %s: %s", signal.Signals(self.asked_by[0]).name, error)
@@ -172,7 +172,7 @@ class Preemption:
             self._end(signum, frame)
         if len(self.asked_by) == 1:
             logger.warning(
-                "%s: what is under way is ended, and a checkpoint written, within %g s",
+                "%s: the run ends its current work and writes a checkpoint within %g s",
                 signal.Signals(signum).name,
                 self._grace_s,
             )
@@ -185,15 +185,15 @@ class Preemption:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Let signals wait until the block is done, and raise `Interrupted` only then.
+    """Defer signals to the end of the block, and raise `Interrupted` there.
 
-    For starting Ray and for shutting down: bounded in time, and not to be left half done.
+    For the start of Ray and for shutdown, which are bounded in time and must complete.
     """
     received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         _count_once(signum)
-        logger.warning("%s: will be heeded in a moment", signal.Signals(signum).name)
+        logger.warning("%s: handled after the start or shutdown", signal.Signals(signum).name)
         received.append(signum)
 
     heeded = [s for s in SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]

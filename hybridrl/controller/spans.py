@@ -1,19 +1,18 @@
-"""When the processes of a pool were at work."""
+"""Spans: names, start times and durations of work in the processes of a pool."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """One piece of work in one process.
+    """Span of work in one process.
 
     Attributes:
         name: "actor.update".
         start: seconds since the epoch, by the clock of the process's node.
-        seconds: how long it took, the device's part of it included.
+        seconds: duration, device work included.
     """
 
     name: str
@@ -22,10 +21,10 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Times a block: `span` is known when it has ended.
+    """Context manager that times its block; `span` exists afterwards.
 
     Args:
-        name: the span's.
+        name: name of the span.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,41 +34,36 @@ class Stopwatch:
         self._start, self._ticks = time.time(), time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.span = Span(self._name, self._start, time.perf_counter() - self._ticks)
 
 
 class SpanLog:
-    """The spans of each rank since they were last taken.
+    """Spans of each rank since the last `take`.
 
     Args:
-        num_ranks: processes of the pool.
+        num_ranks: number of processes.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._spans: list[list[Span]] = [[] for _ in range(num_ranks)]
 
     def note(self, per_rank: Sequence[Sequence[Span]]) -> None:
-        """Add what each rank has done."""
+        """Add spans of each rank."""
         for spans, new in zip(self._spans, per_rank, strict=True):
             spans.extend(new)
 
     def take(self) -> list[list[Span]]:
-        """What was noted since the last call, by rank."""
+        """Return the spans since the last call, by rank."""
         taken, self._spans = self._spans, [[] for _ in self._spans]
         return taken
 
 
 class PartTimes:
-    """Wall seconds of the parts of something that happens once, in the order they began.
+    """Wall seconds of the parts of a one-time operation, in the order of their starts.
 
     Attributes:
-        seconds: by the part's name.
+        seconds: seconds by name of the part.
     """
 
     def __init__(self) -> None:
@@ -77,7 +71,7 @@ class PartTimes:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside under `name`."""
+        """Add the seconds of the block to part `name`."""
         with Stopwatch(name) as watch:
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + watch.span.seconds

@@ -1,8 +1,8 @@
-"""The processes of a pool: where room is reserved, what they are told, who gets which rank."""
+"""Creation of a pool's processes: Ray actors on reserved slots, and their ranks."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,24 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
-from hybridrl.controller.placement import number_cpu_slots, rank_order, reserve
+from hybridrl.controller.placement import number_cpu_slots, rank_order
 from hybridrl.controller.watch.waiting import Host
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What a pool needs to know.
+    """Config of a pool.
 
     Attributes:
-        cluster: the deadlines and the rendezvous.
-        slots_on_nodes: processes on each node.
-        allow_straddle: whether engines may lie on several nodes.
+        cluster: deadlines and rendezvous ports.
+        slots_on_nodes: number of processes on each node.
+        allow_straddle: permit engines on several nodes.
         accelerator: GPUs or CPU slots.
         fsdp: the sharding spec, for the mesh.
         ranks_per_engine: consecutive ranks that must share a node.
-        modules: imported by every process at its start.
-        ahead: configs of roles whose further modules it imports while the ranks meet.
-        log_folder: one file per process.
+        modules: modules that every process imports first.
+        ahead: configs of roles; their slow modules are imported during the rendezvous.
+        log_folder: folder of the logs, one file per process.
     """
 
     cluster: ClusterConfig
@@ -46,18 +46,8 @@ class PoolConfig:
     log_folder: Path
 
 
-def reserve_slots(config: PoolConfig, check: Callable[[], None]) -> PlacementGroup:
-    """Room for the pool's processes, on as many nodes as it wants; `check` may end the wait.
-
-    Raises:
-        ConfigError: the cluster lacks the slots.
-    """
-    on_gpu = config.accelerator is Accelerator.gpu
-    return reserve(config.slots_on_nodes, on_gpu, config.cluster.start_timeout_s, check)
-
-
 def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
-    """The processes, as many on each node as it has slots; they start in the background."""
+    """Create one process per slot; they start in the background."""
     cluster = config.cluster
     host_config = HostConfig(
         accelerator=config.accelerator,
@@ -82,10 +72,10 @@ def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
     ]
 
 
-def ranked(
+def ranked_hosts(
     config: PoolConfig, handles: Sequence[ActorHandle], infos: Sequence[HostInfo]
 ) -> list[Host]:
-    """The processes in the order of their ranks."""
+    """Return the processes in the order of their ranks."""
     slots = [info.slot for info in infos]
     if config.accelerator is Accelerator.cpu:
         slots = number_cpu_slots(slots)

@@ -1,27 +1,26 @@
-"""The driver's view of the roles: one WorkerGroup per role, calls dealt as the methods say."""
+"""Worker groups: the driver's handle of a role, with calls dispatched to all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import FSDPConfig, RunConfig, SaverConfig
-from hybridrl.controller.calls import Outcome, RoleCall
+from hybridrl.controller.background import import_in_background
+from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
-from hybridrl.controller.importing import import_in_thread
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.spawning import PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
-# vLLM first: it measures its memory on an empty GPU.
+# vLLM first: it measures free memory on an empty GPU.
 BUILD_ORDER = ("rollout", "actor", "critic", "ref", "reward_model")
-# Keeps the state of the roles built before it.
+# Saves the state of the roles built before it.
 SAVER = "hybridrl.workers.saver.SaverWorker"
 SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
@@ -30,9 +29,9 @@ class WorkerGroup:
     """One role on all ranks of a pool.
 
     Args:
-        pool: the processes that host it.
-        role: its name there.
-        config: its config; `config.worker` is the dotted path of its class.
+        pool: processes that host the role.
+        role: name of the role.
+        config: config of the role; `config.worker` is the dotted path of its class.
     """
 
     def __init__(self, pool: Pool, role: str, config: Any) -> None:
@@ -43,20 +42,20 @@ class WorkerGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that host the role."""
+        """Number of processes that host the role."""
         return self.pool.size
 
     @property
     def num_shards(self) -> int:
-        """Parts that a SHARD_DP argument is cut into."""
+        """Number of parts of a SHARD_DP argument."""
         return self.pool.size // self.ranks_per_shard
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a marked method on all ranks and return what its `Dispatch` promises.
+        """Run a marked method on all ranks; return as its `Dispatch` defines.
 
         Raises:
             AttributeError: the method is not marked with `@on_all_ranks`.
-            WorkerError: a rank raised or died, or no rank got further for cluster.stall_timeout_s.
+            WorkerError: a rank raised or died, or none made progress for cluster.stall_timeout_s.
         """
         dispatch = dispatch_of(self.worker_class, method)
         if dispatch in SHARDED:
@@ -73,7 +72,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class Call:
-    """A marked method of a role and its arguments, without the batch that is dealt."""
+    """Call of a marked method of a role, without the sharded batch."""
 
     group: WorkerGroup
     method: str
@@ -82,38 +81,40 @@ class Call:
 
     @property
     def dispatch(self) -> Dispatch:
-        """How the method is marked."""
+        """Dispatch mode of the method."""
         return dispatch_of(self.group.worker_class, self.method)
 
     def on_rank(self, rank: int) -> RoleCall:
-        """What a rank is told."""
+        """Return the message to a rank."""
         keep = self.dispatch is Dispatch.BROADCAST or rank in self.answering()
         return RoleCall(self.group.role, self.method, self.args, dict(self.kwargs), keep)
 
     def answering(self) -> list[int]:
-        """The ranks whose results count: of each shard the first, of equal results rank 0's."""
+        """Return the ranks whose results are used: the first of each shard, or rank 0."""
         if self.dispatch is Dispatch.SHARD_DP:
             return list(range(0, self.group.num_ranks, self.group.ranks_per_shard))
         return [0]
 
 
-def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, Outcome]:
-    """Run methods of several roles and wait for what they return; see `begin_together`."""
+def call_together(calls: Mapping[str, Call], whole: Shardable) -> dict[str, TimedResult]:
+    """Run methods of several roles and wait for their results; see `begin_together`."""
     return begin_together(calls, whole)()
 
 
-def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], dict[str, Outcome]]:
+def begin_together(
+    calls: Mapping[str, Call], whole: Shardable
+) -> Callable[[], dict[str, TimedResult]]:
     """Run methods of several roles, one after the other in every process, on one batch.
 
     Args:
-        calls: by any name; marked SHARD_DP or SHARD_DP_REDUCED, of roles that live in one pool
-            and cut batches into equally many shards.
-        whole: the methods' first argument. What earlier calls have sent of it is not sent again.
+        calls: calls by any name, marked SHARD_DP or SHARD_DP_REDUCED. Their roles are in one
+            pool and have the same number of shards.
+        whole: the first argument of the methods. Pieces already sent are not sent again.
 
     Returns:
-        What waits for the results: for each call what its `Dispatch` promises, and when the slowest
-        rank was at work. Until it has been called the pool takes no other calls. It may raise a
-        WorkerError, as in `WorkerGroup.call`, whose message names the method.
+        A function that waits: for each call the result that its `Dispatch` defines, and the span
+        of the slowest rank. The pool accepts no other calls before it returns. It raises
+        WorkerError as `WorkerGroup.call` does.
 
     Raises:
         AttributeError: a method is not marked with `@on_all_ranks`.
@@ -133,7 +134,7 @@ def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], 
     phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
     wait = pool.begin("call", arguments, phase)
 
-    def results() -> dict[str, Outcome]:
+    def results() -> dict[str, TimedResult]:
         per_rank = wait()
         pool.spans.note([[outcome.span for outcome in ranks] for ranks in per_rank])
         return _outcomes(calls, whole, per_rank)
@@ -142,26 +143,26 @@ def begin_together(calls: Mapping[str, Call], whole: Shardable) -> Callable[[], 
 
 
 def _outcomes(
-    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[Outcome]]
-) -> dict[str, Outcome]:
-    """Each call's result, put together over the ranks."""
+    calls: Mapping[str, Call], whole: Shardable, per_rank: Sequence[Sequence[TimedResult]]
+) -> dict[str, TimedResult]:
+    """Join the results of each call over the ranks."""
     outcomes = {}
     for (name, call), ranks in zip(calls.items(), zip(*per_rank, strict=True), strict=True):
         values = [ranks[rank].value for rank in call.answering()]
         value = whole.join(values) if call.dispatch is Dispatch.SHARD_DP else values[0]
-        outcomes[name] = Outcome(value, max((o.span for o in ranks), key=lambda s: s.seconds))
+        outcomes[name] = TimedResult(value, max((o.span for o in ranks), key=lambda s: s.seconds))
     return outcomes
 
 
 def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup]:
-    """Build roles in a pool's processes, in the order given, and connect all that are there.
+    """Build roles in a pool's processes, in the order given, and connect all roles of the pool.
 
     Args:
-        pool: where.
-        configs: role -> its config, an instance of its worker's `config_class`.
+        pool: the processes.
+        configs: config by role, an instance of its worker's `config_class`.
 
     Returns:
-        role -> its group.
+        Worker group by role.
     """
     groups = {role: build_role(pool, role, config) for role, config in configs.items()}
     pool.connect()
@@ -169,7 +170,7 @@ def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup
 
 
 def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
-    """Build one role in a pool's processes; it must still be connected to the others."""
+    """Build one role in a pool's processes, without connecting it to the others."""
     building = [(role, config.worker, config)] * pool.size
     with pool.start_times.part(role):
         pool.run("build", building, f"start: {role}")
@@ -179,13 +180,13 @@ def build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
 def _build_run(
     pool: Pool, configs: Mapping[str, Any], fsdp: FSDPConfig, imported: Future[None]
 ) -> dict[str, WorkerGroup]:
-    """Build the roles of a run: the rollout engine tells how the others are to be sharded.
+    """Build the roles of a run; the rollout engine determines the sharding of the others.
 
     Args:
-        pool: where.
-        configs: of the roles.
+        pool: the processes.
+        configs: configs by role.
         fsdp: the sharding spec as configured.
-        imported: done when the roles' modules are; awaited once the rollout engine stands.
+        imported: import of the roles' modules; awaited after the rollout engine is built.
     """
     pool.read_ahead(configs["actor"].model)
     rollout = build_role(pool, "rollout", configs["rollout"])
@@ -201,10 +202,10 @@ def _build_run(
 
 @dataclass(frozen=True)
 class Workers:
-    """All roles of a run and the pool they live in. A context manager that closes the pool.
+    """Worker groups of a run and their pool; a context manager that closes the pool.
 
-    `critic` is None when the advantage estimator takes no values, `ref` when no KL penalty needs a
-    reference, `reward_model` when the run has none.
+    `critic` is None if the advantage estimator uses no values, `ref` without KL penalty,
+    `reward_model` if the run has none.
     """
 
     pool: Pool
@@ -222,22 +223,17 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     """Start one process per GPU or CPU slot and build the run's roles in it.
 
-    To be called inside `ray_runtime`; each process logs to <run_dir>/logs/<node>_rank<k>.log.
+    Call it inside `ray_runtime`. Each process logs to <run_dir>/logs/<node>_rank<k>.log.
 
     Raises:
-        ConfigError: the cluster lacks the slots, or a worker found what the user can fix.
+        ConfigError: the cluster lacks slots, or a worker raised a ConfigError.
         WorkerError: a process failed to start, to join or to build a role.
     """
     idle = {
@@ -265,12 +261,12 @@ def start_roles(
     """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
 
     Args:
-        config: says where.
-        configs: of the roles, by name; rollout, which is built first, and actor are among them.
-        run_dir: for the processes' logs.
+        config: config of the run.
+        configs: configs by role; must include rollout, which is built first, and actor.
+        run_dir: folder for logs.
 
     Returns:
-        The pool, which the caller closes, and each role's group.
+        The pool, which the caller closes, and the worker group of each role.
     """
     rollout = import_class(config.rollout.worker)
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]
@@ -285,8 +281,8 @@ def start_roles(
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
     )
-    # Calls look at the roles' classes, whose imports would hold up the processes.
-    imported = import_in_thread(modules)
+    # Calls need the roles' classes; importing them here would delay the processes.
+    imported = import_in_background(modules)
     with ExitStack() as undo:
         pool = Pool(pool_config)
         undo.callback(pool.close)

@@ -11,10 +11,10 @@ from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 
 MACHINE_TIMEOUT_S = 60.0
-RAY_AGENTS = "hybridrl.controller.ray.node_probes"
+RAY_AGENTS = "hybridrl.controller.ray.ray_probes"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckContext:
     shape: ModelShape
     reward_shape: ModelShape | None
     overrides: Sequence[str]
-    agents: Agents
+    agents: NodeProbes
     quick: bool
     config_dir: str | None = None
     unfit: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class CheckContext:
         result: Examined,
         machine: Machine,
         overrides: Sequence[str],
-        agents: Agents,
+        agents: NodeProbes,
         *,
         quick: bool,
         config_dir: str | None = None,
@@ -78,7 +78,7 @@ class CheckContext:
         return max_ranks(slots_on_nodes(self.config), self.capacity)
 
 
-def capacities(agents: Agents, config: RunConfig) -> dict[str, int]:
+def capacities(agents: NodeProbes, config: RunConfig) -> dict[str, int]:
     """Return the number of requested ranks that fit on each node.
 
     Counts what Ray may grant, or without Ray the GPUs.
@@ -86,10 +86,10 @@ def capacities(agents: Agents, config: RunConfig) -> dict[str, int]:
     wanted = slots_on_nodes(config)
     on_gpu = config.hardware.accelerator is Accelerator.gpu
     if RAY_AGENTS in sys.modules:  # otherwise `agents` are not Ray's, and Ray may be missing
-        from hybridrl.controller.ray.node_probes import RayAgents
+        from hybridrl.controller.ray.ray_probes import RayProbes
 
-        if isinstance(agents, RayAgents):
-            return agents.rooms(wanted, on_gpu=on_gpu)
+        if isinstance(agents, RayProbes):
+            return agents.ranks_that_fit(wanted, on_gpu=on_gpu)
     if not on_gpu or len(set(wanted)) == 1:
         return dict.fromkeys(agents.nodes, max(wanted))
     answers = call_all(agents, local_machine, timeout_s=MACHINE_TIMEOUT_S)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.controller.ray.node_calls import Agents, Answer
+from hybridrl.controller.ray.node_probes import NodeProbes, ProbeResult
 from hybridrl.doctor.findings import Finding, fail
 
 Gathered = tuple[dict[str, Any], list[Finding]]
@@ -12,21 +12,21 @@ Gathered = tuple[dict[str, Any], list[Finding]]
 
 @dataclass(frozen=True)
 class ProbeGroup:
-    """Nodes with given names, addresses and calls (`Agents`)."""
+    """Nodes with given names, addresses and calls (`NodeProbes`)."""
 
     nodes: list[str]
     addresses: dict[str, str]
-    call_each: Callable[..., dict[str, Answer]]
+    call_each: Callable[..., dict[str, ProbeResult]]
 
 
-def subset(agents: Agents, nodes: Container[str]) -> Agents:
+def subset(agents: NodeProbes, nodes: Container[str]) -> NodeProbes:
     """Return the same probes for some nodes only."""
     kept = [node for node in agents.nodes if node in nodes]
     return ProbeGroup(kept, {node: agents.addresses[node] for node in kept}, agents.call_each)
 
 
 def gather(
-    agents: Agents,
+    agents: NodeProbes,
     check: str,
     probe: Callable[..., Any],
     *arguments: Any,
@@ -41,7 +41,7 @@ def gather(
 
 
 def gather_each(
-    agents: Agents,
+    agents: NodeProbes,
     check: str,
     probe: Callable[..., Any],
     arguments: Mapping[str, tuple[Any, ...]],

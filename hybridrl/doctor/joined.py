@@ -18,10 +18,10 @@ from threading import Lock, Thread
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_calls import (
-    Agents,
-    Answer,
+from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
+    NodeProbes,
+    ProbeResult,
     collect,
     in_thread,
     node_names,
@@ -57,7 +57,7 @@ def listens_here(address: str) -> bool:
 
 
 @contextmanager
-def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[Agents]:
+def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodeProbes]:
     """Wait on the head until all nodes have joined; yield them, and end them afterwards.
 
     Args:
@@ -84,7 +84,7 @@ def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[Agents
 
     def call_each(
         function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
-    ) -> dict[str, Answer]:
+    ) -> dict[str, ProbeResult]:
         futures = {
             node: peers[node].call(packed(function, values))
             if node in peers
@@ -175,14 +175,14 @@ class _Peer:
         self.identity = identity
         self._connection = connection
         self._lock = Lock()
-        self._pending: dict[int, Future[Answer]] = {}
+        self._pending: dict[int, Future[ProbeResult]] = {}
         self._calls = 0
         self._gone = False
         Thread(target=self._read, daemon=True).start()
 
-    def call(self, call: bytes) -> "Future[Answer]":
+    def call(self, call: bytes) -> "Future[ProbeResult]":
         """Send a call; the answer is an error if the node has disconnected."""
-        future: Future[Answer] = Future()
+        future: Future[ProbeResult] = Future()
         with self._lock:
             self._calls += 1
             self._pending[self._calls] = future
@@ -213,7 +213,9 @@ class _Peer:
     def _fail_pending(self) -> None:
         while self._pending:
             _, future = self._pending.popitem()
-            future.set_result(Answer(error="hung up: its process has ended or the network is gone"))
+            future.set_result(
+                ProbeResult(error="hung up: its process has ended or the network is gone")
+            )
 
 
 def _accept(listener: socket.socket, key: bytes, admitted: "Queue[_Peer | str]") -> None:

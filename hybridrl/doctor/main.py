@@ -27,7 +27,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_calls import Agents, LocalAgents, call_all
+from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.catalog import Stage
@@ -106,24 +106,24 @@ def _examine(context: CheckContext, reports: list[StageReport], console: Console
 
 
 @contextmanager
-def _agents(options: argparse.Namespace) -> Iterator[Agents]:
+def _agents(options: argparse.Namespace) -> Iterator[NodeProbes]:
     """Yield the nodes that joined, those of Ray's cluster, or this node alone.
 
     If the cluster cannot be joined or Ray cannot be imported, the stage ray reports it.
     """
     with ExitStack() as stack:
-        agents: Agents = LocalAgents(socket.gethostname())
+        agents: NodeProbes = LocalProbes(socket.gethostname())
         if options.join is not None:
             agents = stack.enter_context(joined_probes(options.join, options.nodes, JOIN_S))
         elif ray_address() is not None and not ray_problem(ray_version()):
-            from hybridrl.controller.ray.node_probes import RayAgents
+            from hybridrl.controller.ray.ray_probes import RayProbes
 
             with suppress(ConfigError):
-                agents = stack.enter_context(RayAgents())
+                agents = stack.enter_context(RayProbes())
         yield agents
 
 
-def _context(overrides: list[str], agents: Agents) -> CheckContext:
+def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     """Compose and check the config as the run would.
 
     Raises:

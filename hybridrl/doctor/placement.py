@@ -11,21 +11,21 @@ from hybridrl.doctor.context import CheckContext, fits
 from hybridrl.doctor.findings import Finding, Verdict, fails_if, first, ok, skipped
 
 if TYPE_CHECKING:
-    from hybridrl.controller.ray.free_slots import FreeNode
+    from hybridrl.controller.ray.nodes import FreeNode
 
 SLOTS, ENGINES = "placement.slots", "placement.engines"
 
 
 def check(context: CheckContext) -> list[Finding]:
     """Check placement.slots and placement.engines."""
-    from hybridrl.controller.ray.free_slots import free_nodes
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.nodes import free_nodes
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
     wanted, config = slots_on_nodes(context.config), context.config
     ranks_per_engine = config.rollout.tensor_parallel_size
     allow = config.placement.allow_straddle
     engines = judge_engines(wanted, ranks_per_engine, allow_straddle=allow)
-    if isinstance(context.agents, RayAgents):
+    if isinstance(context.agents, RayProbes):
         return [judge_slots(free_nodes(), wanted, on_gpu=context.on_gpu), engines]
     if len(wanted) > 1:
         return [skipped(SLOTS, "all", "Ray does not run yet"), engines]

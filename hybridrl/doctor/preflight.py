@@ -10,7 +10,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_calls import Agents, LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
 from hybridrl.doctor import memory, placement
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
@@ -68,11 +68,11 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
 
 
 @contextmanager
-def _nodes() -> Iterator[Agents]:
+def _nodes() -> Iterator[NodeProbes]:
     if ray_address() is None:
-        yield LocalAgents(socket.gethostname())
+        yield LocalProbes(socket.gethostname())
         return
-    from hybridrl.controller.ray.node_probes import RayAgents
+    from hybridrl.controller.ray.ray_probes import RayProbes
 
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         yield agents

@@ -1,4 +1,4 @@
-"""Arithmetic on integers and decimals, exactly: + - * / and brackets.
+"""Exact arithmetic on integers and decimals: + - * / and brackets.
 
 sum = product { (+ | -) product }     product = factor { (* | /) factor }
 factor = [-] (number | ( sum ))
@@ -9,14 +9,14 @@ from fractions import Fraction
 
 _TOKEN = re.compile(r" *([0-9]+(?:\.[0-9]+)?|[-+*/()])")
 _CHARACTERS = "0123456789.+-*/() "
-# Brackets and signs within each other; far below where Python's own stack ends.
+# Maximum nesting of brackets and signs, far below Python's recursion limit.
 MAX_DEPTH = 50
 
 
 def expression_at_end(text: str) -> str:
-    """The numbers and signs that a text ends with, back to the last word or end of a sentence.
+    """Return the numbers and signs at the end of a text, after the last word or sentence.
 
-    "" where that would cut a word or number in two: "x2 + 3", "1,234 + 5".
+    "" if that would split a word or number: "x2 + 3", "1,234 + 5".
     """
     before = text.rstrip(_CHARACTERS)
     tail = text[len(before) :]
@@ -26,11 +26,11 @@ def expression_at_end(text: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression, exactly.
+    """Return the exact value of an expression.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
-        ZeroDivisionError: it divides by 0.
+        ValueError: the text is not an expression, or is nested too deeply.
+        ZeroDivisionError: division by 0.
     """
     tokens, place, expression = [], 0, expression.strip()
     while place < len(expression):
@@ -47,7 +47,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def as_text(value: Fraction) -> str:
-    """A number as people write it: 12, -0.25; a fraction (7/3) where no decimal is exact."""
+    """Format a number: 12, -0.25; as a fraction (7/3) if no decimal is exact."""
     twos, fives, rest = 0, 0, value.denominator
     while rest % 2 == 0:
         twos, rest = twos + 1, rest // 2
@@ -62,7 +62,7 @@ def as_text(value: Fraction) -> str:
 
 
 class _Reader:
-    """Reads tokens from the left by the grammar above; `rest` is what is left, reversed."""
+    """Recursive descent parser of the grammar above; `rest` has the unread tokens, reversed."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.rest = tokens[::-1]

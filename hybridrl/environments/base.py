@@ -1,4 +1,4 @@
-"""What an environment is, and the task by which processes of their own step it."""
+"""Protocol of environments, and the task of the processes that run them."""
 
 import base64
 import inspect
@@ -15,12 +15,12 @@ KEY = "environment.function"
 
 
 class StepResult(NamedTuple):
-    """What an environment makes of a turn of the model's.
+    """Answer of an environment to a turn of the model.
 
     Attributes:
-        text: its answer, which the model reads before its next turn; not read if `done`.
-        reward: what the turn earned; a number as of rewards (rewards/base.py).
-        done: whether the conversation is over.
+        text: answer, which the model reads before its next turn; unused if `done`.
+        reward: reward of the turn; a number as of rewards (rewards/base.py).
+        done: True if the conversation is over.
     """
 
     text: str
@@ -29,18 +29,18 @@ class StepResult(NamedTuple):
 
 
 class Environment(Protocol):
-    """Answers one conversation.
+    """Environment of one conversation.
 
-    `environment.function` names a class or function that makes one: it is called with the row of
-    the data set and, as keywords, with environment.args. It runs in processes of its own, so it may
-    be slow, block or crash. Between turns it is pickled, and it may go on in another process: what
-    it has to remember must be picklable, and stand in the object itself.
+    `environment.function` names a class or function that creates it from the row of the data set
+    and, as keywords, environment.args. It runs in separate processes, so it may be slow, block or
+    crash. It is pickled between turns and may continue in another process. Therefore its state
+    must be picklable and stored in the object.
     """
 
     def reset(self) -> str:
-        """Text that the model reads behind the prompt, before its first turn; mostly "".
+        """Return the text between the prompt and the model's first turn, usually "".
 
-        Called once for each prompt; all its responses go on from copies of what it leaves.
+        Called once per prompt; all its responses continue from copies of the resulting state.
         """
         ...
 
@@ -48,50 +48,51 @@ class Environment(Protocol):
         """Answer a turn.
 
         Args:
-            text: what the model wrote in this turn, special tokens left out. It may have been cut
-                off, by the limits on tokens and turns: then the answer goes unread, the reward
-                counts.
+            text: text of the model's turn, without special tokens. If a limit on tokens or turns
+                has truncated it, only the reward of the answer is used.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """To a process: begin a conversation about an example."""
+class ResetRequest:
+    """Request to begin a conversation about an example."""
 
     example: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """To a process: what the model wrote, and the environment as it was left (Moved.state)."""
+class StepRequest:
+    """Request to answer a turn: the pickled environment and the model's text."""
 
     state: str
     text: str
 
 
-class Moved(NamedTuple):
-    """From a process: what the environment answered, and the environment as it is now.
+class StepResponse(NamedTuple):
+    """Answer of an environment, and its new state.
 
     Attributes:
-        state: a pickle in base64, which only its processes read; empty at the end.
-        result: the answer.
+        state: pickle in base64, read only by its own processes; empty at the end.
+        result: answer.
     """
 
     state: str
     result: StepResult
 
 
-def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening | Turn], Moved]:
-    """What a process computes: the environment's answer to each opening or turn.
+def environment_task(
+    function: str, args: dict[str, Any]
+) -> Callable[[ResetRequest | StepRequest], StepResponse]:
+    """Return the function that a process runs on each request.
 
     Raises:
-        ConfigError: there is no such class or function.
+        ConfigError: no such class or function.
     """
     make = resolve_environment(function)
 
-    def move(item: Opening | Turn) -> Moved:
-        if isinstance(item, Opening):
+    def answer(item: ResetRequest | StepRequest) -> StepResponse:
+        if isinstance(item, ResetRequest):
             environment: Environment = make(item.example, **args)
             result = StepResult(environment.reset(), 0.0, False)
         else:
@@ -99,28 +100,28 @@ def environment_task(function: str, args: dict[str, Any]) -> Callable[[Opening |
             result = environment.step(item.text)
         result = checked(result, function)
         state = b"" if result.done else pickle.dumps(environment)
-        return Moved(base64.b64encode(state).decode(), result)
+        return StepResponse(base64.b64encode(state).decode(), result)
 
-    return move
+    return answer
 
 
-def read_moved(value: Any, function: str) -> Moved:
-    """The Moved that JSON has made a list of.
+def parse_response(value: Any, function: str) -> StepResponse:
+    """Parse a StepResponse from JSON.
 
     Raises:
-        TypeError, ValueError: it has made that of something else.
+        TypeError, ValueError: the value is not a StepResponse.
     """
     match value:
         case [str() as state, [str() as text, reward, done]]:
-            return Moved(state, checked(StepResult(visible(text), reward, done), function))
-    raise ValueError("no answer of an environment")
+            return StepResponse(state, checked(StepResult(visible(text), reward, done), function))
+    raise ValueError("not an answer of an environment")
 
 
 def checked(result: Any, function: str) -> StepResult:
-    """What `reset` or `step` returned, if it can be used.
+    """Check the result of `reset` or `step`.
 
     Raises:
-        TypeError: it is no StepResult, or a member has the wrong type.
+        TypeError: it is not a StepResult, or a member has the wrong type.
         ValueError: the reward is NaN, infinite or too large.
     """
     if not isinstance(result, StepResult):
@@ -134,22 +135,19 @@ def checked(result: Any, function: str) -> StepResult:
 
 
 def resolve_environment(dotted: str) -> Callable[..., Environment]:
-    """What makes environments, by its dotted path.
+    """Return the class or function at a dotted path, which creates environments.
 
     Raises:
-        ConfigError: nothing stands there, it cannot be called, or a class has no reset or step.
+        ConfigError: it does not exist or cannot be called, or a class lacks reset or step.
     """
     make = locate_anywhere(KEY, dotted)
     if not callable(make):
         raise ConfigError(f"{KEY} = {dotted} is a {type(make).__name__}, expected a class.")
-    missing = [name for name in ("reset", "step") if not callable(_member(make, name))]
+    members = {name: inspect.getattr_static(make, name, None) for name in ("reset", "step")}
+    missing = [name for name, member in members.items() if not callable(member)]
     if inspect.isclass(make) and missing:
         raise ConfigError(
             f"{KEY} = {dotted} has no {' and no '.join(missing)}; an environment has "
             f"reset() -> text and step(text) -> StepResult (docs/environments.md)."
         )
     return make
-
-
-def _member(owner: Any, name: str) -> Any:
-    return inspect.getattr_static(owner, name, None)

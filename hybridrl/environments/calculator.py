@@ -1,6 +1,6 @@
-"""A calculator: the model writes `16 + 4 =`, the environment goes on with ` 20` and a new line.
+"""Calculator: after `16 + 4 =` from the model, the environment writes ` 20` and a new line.
 
-A turn that does not end with `=` is the last; the reward is GSM8K's, of the whole conversation.
+A turn without `=` at its end is the last one. The reward is GSM8K's, of the whole conversation.
 """
 
 from typing import Any
@@ -10,16 +10,16 @@ from hybridrl.environments.base import StepResult
 from hybridrl.rewards import gsm8k
 
 MARKER = "="
-# What follows on `=` where nothing can be computed.
+# Answer if nothing can be computed.
 UNKNOWN = "?"
 
 
 class Calculator:
-    """Computes what the model asks for, exactly, until it asks no more.
+    """Environment that computes the model's expressions exactly.
 
     Args:
-        example: its "answer" is a solution that ends in `#### 42`, or the number alone.
-        mode: how the final number is found, strict or flexible: see hybridrl.rewards.gsm8k.
+        example: row whose "answer" ends in `#### 42`, or is the number alone.
+        mode: search for the final number, strict or flexible: see hybridrl.rewards.gsm8k.
     """
 
     def __init__(self, example: dict[str, Any], mode: str) -> None:
@@ -28,23 +28,23 @@ class Calculator:
         self._text = ""
 
     def reset(self) -> str:
-        """Nothing: the prompt says it all."""
+        """Return "": the prompt is complete."""
         return ""
 
     def step(self, text: str) -> StepResult:
-        """The value of the expression before the final `=`; or the end, and its reward."""
+        """Return the value of the expression before the final `=`, or the final reward."""
         self._text += text
-        asked, marker, behind = text.rpartition(MARKER)
+        expression, marker, behind = text.rpartition(MARKER)
         if not marker or behind.strip():
             reward = gsm8k.score("", self._text, self._answer, self._mode)
             return StepResult("", reward, True)
-        answer = f" {_computed(asked)}\n"
+        answer = f" {_computed(expression)}\n"
         self._text += answer
         return StepResult(answer, 0.0, False)
 
 
 def _computed(text: str) -> str:
-    """The value of the expression that the last line of a text ends with."""
+    """Return the value of the expression at the end of the last line."""
     line = text.rpartition("\n")[2]
     try:
         return as_text(evaluate(expression_at_end(line)))

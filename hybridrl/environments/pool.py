@@ -1,4 +1,4 @@
-"""Environments of many conversations, stepped in processes with a time limit."""
+"""Pool of environments: many conversations in separate processes, with a time limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, Self
 
 from hybridrl.environments.base import (
-    Opening,
+    ResetRequest,
+    StepRequest,
     StepResult,
-    Turn,
-    read_moved,
+    parse_response,
     resolve_environment,
 )
 from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
@@ -19,14 +19,14 @@ TASK = "hybridrl.environments.base.environment_task"
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What an environment answered.
+class EnvironmentReply:
+    """Reply of an environment, or its failure.
 
     Attributes:
-        state: the environment as it is now (Moved.state).
-        result: its answer; of one that failed, nothing, and the conversation is over.
-        failure: of which kind; None if it did not fail.
-        reason: why it failed, in one line; empty if it did not.
+        state: pickled environment (StepResponse.state).
+        result: answer; after a failure, an empty one that ends the conversation.
+        failure: kind of failure, or None.
+        reason: reason of the failure in one line, or empty.
     """
 
     state: str
@@ -36,18 +36,16 @@ class Reply:
 
 
 class EnvironmentPool:
-    """A pool of processes that step environments. They start in the background.
-
-    Use it as a context manager or call `close`.
+    """Processes that run environments, started in the background; a context manager.
 
     Args:
-        function: dotted path of the class or function that makes environments.
+        function: dotted path of the class or function that creates environments.
         args: its keyword arguments.
-        timeout_s: seconds of wall time that one answer may take.
-        num_processes: None: one per core that this process may use, at most 8.
+        timeout_s: maximum wall seconds of one answer.
+        num_processes: number of processes; None: one per available core, at most 8.
 
     Raises:
-        ConfigError: there is no such class or function.
+        ConfigError: no such class or function.
     """
 
     def __init__(
@@ -55,15 +53,15 @@ class EnvironmentPool:
     ) -> None:
         resolve_environment(function)
         setup = Setup(TASK, function, args, timeout_s)
-        read = partial(read_moved, function=function)
+        read = partial(parse_response, function=function)
         self._pool = TaskPool(setup, num_processes, "environment", read)
 
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
-        """A new environment for each example, and the text it begins with."""
-        return [_reply(answer) for answer in self._pool.run(list(map(Opening, examples)))]
+    def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
+        """Create an environment for each example; return the initial replies."""
+        return [_reply(answer) for answer in self._pool.run(list(map(ResetRequest, examples)))]
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """The answers to turns of as many conversations, in order."""
+    def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
+        """Answer one turn of each of several conversations, in order."""
         return [_reply(answer) for answer in self._pool.run(turns)]
 
     def close(self) -> None:
@@ -77,7 +75,7 @@ class EnvironmentPool:
         self.close()
 
 
-def _reply(answer: ItemResult) -> Reply:
+def _reply(answer: ItemResult) -> EnvironmentReply:
     if answer.kind is not None:
-        return Reply("", StepResult("", 0.0, True), answer.kind, answer.reason)
-    return Reply(*answer.value)
+        return EnvironmentReply("", StepResult("", 0.0, True), answer.kind, answer.reason)
+    return EnvironmentReply(*answer.value)

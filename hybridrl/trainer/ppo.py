@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import Outcome
+from hybridrl.controller.calls import TimedResult
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
 from hybridrl.data.batch import PromptBatch, Rollout
@@ -349,6 +349,6 @@ class PPOTrainer:
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
 
 
-def seconds_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+def seconds_of(outcomes: Mapping[str, TimedResult]) -> dict[str, float]:
     """Return the seconds of each call on its slowest rank."""
     return {name: outcome.span.seconds for name, outcome in outcomes.items()}

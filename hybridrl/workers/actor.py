@@ -12,27 +12,26 @@ from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max,
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatches, RankBatch
+from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.forward.log_probs import Entropy, ResponseLogProbs
 from hybridrl.distributed.forward.packing import to_device
-from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import adapter_state_dict, load_sharded_policy
 from hybridrl.distributed.gathering import GatheredWeights
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.shards import NamedShard
 from hybridrl.distributed.storage.export import AdapterFiles, write_model
 from hybridrl.models.resolve import model_folder, name_or_folder
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.replaying import ReplayedWorker
 from hybridrl.workers.token_losses import TokenLosses
-from hybridrl.workers.training import Loss, LossStats, Training
+from hybridrl.workers.training import LossStats, Training
 
-# Sums of the losses by the names under which they are reported.
+# Reported names of sums, if they differ.
 REPORTED = {"ratio": "ratio_mean", "approx_kl": "ppo_kl"}
 
 
-class ActorWorker(ReplayedWorker):
-    """Trains the policy. One instance per rank, each holding one FSDP shard.
+class ActorWorker(TrainedWorker):
+    """Worker that trains the policy. One instance per rank, each with one FSDP shard.
 
     Methods marked `on_all_ranks` are collectives: the worker group calls them on every rank, and
     each rank must do the same number of forward passes. To change the objective, subclass,
@@ -60,10 +59,10 @@ class ActorWorker(ReplayedWorker):
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
-        """Log-probs of the response tokens under the current weights: ragged float32, nats, CPU.
+        """Compute log-probs of the response tokens: ragged float32, nats, on CPU.
 
-        Runs over the same micro-batches as the first epoch of `update`, so that the policy ratio
-        there is exactly 1; rows stand in their order.
+        Uses the micro-batches of the first epoch of `update`, and their order of rows, so that
+        the policy ratio there is exactly 1.
         """
         return self.over_first_epoch(
             batch, lambda micro: self.forward(micro, Entropy.omit).log_probs
@@ -77,7 +76,7 @@ class ActorWorker(ReplayedWorker):
             batch: this rank's responses, with old_log_probs, advantages and, for a KL penalty in
                 the loss, ref_log_probs.
             step: training step, counted from 1; it sets the learning rate.
-            kl_coef: weight of the KL penalty in the loss; 0 if it acts elsewhere or not at all.
+            kl_coef: weight of the KL penalty in the loss; 0: none in the loss.
         """
         self.begin()
         self.kl_coef = kl_coef
@@ -88,7 +87,7 @@ class ActorWorker(ReplayedWorker):
         with self.optimizer.on_device():
             for index, mini in enumerate(batch.policy_mini_batches()):
                 training.take_step(*mini)
-                # A loss of a subclass may not report it.
+                # The loss of a subclass may not report it.
                 if index == 0 and "log_ratio_max" in training.maxima:
                     training.maxima["first_log_ratio_max"] = training.maxima["log_ratio_max"]
         return {f"actor/{name}": value for name, value in training.report().items()} | {
@@ -96,17 +95,17 @@ class ActorWorker(ReplayedWorker):
         }
 
     def policy_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """The scalar to minimise: a sum over this micro-batch's tokens, over totals of all.
+        """Compute the loss: a sum over this micro-batch's tokens, divided by totals.
 
-        The totals are those of the mini-batch over all ranks, not of this micro-batch: then the
-        gradient does not depend on how responses were spread over ranks and micro-batches.
+        The totals are of the mini-batch over all ranks, not of this micro-batch. So the gradient
+        does not depend on the distribution of responses over ranks and micro-batches.
 
         Args:
             micro: responses of one packed forward.
-            totals: tokens that count in the policy loss, and responses with such tokens.
+            totals: tokens of the policy loss, and responses with such tokens.
 
         Returns:
-            The loss with its graph, and what to report (`LossStats`).
+            The loss with its graph, and statistics to report.
         """
         result = self.forward(
             micro, Entropy.differentiate if self.config.entropy_coef else Entropy.report
@@ -148,32 +147,19 @@ class ActorWorker(ReplayedWorker):
         }
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
-    def outputs(self, micro: RolloutBatch) -> Tensor:
-        """Log-probs of the response tokens, [R] float32, nats."""
-        return self.forward(micro, Entropy.omit).log_probs
-
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[MiniBatches, Loss]:
-        """What `update` minimises: `policy_loss` over the tokens of the loss mask."""
-        self.kl_coef = kl_coef
-        return batch.policy_mini_batches(), self.policy_loss
-
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:
-        """Log-probs, and entropy if wanted, of the response tokens, on the worker's device."""
+        """Compute log-probs, and optionally entropy, of the response tokens, on the device."""
         return self.model(self.pack(micro), self.config.temperature, entropy)
-
-    def named_shards(self) -> list[NamedShard]:
-        """This rank's shards of the weights, for a reshard in the same process."""
-        return named_shards(self.model)
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str | None:
         """Write the policy to `folder` as an ordinary HF model, with tokenizer and configuration.
 
-        float32, as trained; adapters are merged into it, and stand beside it in peft's format. The
-        folder appears under its name when it is complete. One tensor at a time is gathered.
+        Weights are float32, with adapters merged; the adapters are also saved in peft's format.
+        The folder gets its final name when complete. Tensors are gathered one at a time.
 
         Returns:
-            Why the disk did not take it, or None.
+            Error message of the disk, or None.
         """
         self.begin()
         model, lora = self.config.model, self.config.lora

@@ -1,4 +1,4 @@
-"""What all roles have in common."""
+"""Base class of all roles."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from hybridrl.config.schema import RoleConfig
 
 
 class Worker:
-    """One role's part in one process. The controller calls methods marked `on_all_ranks`.
+    """Role in one process. The controller calls methods marked `on_all_ranks`.
 
-    A role is extended by subclassing its worker and naming the subclass in config
-    (`actor.worker=my_package.MyActor`); `config_class` may be a subclass with more keys.
+    To extend a role, subclass its worker and name the subclass in the config
+    (`actor.worker=my_package.MyActor`). `config_class` may be a subclass with more keys.
 
     Args:
         config: an instance of `config_class`.
@@ -29,15 +29,15 @@ class Worker:
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
-        """Consecutive ranks that answer one data shard together; 1 unless a role says more."""
+        """Return the number of consecutive ranks that share one data shard; 1 by default."""
         return 1
 
     @classmethod
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
-        """Modules that building the role needs and that take long to import; none by default.
+        """Return modules of the role that are slow to import; none by default.
 
-        A process imports them in a thread while the ranks meet. Called before that, and may set
-        what the modules read.
+        They are imported in a thread during the rendezvous. This method may set environment
+        variables that they read.
 
         Args:
             config: an instance of `config_class`.
@@ -46,32 +46,32 @@ class Worker:
         return ()
 
     def connect(self, roles: dict[str, "Worker"]) -> None:
-        """See the process's other roles by name, once all are built; does nothing by default."""
+        """Receive all roles of the process by name, once built; does nothing by default."""
 
     def rest(self) -> None:
-        """Leave the device to another role, as far as fsdp.offload says; nothing by default."""
+        """Offload to the host according to fsdp.offload; does nothing by default."""
 
     def training_state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of this role for training to go on as if never interrupted.
+        """Return the state that a checkpoint must hold for an exact resume; empty by default.
 
-        Nothing by default. A checkpoint is loaded into these very tensors, under any sharding.
-        Plain tensors must be the same on all ranks. An override adds to what `super` returns.
+        Checkpoints of any sharding are loaded in place. Plain tensors must be equal on all ranks.
+        An override extends the result of `super`.
 
         Returns:
-            Tensors and DTensors by key; their contents need only be there inside `state_at_hand`.
+            Tensors and DTensors by key; their contents are valid inside `state_on_device`.
         """
         return {}
 
     @contextmanager
-    def state_at_hand(self) -> Iterator[None]:
-        """Inside, the contents of `training_state` are there; by default they always are."""
+    def state_on_device(self) -> Iterator[None]:
+        """Make the contents of `training_state` valid in the block; by default always valid."""
         yield
 
     def expect_state(self, keys: Collection[str]) -> None:
-        """Make `training_state` have those of a checkpoint's keys that may or may not be there.
+        """Allocate or drop optional entries of `training_state` to match a checkpoint's keys.
 
-        Does nothing by default; called inside `state_at_hand`, before a checkpoint is loaded.
+        Does nothing by default. Called inside `state_on_device`, before a load.
         """
 
     def close(self) -> None:
-        """Free what would outlive the process, such as shared memory; nothing by default."""
+        """Free resources that outlive the process, such as shared memory; none by default."""

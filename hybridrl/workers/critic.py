@@ -1,4 +1,4 @@
-"""The value function: estimates of each token's return, and clipped updates towards returns."""
+"""The value function: values of response tokens, and clipped updates on one FSDP shard."""
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,17 +7,17 @@ from hybridrl.algorithms.losses import value_loss
 from hybridrl.config.schema import CriticConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.schedule import MiniBatches, RankBatch
+from hybridrl.data.schedule import RankBatch
 from hybridrl.distributed.fsdp import load_sharded_critic
 from hybridrl.distributed.offload import offloadable_weights
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
+from hybridrl.workers.model_worker import TrainedWorker
 from hybridrl.workers.optimizer import Optimizer
-from hybridrl.workers.replaying import ReplayedWorker
-from hybridrl.workers.training import Loss, LossStats, Training
+from hybridrl.workers.training import LossStats, Training
 
 
-class CriticWorker(ReplayedWorker):
-    """Trains the value function. One instance per rank, each holding one FSDP shard.
+class CriticWorker(TrainedWorker):
+    """Worker that trains the value function. One instance per rank, each with one FSDP shard.
 
     To change the objective, subclass, override `value_loss`, and set
     `critic.worker=my_package.MyCriticWorker`.
@@ -36,9 +36,9 @@ class CriticWorker(ReplayedWorker):
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_values(self, batch: RankBatch) -> Ragged:
-        """V(s_t) before each response token: ragged float32 on CPU, in the reward's unit.
+        """Compute V(s_t) before each response token: ragged float32 on CPU, in the reward's unit.
 
-        Rows stand in the order of the first epoch's micro-batches.
+        Rows are in the order of the first epoch's micro-batches.
         """
         return self.over_first_epoch(batch, self.forward)
 
@@ -65,7 +65,7 @@ class CriticWorker(ReplayedWorker):
         return {f"critic/{name}": value for name, value in report.items()} | {"critic/lr": lr}
 
     def value_loss(self, micro: RolloutBatch, totals: Totals) -> tuple[Tensor, LossStats]:
-        """The scalar to minimise: a sum over this micro-batch's tokens, over those of all.
+        """Compute the loss: a sum over this micro-batch's tokens, divided by the total tokens.
 
         Args:
             micro: responses of one packed forward.
@@ -87,21 +87,13 @@ class CriticWorker(ReplayedWorker):
         reported = {"clip_fraction": sums["value_clip_fraction"], "error": sums["value_error"]}
         return loss, LossStats(reported | moments(returns, old_values, mask))
 
-    def outputs(self, micro: RolloutBatch) -> Tensor:
-        """V(s_t) before each response token, [R] float32."""
-        return self.forward(micro)
-
-    def objective(self, batch: RankBatch, kl_coef: float) -> tuple[MiniBatches, Loss]:
-        """What `update` minimises: `value_loss` over all sampled tokens."""
-        return batch.mini_batches(), self.value_loss
-
     def forward(self, micro: RolloutBatch) -> Tensor:
-        """V(s_t) before each response token, [R] float32, on the worker's device."""
+        """Compute V(s_t) before each response token, [R] float32, on the device."""
         return self.model(self.pack(micro))
 
 
 def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums that `explained_variance` needs, over the masked tokens; float64."""
+    """Compute the sums for `explained_variance` over the masked tokens; float64."""
     targets = returns.double().masked_fill(~mask, 0.0)
     errors = targets - values.double().masked_fill(~mask, 0.0)
     return {
@@ -113,13 +105,13 @@ def moments(returns: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(returns: float, returns_2: float, errors: float, errors_2: float) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is no better than a constant.
+    """Compute 1 - Var(returns - values) / Var(returns); 0 if the returns are constant.
 
-    Values are those from before the update. 0 where the returns do not vary.
+    1 is perfect, 0 is no better than a constant. Values are from before the update.
 
     Args:
         returns, returns_2: mean return and mean squared return.
-        errors, errors_2: the same of returns - values.
+        errors, errors_2: mean and mean square of returns - values.
     """
     variance = returns_2 - returns**2
     if variance <= 1e-12:

@@ -1,4 +1,4 @@
-"""How a call to a role reaches its ranks and how their answers come back."""
+"""Dispatch modes: distribution of a call's arguments to ranks, and collection of results."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -8,15 +8,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """How a method's arguments are dealt to the ranks and what its caller gets.
+    """Dispatch mode of a method.
 
-    SHARD_DP: the first argument is a `Shardable` (data/shardable.py), cut into one part per shard
-        of the role's data axis; other arguments go to all ranks. The caller gets the argument's
-        `join` of the parts' results, in shard order (of a rollout engine's ranks, the first one's).
-    SHARD_DP_REDUCED: dealt like SHARD_DP, but every rank returns the same reduced result
-        (metrics); the caller gets rank 0's.
-    BROADCAST: the same arguments to all ranks; the caller gets the list of results by rank.
-    RANK_ZERO: the same arguments to all ranks; the caller gets rank 0's result.
+    SHARD_DP: the first argument is a `Shardable` (data/shardable.py), split into one part per
+        shard of the role's data axis; other arguments go to all ranks. Returns the argument's
+        `join` of the results in shard order, from the first rank of each shard.
+    SHARD_DP_REDUCED: arguments as in SHARD_DP. Every rank computes the same reduced result
+        (metrics); returns rank 0's.
+    BROADCAST: the same arguments to all ranks; returns the list of results by rank.
+    RANK_ZERO: the same arguments to all ranks; returns rank 0's result.
     """
 
     SHARD_DP = "shard_dp"
@@ -26,7 +26,7 @@ class Dispatch(Enum):
 
 
 def on_all_ranks(dispatch: Dispatch) -> Callable[[Method], Method]:
-    """Mark a worker method that the controller may call, on all ranks at the same time."""
+    """Mark a worker method that the controller calls on all ranks at the same time."""
 
     def mark(method: Method) -> Method:
         method.dispatch = dispatch  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def on_all_ranks(dispatch: Dispatch) -> Callable[[Method], Method]:
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch:
-    """How `method` of a worker class was marked; overriding methods inherit the mark.
+    """Return the dispatch mode of a method; overriding methods inherit it.
 
     Raises:
         AttributeError: no class in the hierarchy marks a method of this name.

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a function of the step, and the clipped step itself."""
+"""AdamW with gradient clipping, and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ from hybridrl.distributed.offload import offloadable_moments
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of training step `step`; a pure function, so that runs can be resumed.
+    """Compute the learning rate of a training step; a pure function, for exact resume.
 
-    It rises linearly over the first warmup_steps steps, the last of which has config.lr. Then it
-    stays, or falls along a line or half a cosine, from config.lr in the step after warm-up to
-    config.lr * min_lr_ratio, which the step after total_steps would have.
+    Linear warm-up over the first warmup_steps steps, up to config.lr. Then constant, linear or
+    cosine decay, from config.lr in the step after warm-up to config.lr * min_lr_ratio in the step
+    after total_steps.
 
     Args:
         config: peak, schedule, warm-up and floor.
         step: counted from 1.
-        total_steps: length of the run.
+        total_steps: number of training steps of the run.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -42,11 +42,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 class GradientStep(NamedTuple):
-    """An optimizer step as scalars on the device, the same on all ranks.
+    """Result of an optimizer step: scalars on the device, equal on all ranks.
 
     Attributes:
-        norm: the gradients' global norm before clipping.
-        skipped: 1 where loss or norm was not finite, so that no step was taken; else 0.
+        norm: global gradient norm before clipping.
+        skipped: 1 if loss or norm was not finite and the step was skipped, else 0.
     """
 
     norm: Tensor
@@ -54,13 +54,13 @@ class GradientStep(NamedTuple):
 
 
 class Optimizer:
-    """AdamW on sharded float32 master weights, with gradients clipped by their global norm.
+    """AdamW on sharded float32 master weights, with clipping by the global gradient norm.
 
     Args:
-        model: its parameters are trained, but for those that are frozen.
-        config: AdamW's settings, clipping and schedule.
-        total_steps: length of the run.
-        offload: where the moments lie outside `on_device`.
+        model: model whose unfrozen parameters are trained.
+        config: settings of AdamW, clipping and schedule.
+        total_steps: number of training steps of the run.
+        offload: place of the moments outside `on_device`.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class Optimizer:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the moments come while the first gradient is computed, and go at the end."""
+        """Load the moments in the background at the start of the block, offload them at the end."""
         self.moments.onload()
         yield
         self.moments.offload()
 
     def set_step(self, step: int) -> float:
-        """Use the learning rate of training step `step`, counted from 1; return it."""
+        """Set and return the learning rate of training step `step`, counted from 1."""
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         return lr
 
     def gradient_norm(self) -> Tensor:
-        """The gradients' global norm, a scalar on the device; collective.
+        """Compute the global gradient norm, a scalar on the device; a collective.
 
-        The same on all ranks but for rounding: each copy of the weights adds in its own order.
+        Equal on all ranks up to rounding: replicas add in different orders.
         """
         norm = get_total_norm([param.grad for param in self.parameters if param.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -104,18 +104,17 @@ class Optimizer:
     def apply_gradients(self, loss: Tensor) -> GradientStep:
         """Clip, take one step and clear the gradients; a collective over all ranks.
 
-        Where the gradients' norm or the loss of any rank is not finite, the gradients are dropped:
-        weights and moments stay as they are, on all ranks. Nothing here waits for the device:
-        AdamW's kernel divides gradients by grad_scale and does nothing where found_inf is 1, which
-        is how torch.amp.GradScaler speaks to it.
+        If the norm or the loss of any rank is not finite, all ranks skip the step: weights and
+        moments do not change. No synchronisation with the device: AdamW's kernel divides gradients
+        by grad_scale and skips if found_inf is 1, the interface of torch.amp.GradScaler.
 
         Args:
-            loss: a scalar on the device: the sum of this rank's losses of the step.
+            loss: scalar on the device, the sum of this rank's losses of the step.
         """
         norm = self.gradient_norm().float()
         skipped = torch.stack([norm, loss.float()]).isfinite().all().logical_not().float()
-        # A loss can be NaN on one rank where no gradient is: nothing of it reaches the norm. The
-        # norm's bits are made the same on all ranks, or copies of the weights would drift apart.
+        # The loss can be NaN on one rank without a NaN in any gradient or the norm. The norm must
+        # be bitwise equal on all ranks, or replicas of the weights would diverge.
         reduced = torch.stack([norm, skipped])
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
         norm, skipped = reduced.unbind()
@@ -127,15 +126,15 @@ class Optimizer:
         return GradientStep(norm, skipped)
 
     def drop_gradients(self) -> None:
-        """Clear the gradients without a step: weights and moments stay as they are."""
+        """Clear the gradients without a step; weights and moments do not change."""
         self.moments.wait()
         self.adamw.zero_grad()
 
     def state_of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """AdamW's own tensors, as <kind>.<name>: step, exp_avg and exp_avg_sq.
+        """Return AdamW's tensors as <kind>.<name>, kinds step, exp_avg and exp_avg_sq.
 
         Args:
-            parameters: by name; those without a step yet have no state.
+            parameters: parameters by name; those without a step have no state.
         """
         return {
             f"{kind}.{name}": tensor
@@ -144,10 +143,10 @@ class Optimizer:
         }
 
     def expect_state(self, has_state: Mapping[nn.Parameter, bool]) -> None:
-        """Make or drop AdamW's state, so that a checkpoint's can be loaded into it.
+        """Allocate or drop AdamW's state, for a load of a checkpoint in place.
 
         Args:
-            has_state: whether a parameter is to have one; a new one is zero, as AdamW's first is.
+            has_state: by parameter, True if it must have a state; new states are zero.
         """
         for param, expected in has_state.items():
             if not expected:

@@ -1,35 +1,28 @@
-"""A policy that is only sampled from: an evaluation's."""
+"""Policy of an evaluation: sampled, not trained."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.checkpoint.names import STATE
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import FSDPConfig, LoRAConfig, ModelConfig, RoleConfig
-from hybridrl.distributed.collectives import NO_LIMIT
-from hybridrl.distributed.fsdp import load_sharded_policy, named_shards
+from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.offload import offloadable_weights
-from hybridrl.distributed.shards import NamedShard
-from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
-from hybridrl.distributed.storage.stored_policy import PREFIX
-from hybridrl.workers.model_worker import ModelWorker, trained_parameters
+from hybridrl.workers.model_worker import ModelWorker, load_trained_weights
 
-# Nothing computes logits here.
+# Unused: no logits are computed.
 CHUNK_TOKENS = 1024
 
 
 @dataclass(kw_only=True)
 class PolicyConfig(RoleConfig):
-    """What is sampled from.
+    """Config of a policy that is sampled.
 
     Attributes:
-        model: the weights without a checkpoint, and those that adapters adapt.
-        fsdp: how they are sharded.
-        lora: the checkpoint's adapters, if it has some.
-        checkpoint: its folder, seen from every node; None for the model itself.
+        model: base model.
+        fsdp: sharding spec.
+        lora: adapters of the checkpoint, if any.
+        checkpoint: folder of a checkpoint, visible on every node; None: the base model itself.
     """
 
     worker: str = "hybridrl.workers.policy.PolicyWorker"
@@ -40,10 +33,10 @@ class PolicyConfig(RoleConfig):
 
 
 class PolicyWorker(ModelWorker):
-    """Holds a policy's shards, for a rollout engine in the same process; it has no optimizer.
+    """Shards of a policy for a rollout engine in the same process, without an optimizer.
 
     Raises:
-        ConfigError: the checkpoint holds the weights of another model.
+        ConfigError: the checkpoint holds weights of another model.
     """
 
     config_class = PolicyConfig
@@ -53,20 +46,5 @@ class PolicyWorker(ModelWorker):
         super().__init__(config, mesh)
         self.model = load_sharded_policy(config.model, config.fsdp, mesh, CHUNK_TOKENS, config.lora)
         if config.checkpoint is not None:
-            self._load(Path(config.checkpoint))
+            load_trained_weights(self, Path(config.checkpoint), "actor")
         self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
-
-    def named_shards(self) -> list[NamedShard]:
-        """This rank's shards of the weights, for a reshard in the same process."""
-        return named_shards(self.model)
-
-    def _load(self, checkpoint: Path) -> None:
-        folder = checkpoint / STATE
-        state = {f"{PREFIX}{name}": p for name, p in trained_parameters(self.model).items()}
-        found = differences(state, StoredState(folder).tensors, PREFIX)
-        if found:
-            raise ConfigError(
-                f"{checkpoint} holds other weights than model.path = {self.config.model.path} "
-                f"has:\n" + "\n".join(found) + "\nSet model.path to the model that was trained."
-            )
-        load_in_place(state, folder, dist.new_group(backend="gloo", timeout=NO_LIMIT))

@@ -17,9 +17,9 @@ from hybridrl.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """Log-probs under the model that training started from. One instance per rank.
+    """Worker for log-probs under the initial model. One instance per rank.
 
-    Where the actor has adapters, that model is the actor's without them: it is not loaded again.
+    If the actor has adapters, the reference is the actor's model without them, not a copy.
     """
 
     config_class = ReferenceConfig
@@ -35,7 +35,7 @@ class ReferenceWorker(ModelWorker):
             self.weights = offloadable_weights(self.model, config.fsdp.offload, self.device)
 
     def connect(self, roles: dict[str, Worker]) -> None:
-        """Know the other roles, and take the actor's model if it has adapters."""
+        """Store the other roles; use the actor's model if it has adapters."""
         super().connect(roles)
         if self.is_under_adapters:
             actor = roles["actor"]
@@ -44,20 +44,20 @@ class ReferenceWorker(ModelWorker):
             self.others = [other for other in self.others if other is not actor]
 
     def rest(self) -> None:
-        """Let the weights idle in host memory under idle_all, unless the actor decides that."""
+        """Offload the weights to host memory under idle_all, unless they are the actor's."""
         if not self.is_under_adapters:
             super().rest()
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
-        """Log-probs of the response tokens: ragged float32, nats, on CPU.
+        """Compute log-probs of the response tokens: ragged float32, nats, on CPU.
 
-        Rows stand in the order of the first epoch's micro-batches.
+        Rows are in the order of the first epoch's micro-batches.
         """
         return self.over_first_epoch(batch, self.forward)
 
     def forward(self, micro: RolloutBatch) -> Tensor:
-        """Log-probs of the response tokens, [R] float32, nats, on the worker's device."""
+        """Compute log-probs of the response tokens, [R] float32, nats, on the device."""
         packed = self.pack(micro)
         with adapters_off(self.model):
             return self.model(packed, self.config.temperature, Entropy.omit).log_probs

@@ -1,4 +1,4 @@
-"""The reward model: what a frozen classifier says of each response as a whole."""
+"""The reward model: a frozen classifier that scores each response as a whole."""
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,9 +15,9 @@ from hybridrl.workers.model_worker import ModelWorker
 
 
 class RewardModelWorker(ModelWorker):
-    """Scores responses by a model of its own. One instance per rank, each holding one FSDP shard.
+    """Worker that scores responses. One instance per rank, each with one FSDP shard.
 
-    To score otherwise, subclass, override `forward`, and set
+    To change the scores, subclass, override `forward`, and set
     `reward_model.worker=my_package.MyRewardModelWorker`.
     """
 
@@ -31,14 +31,14 @@ class RewardModelWorker(ModelWorker):
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_scores(self, batch: RankBatch) -> Ragged:
-        """Each response's score on its last token, 0 on the others: ragged float32 on CPU.
+        """Compute each response's score on its last token, 0 on the others: ragged float32, CPU.
 
-        Rows stand in the order of the first epoch's micro-batches. Unweighted.
+        Rows are in the order of the first epoch's micro-batches. Unweighted.
         """
         return self.over_first_epoch(batch, self.forward)
 
     def forward(self, micro: RolloutBatch) -> Tensor:
-        """A score for each response token, [R] float32, on the worker's device."""
+        """Compute a score for each response token, [R] float32, on the device."""
         scores = self.model(pack(micro, self.device, self.sequence_group, States.last))
         last = to_device(micro.responses.lengths.cumsum(0) - 1, self.device)
         per_token = scores.new_zeros(len(micro.responses.values))

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """One rank's part of a rollout engine, and of moving the actor's weights into it.
+    """Worker with one rank's part of a rollout engine and of the reshard.
 
-    `tensor_parallel_size` consecutive ranks form one engine and answer one shard of the prompts.
-    Between rollouts `sleep` gives training the memory that rollout.sleep names; `reshard` takes it
-    back, and so does `generate` where the weights have stayed.
+    `tensor_parallel_size` consecutive ranks form one engine and sample one shard of the prompts.
+    Between rollouts, `sleep` releases the memory selected by rollout.sleep; `reshard`, or
+    `generate` if the weights stayed, allocates it again.
     """
 
     config_class = RolloutConfig
@@ -49,36 +49,36 @@ class RolloutWorker(Worker):
 
     @classmethod
     def ranks_per_shard(cls, config: Any) -> int:
-        """Ranks of one engine."""
+        """Return the number of ranks of one engine."""
         return config.tensor_parallel_size
 
     @classmethod
     def modules_ahead(cls, config: Any, device_type: str) -> Sequence[str]:
-        """vLLM."""
+        """Return vLLM's slow modules, after setting its environment variables."""
         prepare(config, device_type)
         return MODULES[device_type]
 
     def build_engine(self) -> RolloutEngine:
-        """The engine, with weights that mean nothing yet."""
+        """Build the engine, with arbitrary weights."""
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model's checkpoint by name, adapters left out."""
+        """Shape of every tensor of the model's checkpoint by name, without adapters."""
         return checkpoint_shapes(self.config.model)
 
     @cached_property
     def trace(self) -> Trace:
-        """What the engine's loader does with the checkpoint's tensors on this rank."""
+        """Trace of the engine's weight loader on this rank."""
         return self.engine.trace(list(self.sources.items()))
 
     @on_all_ranks(Dispatch.RANK_ZERO)
     def columns(self, fsdp: FSDPConfig) -> list[str]:
-        """Names of the weights that actor, critic and ref are to cut by columns.
+        """Return the names of the weights that actor, critic and ref shard by columns.
 
         Args:
-            fsdp: their sharding spec; a list given there by hand stands.
+            fsdp: their sharding spec; a list of the user takes precedence.
         """
         if fsdp.columns is not None:
             return fsdp.columns
@@ -93,7 +93,7 @@ class RolloutWorker(Worker):
         return choice.columns
 
     def connect(self, roles: dict[str, Any]) -> None:
-        """Plan how the actor's shards reach this engine."""
+        """Plan the reshard from the actor to this engine."""
         self.actor = roles["actor"]
         self.others = [role for role in roles.values() if role is not self]
         shards = self.actor.named_shards()
@@ -106,18 +106,21 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:
-        """Give the engine the actor's current weights under a version number, and wake it.
+        """Move the actor's current weights into the engine and wake it.
+
+        Frozen weights that the engine still holds are not moved again.
+
+        Args:
+            version: number of the weights.
 
         Returns:
-            On this rank: seconds in all (`total_s`) and by parts, in their order: `onload_s` of
-            the actor, `wake_weights_s`, `prepare_s` of finding the shards, `wait_s` for the ranks
-            that it exchanges with, `move_s`, `verify_s` of comparing fingerprints, `offload_s` of
-            the other roles, `wake_kv_s` and `reset_prefix_cache_s`; and the bytes received from
-            other ranks and written into the engine's parameters. Frozen weights that the engine
-            still holds are not moved again.
+            Metrics of this rank: seconds in total (`total_s`) and of each part: `onload_s` (actor),
+            `wake_weights_s`, `prepare_s` (shards), `wait_s` (peers), `move_s`, `verify_s`
+            (fingerprints), `offload_s` (other roles), `wake_kv_s`, `reset_prefix_cache_s`. Also
+            bytes received from other ranks and bytes written into the engine's parameters.
 
         Raises:
-            ReshardError: on all ranks, if a parameter did not arrive as it was sent.
+            ReshardError: on all ranks, if the fingerprint of a parameter differs.
         """
         timer = PartTimer(device_of(self.mesh))
         self.weight_version = None
@@ -143,14 +146,14 @@ class RolloutWorker(Worker):
         """Sample responses to this engine's prompts.
 
         Returns:
-            Responses with what vLLM reported of them, those of each prompt together, and how long
-            this engine took. All ranks of an engine return the same responses.
+            Responses with vLLM's log-probs, grouped by prompt, and seconds of this engine. All
+            ranks of an engine return the same responses.
 
         Raises:
-            RuntimeError: there was no reshard yet, or the weights were discarded since.
+            RuntimeError: no reshard yet, or the weights were discarded since.
         """
         if self.weight_version is None:
-            raise RuntimeError("generate before reshard: the rollout weights mean nothing yet")
+            raise RuntimeError("generate before reshard: the engine has no valid weights")
         self._others_rest()
         self.engine.wake(EnginePart.KV_CACHE)
         generated = self.engine.generate(prompts)
@@ -163,10 +166,10 @@ class RolloutWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def sleep(self) -> int | None:
-        """Let training have the memory that rollout.sleep names, and the machine what is free.
+        """Release the memory selected by rollout.sleep, and free host memory.
 
         Returns:
-            The version of the weights that stay; None if they are gone until the next reshard.
+            Version of the weights if they stay; None if the next `generate` needs a reshard.
         """
         self.engine.sleep()
         trim_heap()
@@ -175,7 +178,7 @@ class RolloutWorker(Worker):
         return self.weight_version
 
     def _others_rest(self) -> None:
-        """What fsdp.offload lets leave the device makes room; nothing where it has left."""
+        """Offload the other roles according to fsdp.offload; no effect if already offloaded."""
         for role in self.others:
             role.rest()
 

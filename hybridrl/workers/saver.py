@@ -1,4 +1,4 @@
-"""Saves and loads what all roles of the process train, beside them."""
+"""Saver: writes and loads the training state of all roles of its process."""
 
 import logging
 import time
@@ -29,20 +29,20 @@ from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
 logger = logging.getLogger(__name__)
 
-# Prefix of the generators' states; then the rank.
+# Prefix of the generators' states, followed by the rank.
 RNG = "rng."
-# Bytes of a trained weight's state in those of the weight: itself and two moments.
+# Size of a weight's state relative to the weight: the weight and two moments.
 WITH_MOMENTS = 3
-# Seconds between two looks at a save that is waited for, and for which the end waits for one: the
-# pool gives all roles of a process five.
+# Seconds between two polls of a save, and maximum wait in `close`: the pool allows five seconds
+# for all roles of a process.
 LOOK_S, CLOSE_S = 1.0, 2.0
 
 
 class SaverWorker(Worker):
-    """Keeps the training state of all roles of its process, and the process's random generators.
+    """Worker that saves the state of all roles of its process, and its random generators.
 
-    Keys are <role>.<key of Worker.training_state> and rng.<rank>.<generator>. Training waits while
-    the state is copied to host memory, and goes on while that copy is written.
+    Keys are <role>.<key of Worker.training_state> and rng.<rank>.<generator>. Training blocks
+    while the state is copied to host memory, not while the copy is written.
     """
 
     config_class = SaverConfig
@@ -56,7 +56,7 @@ class SaverWorker(Worker):
         self.noted: dict[str, Tensor] = {}
 
     def connect(self, roles: dict[str, Worker]) -> None:
-        """Know the roles, and begin to have host memory for their state with AdamW's moments."""
+        """Store the roles, and begin to allocate host memory for their state with moments."""
         self.roles = {name: role for name, role in roles.items() if role is not self}
         if not self.config.prepares:
             return
@@ -65,27 +65,27 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def note_generators(self) -> None:
-        """Let later saves hold the random generators as they are now, at the end of a step.
+        """Record the random generators at the end of a step, for later saves.
 
-        Weights and moments stay until the next update; sampling before it draws from these.
+        Weights and moments do not change before the next update, but sampling uses the generators.
         """
         self.noted = rng_state(self.device)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def begin_save(self, folder: str) -> None:
-        """Copy the state to host memory and begin to write it below a folder; a collective.
+        """Copy the state to host memory and begin to write it; a collective.
 
-        The copy uses one and the same host memory each time, as large as this rank's state.
+        The host memory is reused by each save and has the size of this rank's state.
 
         Args:
-            folder: of the checkpoint; the shards go into its state/.
+            folder: folder of the checkpoint; shards are written to its state/.
         """
         assert not self.saver.is_writing, "one save at a time"
         start = time.perf_counter()
         staging = self.saver.staging
         staging.clear()
         for name, role in self.roles.items():
-            with role.state_at_hand():
+            with role.state_on_device():
                 staging.stage(self._state(name))
         rank = dist.get_rank()
         generators = self.noted or rng_state(self.device)
@@ -97,16 +97,16 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def poll_save(self) -> SaveResult | None:
-        """What became of the last save on this rank; None while it goes on.
+        """Return the result of the last save on this rank; None while it runs.
 
         Raises:
-            RuntimeError: it failed for another reason than a disk.
+            RuntimeError: it failed, not because of a disk.
         """
         return self.saver.poll()
 
     @on_all_ranks(Dispatch.BROADCAST)
     def finish_save(self) -> SaveResult:
-        """Wait for the last save; what became of it on this rank."""
+        """Wait for the last save; return its result on this rank."""
         while True:
             self.saver.wait(LOOK_S)
             result = self.saver.poll()
@@ -116,13 +116,13 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load(self, folder: str) -> list[str]:
-        """Take the state up from a checkpoint, written by any number of ranks; a collective.
+        """Load the state of a checkpoint, written by any number of ranks; a collective.
 
         Args:
-            folder: of the checkpoint.
+            folder: folder of the checkpoint.
 
         Returns:
-            What is not as it was, a sentence each.
+            Differences from the saved state, a sentence each.
 
         Raises:
             ConfigError: the roles do not train what the checkpoint holds.
@@ -140,14 +140,14 @@ class SaverWorker(Worker):
 
     @on_all_ranks(Dispatch.BROADCAST)
     def load_generators(self, folder: str) -> None:
-        """Take the random generators up alone, after what has drawn from them since `load`."""
+        """Load only the random generators, after use since `load`."""
         self._load_generators(StoredState(Path(folder) / STATE))
 
     def close(self) -> None:
-        """Wait for a save that goes on, but not long; who wants it whole calls `finish_save`."""
+        """Wait briefly for a running save; `finish_save` waits for its end."""
         self.saver.wait(CLOSE_S)
         if self.saver.is_writing:
-            logger.warning("left a checkpoint unfinished that took more than %g s", CLOSE_S)
+            logger.warning("a checkpoint is left unfinished after %g s", CLOSE_S)
 
     def _state(self, name: str) -> dict[str, Tensor]:
         state = self.roles[name].training_state()
@@ -155,15 +155,15 @@ class SaverWorker(Worker):
 
     @contextmanager
     def _expecting(self, name: str, stored: dict[str, StoredTensor]) -> Iterator[dict[str, Tensor]]:
-        """A role's state, with what a checkpoint has of what may or may not be there."""
+        """Return a role's state, with optional entries as in the checkpoint."""
         role, prefix = self.roles[name], f"{name}."
-        with role.state_at_hand():
+        with role.state_on_device():
             keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
             role.expect_state(keys)
             yield self._state(name)
 
     def _check(self, folder: str, stored: dict[str, StoredTensor]) -> None:
-        """Refuse a checkpoint of something else before anything is loaded."""
+        """Reject a checkpoint of other models or roles before loading."""
         problems = []
         for name in self.roles:
             with self._expecting(name, stored) as state:
@@ -172,9 +172,8 @@ class SaverWorker(Worker):
                 listed = "\n".join(found)
                 problems.append(
                     f"resume = {folder} holds another state than this run's {name}:\n{listed}\n"
-                    f"Training goes on exactly only where model, adapters and worker are those "
-                    f"that were saved.\n"
-                    f"Use the config that the checkpoint was made with, or resume=none."
+                    f"An exact resume needs the same model, adapters and worker.\n"
+                    f"Use the config of the checkpoint, or set resume=none."
                 )
         if problems:
             raise ConfigError(*problems)
@@ -192,8 +191,8 @@ class SaverWorker(Worker):
         ranks = dist.get_world_size()
         if there != ranks:
             return [
-                f"random generators of the ranks start anew: the checkpoint has those of {there} "
-                f"ranks, the run has {ranks}"
+                f"the random generators are reseeded: the checkpoint has those of {there} ranks, "
+                f"the run has {ranks}"
             ]
         own = f"{RNG}{dist.get_rank()}."
         keys = [key for key in state.tensors if key.startswith(own)]

@@ -1,4 +1,4 @@
-"""The policy loss that the config names, called with what it takes."""
+"""Policy loss named in the config, called with its tensors and settings."""
 
 from collections.abc import Mapping
 
@@ -11,15 +11,15 @@ from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 
-# Tensors that stand in the batch; the others come from the forward and from its layout.
+# Tensors from the batch; the others come from the forward pass and its layout.
 BATCH_FIELDS = ("old_log_probs", "rollout_log_probs", "advantages", "selected")
 
 
 class TokenLosses:
-    """Calls the function that `algorithm.loss.function` names.
+    """Function named by `algorithm.loss.function`, with its settings.
 
     Args:
-        config: the loss and its settings, checked.
+        config: the loss and its settings, validated.
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -29,15 +29,15 @@ class TokenLosses:
         self._settings = {name: config.args[name] for name in loss.settings}
 
     def fields(self, micro: RolloutBatch) -> dict[str, Ragged | None]:
-        """What the function takes out of the batch."""
+        """Return the fields of the batch that the function uses."""
         fields = vars(micro)
         return {name: fields[name] for name in BATCH_FIELDS if name in self._tensors}
 
     def of_tokens(self, tensors: Mapping[str, Tensor]) -> TokenLoss:
-        """The losses of a micro-batch's tokens.
+        """Compute the losses of a micro-batch's tokens.
 
         Args:
-            tensors: [N] each, by name; those that the function does not take are left out.
+            tensors: [N] each, by name; unused ones are ignored.
         """
         taken = {name: tensors[name] for name in self._tensors}
         loss: TokenLoss = self._function(**taken, **self._settings)

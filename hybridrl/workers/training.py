@@ -1,4 +1,4 @@
-"""What actor and critic share: optimizer steps over packed micro-batches, and their metrics."""
+"""Optimizer steps of actor and critic over packed micro-batches, and their metrics."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from hybridrl.workers.optimizer import GradientStep, Optimizer
 
 @dataclass(frozen=True)
 class LossStats:
-    """What a loss reports of one micro-batch: detached scalars by name, left on their device.
+    """Statistics of a loss on one micro-batch: detached scalars by name, on the device.
 
     Every rank must report the same names.
 
@@ -31,19 +31,19 @@ class LossStats:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-# (micro-batch, totals of the mini-batch over all ranks) -> what to minimise, its stats
+# (micro-batch, totals of the mini-batch over all ranks) -> loss, statistics
 Loss = Callable[[RolloutBatch, Totals], tuple[Tensor, LossStats]]
 
 
 class Training:
-    """The optimizer steps of one update and what is known of them.
+    """Optimizer steps of one update, and their statistics.
 
     Args:
         model: the FSDP2 root.
-        optimizer: of its parameters.
-        loss: what to minimise: a sum over a micro-batch's tokens divided by the given totals.
-        device: of the model.
-        fsdp: how the model is sharded.
+        optimizer: optimizer of its parameters.
+        loss: loss function: a sum over a micro-batch's tokens divided by the given totals.
+        device: device of the model.
+        fsdp: its sharding spec.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class Training:
         self.steps: list[GradientStep] = []
 
     def take_step(self, micros: Sequence[RolloutBatch], totals: Totals) -> None:
-        """One optimizer step on a mini-batch; a collective over all ranks.
+        """Take one optimizer step on a mini-batch; a collective over all ranks.
 
-        None where no token counts: momentum and weight decay would move the weights all the same.
+        A mini-batch without a counted token takes none: momentum and weight decay would still
+        change the weights.
         """
         before = len(self.losses)
         self.accumulate_gradients(micros, totals)
@@ -82,7 +83,7 @@ class Training:
             self.steps.append(GradientStep(norm=zero, skipped=zero))
 
     def accumulate_gradients(self, micros: Sequence[RolloutBatch], totals: Totals) -> None:
-        """The gradient of a mini-batch, the same however it is spread over ranks and micros.
+        """Accumulate the gradient of a mini-batch, independent of its split into micro-batches.
 
         Each micro-batch's loss is a sum over its tokens, divided by totals of the whole mini-batch
         on all ranks; FSDP2 sums over ranks.
@@ -99,13 +100,13 @@ class Training:
             self._remember(loss.detach(), stats)
 
     def report(self) -> dict[str, float]:
-        """The metrics of all steps, the same on all ranks; a collective.
+        """Compute the metrics of all steps, equal on all ranks; a collective.
 
         Returns:
             loss: mean over mini-batches. Sums: means over tokens. Maxima: the largest.
-            grad_norm: mean before clipping of the steps taken, 0 of mini-batches without a token
-            that counts; NaN if none was taken. skipped_steps: those not taken, because loss or
-            gradient was not finite; skipped_last: how many of these are the last in a row.
+            grad_norm: mean before clipping over steps taken, with 0 for mini-batches without a
+            counted token; NaN if none was taken. skipped_steps: number of steps with non-finite
+            loss or gradient. skipped_last: number of skipped steps at the end, in a row.
         """
         position.at("metrics")
         total = torch.stack(self.losses).sum()

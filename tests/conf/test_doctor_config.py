@@ -6,7 +6,7 @@ from test_files import RECIPES
 
 from hybridrl.config.choices import DoctorChecks
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.training import shrunk
 
@@ -61,7 +61,7 @@ def two_steps_of(overrides, tmp_path):
         shape=model_shape(TINY),
         reward_shape=None,
         overrides=overrides,
-        agents=LocalAgents("here"),
+        agents=LocalProbes("here"),
         quick=False,
     )
     assert whole.report.problems == []

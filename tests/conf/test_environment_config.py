@@ -8,7 +8,7 @@ from composing import REPO, examined, problems
 
 from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.environments.base import Turn
+from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.main import conf_dir
 from hybridrl.trainer.multi_turn.environment import stop_problems, turn_tokens
@@ -83,8 +83,8 @@ def test_the_environments_page_says_what_works(tmp_path, monkeypatch):
     config = result.config.environment
     with EnvironmentPool(config.function, config.args, timeout_s=5.0, num_processes=1) as pool:
         (opened,) = pool.open([{"answer": "#### 4"}])
-        (first,) = pool.step([Turn(opened.state, "#### 5")])
-        (second,) = pool.step([Turn(first.state, "#### 4")])
+        (first,) = pool.step([StepRequest(opened.state, "#### 5")])
+        (second,) = pool.step([StepRequest(first.state, "#### 4")])
     assert (first.result.text, first.result.reward, first.result.done) == ("Wrong.", 0.0, False)
     assert (second.result.reward, second.result.done) == (0.5, True)
     tokenizer = load_tokenizer("embedded")

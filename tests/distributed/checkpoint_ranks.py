@@ -126,7 +126,7 @@ def whole(roles):
     """The training state of actor and critic, gathered."""
     found = {}
     for name in ("actor", "critic"):
-        with roles[name].state_at_hand():
+        with roles[name].state_on_device():
             for key, tensor in roles[name].training_state().items():
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 found[f"{name}.{key}"] = full.clone()

@@ -226,12 +226,12 @@ def test_ranks_meet_where_the_user_says(runtime, tmp_path, monkeypatch):
 class WithRankOneElsewhere(Pool):
     """Rank 1 is told of a store of this process in place of rank 0's."""
 
-    def _starting(self, hosts, method, arguments):
+    def _start_step(self, hosts, method, arguments):
         if method == "join_rendezvous":
             self.store, elsewhere = open_store("127.0.0.3", [0], 2, 60.0)
             first, (_, *rest) = arguments
             arguments = [first, (elsewhere, *rest)]
-        return super()._starting(hosts, method, arguments)
+        return super()._start_step(hosts, method, arguments)
 
 
 def test_a_rank_that_joined_another_rendezvous_is_named(runtime, tmp_path):
@@ -282,7 +282,7 @@ def test_config_error_of_a_worker_stays_one(groups):
         ("exit", "SystemExit: 3"),
         (
             "hang",
-            "nobody has got further in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
+            "no rank made progress in adder.fail_in_collective for cluster.stall_timeout_s=5 s",
         ),
     ],
 )

@@ -25,14 +25,14 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
-from hybridrl.controller.output import keep_earlier
+from hybridrl.controller.output import rotate_log
 from hybridrl.controller.pool import Pool
 from hybridrl.controller.processes import STORE_BYTES
-from hybridrl.controller.ray.nodes import cluster_machine, machine_of
+from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
 from hybridrl.controller.ray.object_store import ObjectStore
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
-from hybridrl.controller.watch.ray_watch import RayWatch
+from hybridrl.controller.watch.ray_monitor import RayMonitor
 from hybridrl.controller.worker_group import build_roles
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
@@ -235,7 +235,7 @@ def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tm
 
 @pytest.mark.slow
 def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
-    monkeypatch.setattr("hybridrl.controller.ray.nodes.NODE_LOOK_S", 5.0)
+    monkeypatch.setattr("hybridrl.controller.ray.cluster_machine.REPORT_TIMEOUT_S", 5.0)
     (silent,) = two_nodes.worker_nodes
     with stopped([silent]), pytest.raises(ConfigError, match="`ray status`") as caught:
         cluster_machine()
@@ -256,7 +256,7 @@ def test_a_node_that_cannot_import_hybridrl_is_named_with_the_reason(
     with pytest.raises(ConfigError) as caught:
         cluster_machine()
     (told,) = caught.value.problems
-    assert "1 of 3 nodes could not say what they have" in told
+    assert "1 of 3 nodes could not report their hardware" in told
     reason = "ModuleNotFoundError: No module named 'hybridrl'"
     assert re.search(rf"node {bare.node_id[:8]}\): {reason}\nInstall the same hybridrl", told), told
     assert two_nodes.head_node.node_id[:8] not in told
@@ -268,7 +268,7 @@ def test_nodes_that_could_not_be_asked_are_not_called_silent(two_nodes):
         nodes = ray.nodes()
         with (
             stopped([two_nodes.head_node], PROCESS_TYPE_GCS_SERVER),
-            pytest.raises(ConfigError, match="2 of 2 nodes could not be asked") as caught,
+            pytest.raises(ConfigError, match=r"2 of 2 nodes .* Ray accepted no task") as caught,
         ):
             machine_of(nodes)
     assert len(caught.value.problems) == 1
@@ -291,7 +291,7 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
     large = partial(bytearray, STORE_BYTES[config.accelerator] + 1)
     with (
         ray_runtime(config.cluster, config.accelerator),
-        closing(RayWatch(config.cluster.stall_timeout_s)) as watch,
+        closing(RayMonitor(config.cluster.stall_timeout_s)) as watch,
     ):
         store = ObjectStore(partial(watch.guarded, "sending a batch"))
         with pytest.raises(WorkerError, match="Ray failed in sending a batch: OutOfDiskError"):
@@ -327,7 +327,7 @@ def test_an_error_after_sigterm_leaves_as_the_signal():
 def test_logs_of_earlier_starts_are_kept_under_numbers(tmp_path):
     log = tmp_path / "node.b_rank0.log"
     for text in ("first", "second", "third"):
-        keep_earlier(log)
+        rotate_log(log)
         log.write_text(text)
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {

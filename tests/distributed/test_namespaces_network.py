@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network.stage import examine
 from tests.namespace_agents import driver, set_environments, stage_of_two, summed
@@ -190,7 +190,7 @@ def test_a_node_to_which_no_rank_comes_is_left_alone(head, hosts):
 
 def test_a_rank_that_cannot_join_is_named(hosts):
     name = hosts[0].name
-    findings = hosts[0].call(summed, LocalAgents(name), env={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    findings = hosts[0].call(summed, LocalProbes(name), env={"GLOO_SOCKET_IFNAME": "nowhere0"})
     found = only(findings, "network.collective", name)
     assert found.verdict is Verdict.fail
     assert "forming the process group" in found.evidence and "nowhere0" in found.evidence

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray.stage import examine
 from tests.namespace_agents import driver, network_over_ray, set_environments
@@ -181,7 +181,7 @@ def test_a_head_that_registers_a_loopback_address_is_named(hosts, tmp_path):
     options = ["--head", "--port=6390", "--node-ip-address=127.0.1.1"]
     first.start_ray(tmp_path / "head.log", *options, "--include-dashboard=false")
     environment = {"RAY_ADDRESS": f"{first.address}:6390"}
-    findings = other.call(examine, LocalAgents(other.name), 2, env=environment)
+    findings = other.call(examine, LocalProbes(other.name), 2, env=environment)
     first.kill_all()
     assert ("ray.loopback", first.name) in failures(findings)
     found = only(findings, "ray.loopback", first.name)

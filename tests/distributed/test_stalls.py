@@ -128,7 +128,7 @@ def test_a_rank_stopped_in_the_middle_of_a_reshard_is_named(pool, group, folder,
     assert (caught.value.ranks, caught.value.phase) == ([1, 0], "rollout.reshard")
     message = str(caught.value)
     assert re.match(
-        r"nobody has got further in rollout\.reshard for cluster\.stall_timeout_s=4 s: "
+        r"no rank made progress in rollout\.reshard for cluster\.stall_timeout_s=4 s: "
         r"rank 1 is in bucket 2 of (\d+), rank 0 is in bucket 3 of \1\.\n"
         rf"  rank 1 on .*, pid {pids[1]}: in bucket 2 of \1, stopped by a signal.*"
         rf"kill -CONT {pids[1]}.*start_or_stop \(stall_roles\.py:\d+\)\n",
@@ -157,11 +157,11 @@ class WithoutRankOne(Pool):
 
     waited_s = 0.0
 
-    def _meet(self) -> None:
+    def _join_rendezvous(self) -> None:
         os.kill(self.hosts[1].pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            super()._meet()
+            super()._join_rendezvous()
         finally:
             WithoutRankOne.waited_s = time.monotonic() - began
 
@@ -169,10 +169,10 @@ class WithoutRankOne(Pool):
 class WithoutRankOneElsewhere(WithoutRankOne):
     """It is on another node than the driver."""
 
-    def _meet(self) -> None:
+    def _join_rendezvous(self) -> None:
         self._nodes.driver, self._readers = "another node", {}
         self._config.cluster.start_timeout_s = 4.0
-        super()._meet()
+        super()._join_rendezvous()
 
 
 def check_that_rank_one_is_named(start: Callable[[], Pool], finding: str) -> None:
@@ -205,7 +205,7 @@ def test_a_role_that_hangs_while_it_is_built_is_named(tmp_path):
         build_roles(pool, {"rollout": StallConfig(hangs=True)})
     assert time.monotonic() - start < 60.0
     assert caught.value.phase == "start: rollout"
-    assert "nobody has got further in start: rollout for cluster.start_t" in str(caught.value)
+    assert "no rank made progress in start: rollout for cluster.start_t" in str(caught.value)
     assert re.search(r"rank 1 on .*__init__ \(stall_roles\.py:\d+\)", str(caught.value))
 
 

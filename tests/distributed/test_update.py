@@ -14,6 +14,7 @@ from hybridrl.trainer.replay.batch import ReplayBatch
 from hybridrl.trainer.replay.session import examine
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.replay import ReplayConfig, ReplayWorker
 from hybridrl.workers.saver import SaverWorker
 from tests.distributed.launch import run_on_ranks
 from tests.role_configs import actor_config, critic_config, fsdp_config, saver_config
@@ -83,10 +84,12 @@ def skipped_update(folder, mesh, spec):
 
 
 class HereAndThere:
-    """A worker group of the ranks themselves: each calls its worker, and gets what all return."""
+    """A group of replay workers: each rank calls its own, and gets the results of all."""
 
-    def __init__(self, worker):
-        self.worker = worker
+    def __init__(self, trained, role="actor"):
+        config = ReplayConfig(role=role, fsdp=trained.config.fsdp)
+        self.worker = ReplayWorker(config, trained.mesh)
+        self.worker.connect({role: trained})
         self.num_shards = dist.get_world_size()
 
     def call(self, method, *args):
@@ -120,7 +123,7 @@ def replays(folder, mesh, spec, disk):
     returns[0] = float("inf")
     overflowing = replace(batch, returns=batch.responses.like(returns))
     of_critic = ReplayBatch("critic", 3, 0.0, overflowing, dealt.ranks, config)
-    found["critic"] = examine(of_critic, HereAndThere(critic))
+    found["critic"] = examine(of_critic, HereAndThere(critic, "critic"))
     saver = SaverWorker(saver_config(), mesh)
     saver.connect({"actor": actor, "saver": saver})
     save(saver, f"{disk}/good")
@@ -128,9 +131,9 @@ def replays(folder, mesh, spec, disk):
         if dist.get_rank() == 0:
             actor.optimizer.parameters[0].to_local()[0, 0] = float("inf")
     save(saver, f"{disk}/bad")
-    group.call("load_weights", f"{disk}/good", "actor")
+    group.call("load_weights", f"{disk}/good")
     found["restored"] = same(before, state_of(actor))
-    group.call("load_weights", f"{disk}/bad", "actor")
+    group.call("load_weights", f"{disk}/bad")
     found["weights"] = findings(batch)
     return found
 

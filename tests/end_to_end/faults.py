@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.watch.evidence import state_of
+from hybridrl.controller.watch.process_snapshot import state_of
 from hybridrl.distributed.position import Position, PositionReader, open_position
 from tests.end_to_end.runs import SMALL, Run, started
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.ray.node_calls import Answer, call_all
-from hybridrl.controller.ray.node_probes import RayAgents, ray_nodes
+from hybridrl.controller.ray.node_probes import ProbeResult, call_all
+from hybridrl.controller.ray.nodes import ray_nodes
+from hybridrl.controller.ray.ray_probes import RayProbes
 from hybridrl.doctor.findings import Finding
 from hybridrl.doctor.network import stage as network
 from hybridrl.doctor.ray import stage as ray_services
@@ -29,16 +30,16 @@ class Told(NamedTuple):
 
     nodes: list[str]
     addresses: dict[str, str]
-    processes: list[dict[str, Answer]]
-    failing: list[dict[str, Answer]]
+    processes: list[dict[str, ProbeResult]]
+    failing: list[dict[str, ProbeResult]]
     findings: list[Finding]
-    variable: dict[str, Answer]
+    variable: dict[str, ProbeResult]
     rooms: list[dict[str, int]]
 
 
 def everything(wanted: int) -> Told:
     """Call the nodes of the cluster in several ways."""
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         return Told(
             agents.nodes,
             agents.addresses,
@@ -51,17 +52,17 @@ def everything(wanted: int) -> Told:
             network.examine(agents, [29500, 29599], on_gpu=False, quick=True)
             + ray_services.examine(agents, wanted),
             call_all(agents, os.getenv, "NCCL_OF_CALLER"),
-            [agents.rooms([1], on_gpu=on_gpu) for on_gpu in (False, True)],
+            [agents.ranks_that_fit([1], on_gpu=on_gpu) for on_gpu in (False, True)],
         )
 
 
-def lose(host: Host, wanted: int) -> tuple[list[dict[str, Answer]], float, list[Finding]]:
+def lose(host: Host, wanted: int) -> tuple[list[dict[str, ProbeResult]], float, list[Finding]]:
     """End a host's Ray under the doctor.
 
     Returns:
         Answers before and after, the seconds that the last ones took, and the stage ray after.
     """
-    with RayAgents() as agents:
+    with RayProbes() as agents:
         before = call_all(agents, os.getpid)
         for pid in map(int, ip("netns", "pids", host.namespace).split()):
             if psutil.Process(pid).name() == "raylet":

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray import stage as ray_services
 from tests.end_to_end import over_ray
@@ -125,7 +125,7 @@ def test_a_sound_cluster_has_no_failure(hosts, told):
 )
 def test_a_missing_or_other_token_is_named(hosts, cluster, given):
     environment = {"RAY_ADDRESS": cluster["RAY_ADDRESS"], "RAY_AUTH_TOKEN": "", **given}
-    agents = LocalAgents(hosts[1].name)
+    agents = LocalProbes(hosts[1].name)
     findings = hosts[1].call(ray_services.examine, agents, 2, env=environment)
     refused = [f for f in findings if f.check == "ray.token" and f.verdict is Verdict.fail]
     assert len(refused) == 1 and "refuses this node" in refused[0].evidence

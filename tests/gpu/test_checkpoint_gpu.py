@@ -45,7 +45,7 @@ def state_of(roles):
     """Whole tensors of all that is trained, on the CPU."""
     whole = {}
     for name in ("actor", "critic"):
-        with roles[name].state_at_hand():
+        with roles[name].state_on_device():
             for key, tensor in roles[name].training_state().items():
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 whole[f"{name}.{key}"] = full.cpu().clone()

@@ -1,4 +1,4 @@
-"""Private names of torch and vLLM exist in the installed packages; patches fit or are refused."""
+"""Private names of torch, Ray and vLLM exist in the installed packages; patches fit or fail."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.controller.ray import compat as ray_compat
 from hybridrl.distributed import torch_compat
 from hybridrl.rollout import vllm_compat
 
@@ -42,6 +43,10 @@ def test_a_missing_name_is_listed():
 
 def test_all_names_of_torch_exist():
     assert missing(torch_compat.NAMES) == []
+
+
+def test_all_names_of_ray_exist():
+    assert missing(ray_compat.PRIVATE_NAMES) == []
 
 
 def test_all_names_of_vllm_exist():

@@ -18,8 +18,8 @@ from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.turns import TurnTokens
-from hybridrl.environments.base import Opening, StepResult, Turn, environment_task
-from hybridrl.environments.pool import Reply
+from hybridrl.environments.base import ResetRequest, StepRequest, StepResult, environment_task
+from hybridrl.environments.pool import EnvironmentReply
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
@@ -52,19 +52,19 @@ class Here:
         self.move = environment_task(function, args)
         self.heard: list[str] = []
 
-    def open(self, examples: Sequence[dict[str, Any]]) -> list[Reply]:
-        return [self._reply(Opening(example)) for example in examples]
+    def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
+        return [self._reply(ResetRequest(example)) for example in examples]
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
+    def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
         self.heard += [turn.text for turn in turns]
         return [self._reply(turn) for turn in turns]
 
-    def _reply(self, item: Opening | Turn) -> Reply:
+    def _reply(self, item: ResetRequest | StepRequest) -> EnvironmentReply:
         try:
             moved = self.move(item)
         except ValueError as error:
-            return Reply("", StepResult("", 0.0, True), FailureKind.error, str(error))
-        return Reply(moved.state, moved.result)
+            return EnvironmentReply("", StepResult("", 0.0, True), FailureKind.error, str(error))
+        return EnvironmentReply(moved.state, moved.result)
 
 
 class Engines:
@@ -277,8 +277,10 @@ def test_a_failed_environment_ends_its_conversation_and_gets_the_failed_score():
 
     class Fails(Here):
         def _reply(self, item):
-            if isinstance(item, Turn) and item.text == "ab=":
-                return Reply("", StepResult("", 0.0, True), FailureKind.timeout, "took too long")
+            if isinstance(item, StepRequest) and item.text == "ab=":
+                return EnvironmentReply(
+                    "", StepResult("", 0.0, True), FailureKind.timeout, "took too long"
+                )
             return super()._reply(item)
 
     environments, failures = Fails("environment_cases.Misbehaves"), FailureReasons()

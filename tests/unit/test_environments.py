@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.environments.base import StepResult, Turn
+from hybridrl.environments.base import StepRequest, StepResult
 from hybridrl.environments.calculator import Calculator
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.messages import FailureKind
@@ -24,14 +24,16 @@ def test_an_environment_goes_on_where_it_was_left(name):
     with pool(name, turns=3) as environments:
         opened = environments.open([{"greeting": "hello"}, {"greeting": ""}])
         assert [reply.result.text for reply in opened] == ["hello", ""]
-        first = environments.step([Turn(reply.state, "a") for reply in opened])
+        first = environments.step([StepRequest(reply.state, "a") for reply in opened])
         assert first[0].result == StepResult("1:a", 1.0, False)
-        second = environments.step([Turn(first[0].state, "b"), Turn(first[1].state, "c")])
+        second = environments.step(
+            [StepRequest(first[0].state, "b"), StepRequest(first[1].state, "c")]
+        )
         assert [reply.result.text for reply in second] == ["2:b", "2:c"]
         # copies of one state do not know of each other
-        again = environments.step([Turn(first[0].state, "d")] * 2)
+        again = environments.step([StepRequest(first[0].state, "d")] * 2)
         assert [reply.result for reply in again] == [StepResult("2:d", 2.0, False)] * 2
-        (last,) = environments.step([Turn(second[0].state, "e")])
+        (last,) = environments.step([StepRequest(second[0].state, "e")])
         assert last.result == StepResult("3:e", 3.0, True) and last.failure is None
 
 
@@ -61,7 +63,7 @@ def bad_manners() -> Iterator[EnvironmentPool]:
 )
 def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kind):
     (opened,) = bad_manners.open([{}])
-    good, bad, also_good = bad_manners.step([Turn(opened.state, t) for t in ("", text, "")])
+    good, bad, also_good = bad_manners.step([StepRequest(opened.state, t) for t in ("", text, "")])
     assert (bad.failure, bad.result) == (kind, StepResult("", 0.0, True))
     assert bad.reason.encode() and "\n" not in bad.reason
     for reply in (good, also_good):
@@ -71,7 +73,7 @@ def test_a_step_that_fails_ends_its_own_conversation_only(bad_manners, text, kin
 def test_lone_surrogates_that_an_environment_says_are_written_out(bad_manners):
     (opened,) = bad_manners.open([{"greeting": "\udc00"}])
     assert opened.result.text == r"\udc00"
-    (reply,) = bad_manners.step([Turn(opened.state, "surrogate")])
+    (reply,) = bad_manners.step([StepRequest(opened.state, "surrogate")])
     assert reply.result == StepResult("caf\\ud800 \U0001f600", 1.0, False)
 
 

@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from hybridrl.controller.watch.evidence import glimpses, movements, state_of, traces
+from hybridrl.controller.watch.process_snapshot import (
+    process_snapshots,
+    progress_counters,
+    state_of,
+    write_traces,
+)
 from hybridrl.distributed import position
 from hybridrl.distributed.position import DONE, Position, open_position
 
@@ -89,7 +94,7 @@ def test_a_stopped_process_can_be_read(writers):
     writer.send_signal(signal.SIGSTOP)
     while state_of(writer.pid) != "T":
         time.sleep(0.01)
-    ((found, state),) = glimpses([writer.pid])
+    ((found, state),) = process_snapshots([writer.pid])
     assert (found.part, found.number, state) == ("bucket", 3, "T")
 
 
@@ -98,7 +103,7 @@ def test_the_last_position_outlives_the_process(writers):
     reader = open_position(writer.pid)
     writer.communicate(b"x")
     assert reader is not None and reader.read() == Position("a.b", "end", 5, 0, 1, 2)
-    assert glimpses([writer.pid]) == [(None, "")]
+    assert process_snapshots([writer.pid]) == [(None, "")]
     reader.close()
 
 
@@ -108,7 +113,7 @@ def test_a_process_without_positions_is_no_error(writers):
     position.at("bucket", 1, 2)
     position.leave()
     assert open_position(os.getpid()) is None
-    assert movements([os.getpid(), 2**22 + 1]) == [None, None]
+    assert progress_counters([os.getpid(), 2**22 + 1]) == [None, None]
 
 
 def test_names_of_any_length_and_kind_are_taken(writers):
@@ -122,11 +127,11 @@ def test_who_writes_a_file_moves(writers, tmp_path):
     path = tmp_path / "weights"
     step = f"open({str(path)!r}, 'wb').write(bytes(40 << 20)); print('written', flush=True)"
     writer = writers("", end=f"sys.stdin.read(1); {step}; sys.stdin.read()")
-    (before,) = movements([writer.pid])
+    (before,) = progress_counters([writer.pid])
     writer.stdin.write(b"x")
     writer.stdin.flush()
     assert writer.stdout.readline() == b"written\n"
-    (after,) = movements([writer.pid])
+    (after,) = progress_counters([writer.pid])
     assert after.changes == before.changes
     assert after.traffic - before.traffic >= 2
 
@@ -135,7 +140,7 @@ def test_a_process_that_writes_no_stacks_is_told_of(writers, tmp_path):
     """As one that hangs with signals blocked, or in the kernel."""
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
     writer = writers(block)
-    (found,) = traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
+    (found,) = write_traces([writer.pid], [0], [tmp_path / "here_rank0.log"])
     assert found.frame.startswith("it writes no stacks")
     assert found.records == []
 

@@ -24,9 +24,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # ours that speak with each other, and torch's own flight recorder.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "controller/ray/node_calls.py",
     "controller/ray/node_probes.py",
-    "controller/watch/recorder.py",
+    "controller/ray/ray_probes.py",
+    "controller/watch/flight_recorder.py",
     "doctor/joined.py",
     "environments/base.py",
     "rewards/wire.py",

@@ -1,4 +1,4 @@
-"""A first look at a Ray head, without Ray, which would try for minutes to reach one."""
+"""Connection test of a Ray head by a plain socket: Ray itself retries for minutes."""
 
 import os
 import socket
@@ -6,20 +6,20 @@ import time
 from typing import NamedTuple
 
 PATIENCE_S = 3.0
-# What an HTTP/2 client says first: the preface, and a SETTINGS frame without settings.
+# Start of an HTTP/2 connection: the preface, and an empty SETTINGS frame.
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 # The fourth byte of a frame is its type.
 SETTINGS = 4
 
 
 class Connection(NamedTuple):
-    """A connection to the head.
+    """Result of a connection test.
 
     Attributes:
-        error: why there is none; empty if there is.
-        seconds: until it was there.
-        is_grpc: whether what answers speaks HTTP/2.
-        said: the first that came, else.
+        error: reason for a failed connection, else empty.
+        seconds: duration of connecting.
+        is_grpc: True if the server speaks HTTP/2.
+        said: first bytes of any other server.
     """
 
     error: str = ""
@@ -29,26 +29,26 @@ class Connection(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """Why there is no Ray to be joined; empty if there may be."""
+        """Reason why no Ray can be there, else empty."""
         if self.error or self.is_grpc:
             return self.error
-        return f"what answers is no Ray: it says {self.said!r}"
+        return f"another server answers, not Ray: {self.said!r}"
 
 
 def ray_address() -> str | None:
-    """RAY_ADDRESS, the cluster to join, if any; `local` is Ray's word for none."""
+    """Return RAY_ADDRESS, the cluster to join; None if unset or `local`."""
     address = os.environ.get("RAY_ADDRESS")
     return None if address in ("", "local") else address
 
 
 def head_place(address: str) -> tuple[str, int] | None:
-    """Host and port of a RAY_ADDRESS; None of `auto` and the like, which Ray finds by itself."""
+    """Return host and port of a RAY_ADDRESS; None for `auto` and others that Ray resolves."""
     host, _, port = address.rpartition(":")
     return (host, int(port)) if host and port.isdecimal() else None
 
 
 def connect(host: str, port: int) -> Connection:
-    """Connect to the head and see whether it speaks HTTP/2, as gRPC does."""
+    """Connect to the head and test for HTTP/2, which gRPC uses."""
     start = time.perf_counter()
     try:
         stream = socket.create_connection((host.strip("[]"), port), PATIENCE_S)
@@ -58,7 +58,7 @@ def connect(host: str, port: int) -> Connection:
         return Connection(_reason(error))
     seconds = time.perf_counter() - start
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        stream.close()  # what answers tells nothing in plain text
+        stream.close()  # a TLS server sends nothing in plain text
         return Connection("", seconds, is_grpc=True)
     with stream:
         try:
@@ -72,5 +72,5 @@ def connect(host: str, port: int) -> Connection:
 
 def _reason(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "connection refused: nobody listens there"
+        return "connection refused: no process listens on the port"
     return (error.strerror or str(error)).lower()

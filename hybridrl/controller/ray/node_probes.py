@@ -1,177 +1,173 @@
-"""The nodes of a Ray cluster as agents: one actor on each."""
+"""Node probes: plain functions run on all nodes, over any kind of connection.
 
-import os
+A check has two parts: a *probe*, which runs on each node and returns plain data, and a
+*judgement*, which compares the results. Probes are module-level functions, sent by reference, and
+import slow modules themselves. They may keep state in their module: each node has one process
+for the whole time.
+
+    LocalProbes      this machine, in this process
+    RayProbes        the nodes of the Ray cluster that RAY_ADDRESS names
+    JoinedProbes     nodes that have connected to the driver, without Ray
+"""
+
 import pickle
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
 
-import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from hybridrl.controller.placement import cpus_on_nodes
-from hybridrl.controller.ray.node_calls import (
-    Answer,
-    NodeIdentity,
-    failed,
-    late,
-    node_names,
-    packed,
-    run_packed,
-)
-from hybridrl.controller.ray.runtime import joined_cluster, worker_environment
-
-# Threads of an actor: a function that hangs must not hold up those after it.
-CALLS_AT_ONCE = 8
+from hybridrl.controller.background import run_in_background
 
 
-class RayNode(NamedTuple):
-    """A node as Ray's head knows it.
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of a probe on one node.
 
     Attributes:
-        identity: host name, address and Ray's NodeID, shortened.
-        node_id: the whole NodeID.
-        alive: whether it reports to the head.
-        reason: why it is not alive, as the head says.
-        cpus, gpus: what Ray may hand out there.
+        value: return value of the function.
+        error: reason for a missing value, else empty.
     """
 
-    identity: NodeIdentity
-    node_id: str
-    alive: bool
-    reason: str
-    cpus: float = 0.0
-    gpus: float = 0.0
+    value: Any = None
+    error: str = ""
 
 
-def ray_nodes() -> list[RayNode]:
-    """All nodes that the cluster of this process has or had; the driver's first."""
-    driver = ray.get_runtime_context().get_node_id()
-    found = [
-        RayNode(
-            NodeIdentity(
-                node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"][:8]
-            ),
-            node["NodeID"],
-            node["Alive"],
-            node["DeathReasonMessage"] or "",
-            node["Resources"].get("CPU", 0.0),
-            node["Resources"].get("GPU", 0.0),
-        )
-        for node in ray.nodes()
-    ]
-    return sorted(found, key=lambda node: (node.node_id != driver, node.identity))
-
-
-class RayAgents:
-    """One actor on each node that is alive in the cluster that RAY_ADDRESS names.
-
-    Joins the cluster for the time of the block, unless this process is in it already.
-
-    Raises:
-        ConfigError: on entering: RAY_ADDRESS does not name a cluster that can be joined.
-    """
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._nodes: dict[str, RayNode] = {}
-        self._actors: dict[str, ActorHandle] = {}
-
-    def __enter__(self) -> "RayAgents":
-        with ExitStack() as stack:
-            if not ray.is_initialized():
-                stack.enter_context(joined_cluster(worker_environment(os.environ)))
-            alive = [node for node in ray_nodes() if node.alive]
-            names = node_names([node.identity for node in alive])
-            self._nodes = dict(zip(names, alive, strict=True))
-            stack.callback(self._end)
-            self._actors = {name: _actor_on(self._nodes[name]) for name in names}
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+class NodeProbes(Protocol):
+    """One process on each node, which runs functions."""
 
     @property
     def nodes(self) -> list[str]:
-        """Host names, with addresses and NodeIDs where they repeat; the driver's first."""
-        return list(self._nodes)
+        """Unique names of the nodes, the driver's first."""
 
     @property
     def addresses(self) -> dict[str, str]:
-        """As Ray knows them."""
-        return {name: node.identity.address for name, node in self._nodes.items()}
-
-    def rooms(self, wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
-        """The largest of the wanted numbers of ranks that each node can take; 0: none."""
-        return rooms(self._nodes, wanted, on_gpu=on_gpu)
+        """IP address of each node, as seen by the others."""
 
     def call_each(
         self,
         function: Callable[..., Any],
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
-    ) -> dict[str, Answer]:
-        """As `Agents.call_each`; a function that is late goes on in its actor."""
-        deadline = time.monotonic() + timeout_s
-        references = {
-            node: self._actors[node].run.remote(packed(function, values))
-            for node, values in arguments.items()
-        }
-        return {
-            node: _answer(reference, deadline, timeout_s) for node, reference in references.items()
-        }
+    ) -> dict[str, ProbeResult]:
+        """Run a function on several nodes at the same time.
 
-    def _end(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
+        Args:
+            function: function of a module, which the nodes import.
+            arguments: its arguments by node.
+            timeout_s: seconds until all must have answered; the others have an error.
+
+        Returns:
+            A result for each node in `arguments`, in that order.
+        """
 
 
-def rooms(nodes: Mapping[str, RayNode], wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
-    """As `RayAgents.rooms`, by what a placement group would ask of these nodes."""
-    cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
-    asked = list(zip(wanted, cpus, strict=True))
-    return {
-        name: max(
-            (
-                slots
-                for slots, share in asked
-                if share <= node.cpus and (not on_gpu or slots <= node.gpus)
-            ),
-            default=0,
-        )
-        for name, node in nodes.items()
-    }
+def call_all(
+    agents: NodeProbes, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30.0
+) -> dict[str, ProbeResult]:
+    """Run a function with the same arguments on every node."""
+    return agents.call_each(function, dict.fromkeys(agents.nodes, arguments), timeout_s)
 
 
-class _NodeAgent:
-    """Runs functions on its node."""
+class NodeIdentity(NamedTuple):
+    """Host name, IP address and unique id of a node."""
 
-    def run(self, call: bytes) -> bytes:
-        """As `run_packed`."""
-        return run_packed(call)
-
-
-def _actor_on(node: RayNode) -> ActorHandle:
-    where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE, "scheduling_strategy": where}
-    return ray.remote(_NodeAgent).options(**options).remote()
+    host: str
+    address: str
+    unique: str
 
 
-def _answer(reference: ObjectRef, deadline: float, timeout_s: float) -> Answer:
+def node_names(identities: Sequence[NodeIdentity]) -> list[str]:
+    """Return unique names: host names, followed by address, then unique id, if they repeat."""
+    names = [identity.host for identity in identities]
+    for more in (lambda node: node.address, lambda node: node.unique):
+        often = Counter(names)
+        names = [
+            f"{name} ({more(identity)})" if often[name] > 1 else name
+            for name, identity in zip(names, identities, strict=True)
+        ]
+    assert len(set(names)) == len(names), f"equal names of nodes: {names}"
+    return names
+
+
+def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Pickle a call, with the function by reference."""
+    return pickle.dumps((function, arguments))
+
+
+def run_packed(call: bytes) -> bytes:
+    """Run a pickled call; return a pickled `ProbeResult`. Raises nothing."""
     try:
-        return pickle.loads(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
-    except GetTimeoutError:
-        return late(timeout_s)
-    except RayError as error:
-        return failed(error)
+        function, arguments = pickle.loads(call)
+        return pickle.dumps(ProbeResult(function(*arguments)))
+    except Exception as error:  # a failed probe is a finding
+        return pickle.dumps(failed(error))
+
+
+def failed(error: BaseException) -> ProbeResult:
+    """Return the result of a function that raised."""
+    return ProbeResult(error=f"{type(error).__name__}: {error}")
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> "Future[ProbeResult]":
+    """Run a function in a daemon thread."""
+
+    def run() -> ProbeResult:
+        try:
+            return ProbeResult(function(*arguments))
+        except Exception as error:  # as in run_packed
+            return failed(error)
+
+    return run_in_background(run, name="doctor")
+
+
+def collect(
+    futures: "Mapping[str, Future[ProbeResult]]", timeout_s: float
+) -> dict[str, ProbeResult]:
+    """Return the results within `timeout_s` seconds, and errors for the other nodes."""
+    deadline = monotonic() + timeout_s
+    answers = {}
+    for node, future in futures.items():
+        try:
+            answers[node] = future.result(max(0.0, deadline - monotonic()))
+        except TimeoutError:
+            answers[node] = timed_out(timeout_s)
+    return answers
+
+
+def timed_out(timeout_s: float) -> ProbeResult:
+    """Return the result of a node that did not answer in time."""
+    return ProbeResult(error=f"no answer within {timeout_s:g} s")
+
+
+class LocalProbes:
+    """Probes of this machine alone, in threads of this process.
+
+    Args:
+        node: name of the node.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    @property
+    def nodes(self) -> list[str]:
+        """Name of this machine."""
+        return [self._node]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Loopback address of this machine."""
+        return {self._node: "127.0.0.1"}
+
+    def call_each(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, tuple[Any, ...]],
+        timeout_s: float,
+    ) -> dict[str, ProbeResult]:
+        """Implement `NodeProbes.call_each`; after a timeout, a function continues in its thread."""
+        return collect(
+            {node: in_thread(function, *values) for node, values in arguments.items()}, timeout_s
+        )

@@ -1,130 +1,106 @@
-"""What the nodes of a cluster have, each asked for itself; and which do not say it, and why."""
+"""Nodes of the cluster that this process has joined, with Ray's record of their resources."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, NodeDiedError, RayError, TaskUnschedulableError
 
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.planner.machine import Machine, Node, local_machine
-from hybridrl.controller.nodes import SUBMIT_TIMEOUT_S, Nodes
-from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster
-
-# Seconds that a cluster's nodes have to say what they have; on one core a process starts slowly.
-NODE_LOOK_S = 60.0
+from hybridrl.controller.placement import cpus_on_nodes
+from hybridrl.controller.ray import compat
+from hybridrl.controller.ray.node_probes import NodeIdentity
 
 
-def cluster_machine() -> Machine:
-    """What the nodes of the cluster at RAY_ADDRESS have, as much of it as Ray was given.
-
-    Raises:
-        ConfigError: the cluster cannot be joined, or nodes of it do not say what they have.
-    """
-    with joined_cluster(ALL_GPUS_VISIBLE):
-        return machine_of([node for node in ray.nodes() if node["Alive"]])
-
-
-def machine_of(nodes: Sequence[Mapping[str, Any]]) -> Machine:
-    """What some nodes of `ray.nodes()` have.
-
-    Raises:
-        ConfigError: some do not say it.
-    """
-    answers = _answers([node["NodeID"] for node in nodes])
-    problems = list(_problems(nodes, answers))
-    if problems:
-        raise ConfigError(*problems)
-    return Machine(
-        tuple(
-            _granted(node["Resources"], answers.machines[node["NodeID"]].nodes[0]) for node in nodes
-        )
-    )
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """What nodes said, by node; those that are in none of these did not answer.
+class FreeNode(NamedTuple):
+    """Resources of a node.
 
     Attributes:
-        machines: what they have.
-        failures: why they cannot say it, in one line.
-        refused: they were not asked, as Ray took no task.
+        node: address, and the first characters of Ray's NodeID.
+        cpus, gpus: resources that Ray manages.
+        free_cpus, free_gpus: those that no run holds.
     """
 
-    machines: dict[str, Machine] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    node: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
 
 
-def _answers(node_ids: Sequence[str]) -> _Answers:
-    nodes, refs, answers = Nodes(), {}, _Answers()
-    for node_id in node_ids:
-        try:
-            refs[node_id] = nodes.submit(node_id, local_machine, retries=3)
-        except GetTimeoutError:
-            answers.refused.add(node_id)
-    if refs:
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_LOOK_S)
-    for node_id, ref in refs.items():
-        try:
-            answers.machines[node_id] = ray.get(ref, timeout=0)
-        except (GetTimeoutError, NodeDiedError, TaskUnschedulableError):
-            continue  # without an answer, or gone
-        except RayError as error:
-            answers.failures[node_id] = _last_line(error)
-    return answers
-
-
-def _last_line(error: RayError) -> str:
-    """What went wrong: Ray's errors end with the lines that a process over there has left."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
-
-
-def _problems(nodes: Sequence[Mapping[str, Any]], answers: _Answers) -> Iterator[str]:
-    """One for each way in which nodes do not say what they have."""
-    failed, refused, silent = [], [], []
-    for node in nodes:
-        node_id, name = node["NodeID"], _named(node)
-        if node_id in answers.failures:
-            failed.append(f"{name}: {answers.failures[node_id]}")
-        elif node_id in answers.refused:
-            refused.append(name)
-        elif node_id not in answers.machines:
-            silent.append(name)
-    begin, of = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}:", f"of {len(nodes)} nodes"
-    if failed:
-        yield (
-            f"{begin} {len(failed)} {of} could not say what they have:\n"
-            + "".join(f"{line}\n" for line in failed)
-            + "Install the same hybridrl and the same packages there, in the Python that Ray was "
-            "started with, or leave them out of the cluster."
+def free_nodes() -> list[FreeNode]:
+    """Return the alive nodes, in the order of addresses."""
+    free = compat.free_resources()
+    found = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        has, left = node["Resources"], free.get(node["NodeID"], {})
+        found.append(
+            FreeNode(
+                f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})",
+                has.get("CPU", 0.0),
+                has.get("GPU", 0.0),
+                left.get("CPU", 0.0),
+                left.get("GPU", 0.0),
+            )
         )
-    if refused:
-        yield (
-            f"{begin} {len(refused)} {of} could not be asked what they have, as Ray took no task "
-            f"within {SUBMIT_TIMEOUT_S:g} s: {', '.join(refused)}.\n"
-            "See `ray status` for the cluster, whose head may be overloaded; try again, or start "
-            "Ray anew."
+    return sorted(found)
+
+
+class RayNode(NamedTuple):
+    """State of a node.
+
+    Attributes:
+        identity: host name, address and Ray's NodeID, shortened.
+        node_id: the full NodeID.
+        alive: True while it reports to the head.
+        reason: the head's reason for a dead node.
+        cpus, gpus: resources that Ray manages.
+    """
+
+    identity: NodeIdentity
+    node_id: str
+    alive: bool
+    reason: str
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+
+def ray_nodes() -> list[RayNode]:
+    """Return all nodes of the cluster, dead ones included; the driver's first."""
+    driver = ray.get_runtime_context().get_node_id()
+    found = [
+        RayNode(
+            NodeIdentity(
+                node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"][:8]
+            ),
+            node["NodeID"],
+            node["Alive"],
+            node["DeathReasonMessage"] or "",
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
         )
-    if silent:
-        yield (
-            f"{begin} {len(silent)} {of} did not say what they have within {NODE_LOOK_S:g} s: "
-            f"{', '.join(silent)}.\n"
-            "See `ray status` for them; start Ray there anew, or leave them out of the cluster."
+        for node in ray.nodes()
+    ]
+    return sorted(found, key=lambda node: (node.node_id != driver, node.identity))
+
+
+def ranks_that_fit(
+    nodes: Mapping[str, RayNode], wanted: Sequence[int], *, on_gpu: bool
+) -> dict[str, int]:
+    """Return the largest of the wanted numbers of ranks that fits on each node, or 0.
+
+    A placement group would reserve the same resources.
+    """
+    cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
+    requested = list(zip(wanted, cpus, strict=True))
+    return {
+        name: max(
+            (
+                slots
+                for slots, share in requested
+                if share <= node.cpus and (not on_gpu or slots <= node.gpus)
+            ),
+            default=0,
         )
-
-
-def _named(node: Mapping[str, Any]) -> str:
-    """A node of `ray.nodes()`, for people."""
-    where = f"{node['NodeManagerAddress']}, node {node['NodeID'][:8]}"
-    return f"{node['NodeManagerHostname']} ({where})"
-
-
-def _granted(resources: Mapping[str, float], node: Node) -> Node:
-    """The part of a node that Ray may hand out."""
-    gpus = node.gpus[: int(resources.get("GPU", 0))]
-    return replace(node, cores=int(resources.get("CPU", 0)), gpus=gpus)
+        for name, node in nodes.items()
+    }

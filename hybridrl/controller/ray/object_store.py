@@ -1,4 +1,4 @@
-"""What has been sent to the workers already."""
+"""Object store: pieces of batches that the workers have already."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,12 +11,12 @@ from hybridrl.data.shardable import Piece
 
 
 class ObjectStore:
-    """Puts each piece into Ray's object store once, and lets it go with the piece.
+    """Stores each piece in Ray's object store once, for the lifetime of the piece.
 
-    Workers on the driver's node map what is stored; other nodes fetch it once.
+    Workers on the driver's node map it; other nodes fetch it once.
 
     Args:
-        guarded: for each call into Ray, which without a raylet would end this process.
+        guarded: context of each call into Ray, which without a raylet would end this process.
     """
 
     def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
@@ -27,10 +27,10 @@ class ObjectStore:
         return len(self._stored)
 
     def reference(self, piece: Piece) -> ObjectRef:
-        """Where workers find the piece's content.
+        """Return the reference to the piece's content.
 
         Raises:
-            WorkerError: Ray is gone, or has no room for it in memory nor on its disk.
+            WorkerError: Ray is lost, or has no room in memory and on disk.
         """
         if piece not in self._stored:
             with self._guarded():

@@ -1,9 +1,9 @@
-"""Starting Ray for a run, or joining a cluster, and leaving nothing behind.
+"""Ray for the time of a run: started here or joined, and removed without leftovers.
 
-Ray is told to keep its files in a folder of ours, to listen on the loopback interface, and to use
-a token that lives in the environment of its processes: nobody else on the machine can reach it,
-and nothing is written to the home directory. All its processes are known by an environment
-variable that they inherit, orphans included.
+A Ray started here keeps its files in a temporary folder, listens on the loopback interface, and
+requires a token from the environment of its processes. So no other user can reach it, and nothing
+is written to the home directory. All its processes, orphans included, inherit an environment
+variable that identifies them.
 """
 
 import logging
@@ -13,18 +13,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private import services as ray_services
-from ray._private import utils as ray_utils
-from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError, RaySystemError
 
 from hybridrl.config.choices import Accelerator
@@ -32,24 +24,25 @@ from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
+from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
 from hybridrl.controller.watch.janitor import Janitor
-from hybridrl.controller.watch.ray_watch import out_of_order
-from hybridrl.controller.watch.waiting import give_up_after, wait_for_given_up
+from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
+from hybridrl.controller.watch.waiting import call_with_timeout, join_abandoned_calls
 
 logger = logging.getLogger(__name__)
 
-# Marks every process that descends from a Ray started here; its value is the run's folder.
+# Variable of all processes of a Ray started here; its value is the run's folder.
 MARK = "HYBRIDRL_RAY"
-# Sockets lie below Ray's folder, and the kernel limits their paths to 107 bytes.
+# Ray's sockets lie below its folder; the kernel limits their paths to 107 bytes.
 MAX_TEMP_ROOT = 24
 STOP_GRACE_S = 3.0
-# Ray takes a second, and about five where its processes are gone.
+# Ray needs one second, and about five without its processes.
 SHUTDOWN_LIMIT_S = 20.0
-# Seconds that calls into a joined cluster get to come back before it is left.
+# Seconds for abandoned calls to return before a joined cluster is left.
 CALLS_LIMIT_S = 3.0
-# Set by users for libraries in the workers; processes on other nodes would not inherit it.
+# Variables for libraries in the workers, which processes on other nodes would not inherit.
 PASSED_ON = (
     "CUDA_",
     "GLOO_",
@@ -66,7 +59,7 @@ PASSED_ON = (
     "TRITON_",
     "VLLM_",
 )
-# The secret that workers need: to load a model or data set that not everybody may have.
+# The only secret that workers need: it loads gated models and data sets.
 DOWNLOAD_TOKEN = "HF_TOKEN"
 # Workers must see all GPUs of their node: vLLM's custom all-reduce indexes them by rank.
 ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -75,26 +68,25 @@ MIB = 2**20
 
 @contextmanager
 def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Ray for the time of the block, which is to run in the main thread.
+    """Run the block, in the main thread, with Ray.
 
-    RAY_ADDRESS joins that cluster; else Ray is started here and ended afterwards with everything
-    it started, whether the block succeeds, fails or is interrupted. SIGINT and SIGTERM become
-    `Interrupted` in the block; a pool started in it is to be closed in it.
+    With RAY_ADDRESS, that cluster is joined. Else Ray is started here, and afterwards ended with
+    all its processes in any case. SIGINT and SIGTERM become `Interrupted` in the block. Close a
+    pool in the block that opens it.
 
     Args:
-        cluster: what to start: gpus_per_node slots; joined clusters have their own size.
-        accelerator: whether slots are GPUs or CPU slots.
+        cluster: size of a Ray started here, as gpus_per_node.
+        accelerator: kind of slots, GPUs or CPU slots.
 
     Raises:
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
         Interrupted: a signal came.
     """
-    with SignalGuard(), _ray_messages_in_our_log(), ExitStack() as stack:
+    with SignalGuard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
-            stack.callback(_leave)
-            _join(worker_environment(os.environ))
+            stack.enter_context(joined_cluster(worker_environment(os.environ)))
         else:
-            with shielded():  # a signal in between would leave the folder behind
+            with shielded():  # else a signal in between leaves the folder behind
                 folder = _make_folder()
                 janitor = Janitor(MARK, folder)
                 stack.callback(janitor.dismiss)
@@ -104,16 +96,16 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers on any node need of the driver's environment.
+    """Return the part of the driver's environment that workers need.
 
-    CUDA_VISIBLE_DEVICES is not passed on: each node has its own.
+    CUDA_VISIBLE_DEVICES is left out: each node has its own.
     """
     passed = {
         name: value
         for name, value in environment.items()
         if name.startswith(PASSED_ON)
         and name != "CUDA_VISIBLE_DEVICES"
-        # Ray shows a job's variables to all who may ask it.
+        # Ray shows a job's variables to all its users.
         and (not is_secret_variable(name) or name == DOWNLOAD_TOKEN)
     }
     return passed | ALL_GPUS_VISIBLE
@@ -121,40 +113,33 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
-    """The cluster at RAY_ADDRESS joined for the time of the block, by `environment` in workers.
+    """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers.
 
     Raises:
         ConfigError: the cluster cannot be joined.
     """
-    with ExitStack() as stack:
-        stack.callback(_leave)
+    try:
         _join(environment)
         yield
-
-
-def _leave() -> None:
-    """Leave a cluster that was joined.
-
-    Ray ends a process to which a call comes back afterwards, without a word: calls that were given
-    up get a moment to come back before.
-    """
-    wait_for_given_up(CALLS_LIMIT_S)
-    ray.shutdown()
+    finally:
+        # Ray silently ends a process in which a call returns later.
+        join_abandoned_calls(CALLS_LIMIT_S)
+        ray.shutdown()
 
 
 def _join(environment: Mapping[str, str]) -> None:
     address = os.environ["RAY_ADDRESS"]
     if "://" in address:
         raise ConfigError(
-            f"RAY_ADDRESS={address} names a Ray client server; workers could not be reached.\n"
+            f"RAY_ADDRESS={address} is a Ray client server, which cannot reach workers.\n"
             "Run on a node of the cluster and set RAY_ADDRESS=<head node>:6379, or auto."
         )
     place = head_place(address)
     if place is not None and (problem := connect(*place).problem):
         raise _no_cluster(address, problem)
-    _reload_authentication()
+    compat.reload_authentication()
     try:
-        with _keeping_our_signal_handlers():
+        with compat.keep_signal_handlers():
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -163,9 +148,9 @@ def _join(environment: Mapping[str, str]) -> None:
             )
     except AuthenticationError as error:
         raise ConfigError(
-            f"RAY_ADDRESS={address}: the cluster asks for another token or none.\n"
-            "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's, which may have taken one "
-            "from its ~/.ray/auth_token; or RAY_AUTH_MODE=disabled, if its nodes were started so."
+            f"RAY_ADDRESS={address}: the cluster requires another token or none.\n"
+            "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's token, perhaps that of its "
+            "~/.ray/auth_token; or RAY_AUTH_MODE=disabled, if its nodes were started so."
         ) from error
     except (ConnectionError, ValueError, RuntimeError, RaySystemError) as error:
         raise _no_cluster(address, error) from error
@@ -189,13 +174,13 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
     slots = cluster.gpus_per_node
     assert slots is not None, "cluster.gpus_per_node is resolved before Ray starts"
     start = time.perf_counter()
-    # An exception in the middle of ray.init may get lost there; a few seconds can be waited for.
+    # ray.init may swallow an exception of a signal; it takes a few seconds.
     with (
         shielded(),
         _environment(folder),
-        _on_loopback(),
-        _keeping_our_signal_handlers(),
-        _in_own_process_groups(),
+        compat.loopback_only(),
+        compat.keep_signal_handlers(),
+        compat.own_process_groups(),
     ):
         ray.init(
             address="local",
@@ -211,23 +196,23 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
 
 
 def _stop(folder: Path) -> None:
-    """Shut Ray down, wait until every process it started is gone, and delete its folder."""
+    """Shut Ray down, wait for the end of all its processes, and delete its folder."""
     with shielded():
         start = time.perf_counter()
-        started = processes.of_ray(MARK, folder)
-        if not out_of_order():
+        started = processes.ray_processes(MARK, folder)
+        if not is_local_ray_broken():
             ray.shutdown()
-        else:  # it would wait for what is dead or stopped
+        else:  # it would wait for dead or stopped processes
             processes.wait_or_kill(started, 0.0)
             try:
-                give_up_after(SHUTDOWN_LIMIT_S, ray.shutdown)
+                call_with_timeout(SHUTDOWN_LIMIT_S, ray.shutdown)
             except TimeoutError:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
             except RayError as error:
-                logger.error("Ray did not shut down in order: %s", error)
+                logger.error("Ray did not shut down cleanly: %s", error)
         left = processes.wait_or_kill(started, STOP_GRACE_S)
-        # Those that were born while the others were asked to end.
-        left += processes.wait_or_kill(processes.of_ray(MARK, folder), 0.0)
+        # Processes started during the shutdown.
+        left += processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
         if left:
             logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
@@ -236,16 +221,16 @@ def _stop(folder: Path) -> None:
 
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """The environment Ray's processes are born with, taken back in this one afterwards."""
+    """Set the environment that Ray's processes inherit; restore this process's afterwards."""
     new = ALL_GPUS_VISIBLE | {MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     if "VLLM_RPC_BASE_PATH" not in os.environ:
-        # Sockets between the ranks of a vLLM engine; among the temporary files they would stay.
+        # Sockets between ranks of a vLLM engine, which else stay behind in the temporary folder.
         new |= {"VLLM_RPC_BASE_PATH": str(folder)}
     if "RAY_AUTH_MODE" not in os.environ:
         new |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     old = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
-    _reload_authentication()
+    compat.reload_authentication()
     try:
         yield
     finally:
@@ -256,52 +241,14 @@ def _environment(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _reload_authentication() -> None:
-    """Make Ray's C++ side read mode and token again, which it keeps for the process's life."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """A module's attribute replaced for the time of the block."""
-    previous = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, previous)
-
-
-def _keeping_our_signal_handlers() -> AbstractContextManager[None]:
-    """ray.init would replace SIGTERM's handler and has no option against it."""
-    return _replaced(ray_utils, "set_sigterm_handler", lambda handler: None)
-
-
-def _in_own_process_groups() -> AbstractContextManager[None]:
-    """Ray's processes, and workers, which they start, outlive a Ctrl-C or SIGTERM to our group."""
-    popen = partial(ray_services.ConsolePopen, process_group=0)
-    return _replaced(ray_services, "ConsolePopen", popen)
-
-
-def _on_loopback() -> AbstractContextManager[None]:
-    """Ray picks 127.0.0.1 by itself only where it cannot form clusters; no option either."""
-    return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
-
-
-def _ray_messages_in_our_log() -> AbstractContextManager[None]:
-    """Ray prints what its processes report; of a worker's death the pool's error says more."""
-
-    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
-        for line in data["lines"]:
-            level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
-            logger.log(level, "Ray: %s", line)
-
-    return _replaced(ray_worker, "print_to_stdstream", log)
+def _log(line: str) -> None:
+    """Log a line of Ray's; the pool's own error describes the death of a worker better."""
+    level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
+    logger.log(level, "Ray: %s", line)
 
 
 def _object_store_bytes(accelerator: Accelerator) -> int:
-    """A store for a few steps' batches, at most half of what /dev/shm has free."""
+    """Return a size for the batches of a few steps, at most half of the free /dev/shm."""
     wanted = processes.STORE_BYTES[accelerator]
     free = shutil.disk_usage(processes.SHARED_MEMORY).free
     return max(80 * MIB, min(wanted, free // 2))

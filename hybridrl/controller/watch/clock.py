@@ -1,18 +1,18 @@
-"""Time by which one process judges others that it looks at again and again."""
+"""Clocks of a process that polls others and may itself be suspended."""
 
 import time
 
-from hybridrl.controller.watch.evidence import is_stopped
+from hybridrl.controller.watch.process_snapshot import is_stopped
 
 
 class WatchClock:
-    """Seconds of a watcher, which may have been stopped itself.
+    """Clock that excludes suspension of this process.
 
-    Where a scheduler suspends a whole job, whoever is watched had no chance to get further either:
-    a time in which nobody asked for the time counts as `longest_gap_s` at most.
+    A scheduler suspends a whole job, so the polled processes make no progress either. Between two
+    calls of `now`, at most `longest_gap_s` seconds count.
 
     Args:
-        longest_gap_s: more than passes between two looks of a watcher that runs.
+        longest_gap_s: more than the seconds between two polls of a running process.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
@@ -21,7 +21,7 @@ class WatchClock:
         self._seconds = 0.0
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since creation."""
         asked_at = time.monotonic()
         self._seconds += min(asked_at - self._asked_at, self._longest_gap_s)
         self._asked_at = asked_at
@@ -29,13 +29,13 @@ class WatchClock:
 
 
 class StoppedTimes:
-    """For how long each of some processes of this node has been stopped by a signal."""
+    """Durations for which processes of this node have been stopped by a signal."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def seconds(self, pid: int, now: float) -> float:
-        """Since it was first seen so; 0 where it is not. `now` is of a `WatchClock`."""
+        """Return the seconds since a process was first seen stopped, or 0; `now` is a clock's."""
         if not is_stopped(pid):
             self._since.pop(pid, None)
             return 0.0

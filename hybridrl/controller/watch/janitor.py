@@ -1,12 +1,11 @@
-"""Clears up after a run whose own process was killed: a process that outlives it.
+"""Janitor: a process that cleans up after a run whose own process was killed.
 
     the run's process -> pipe -> janitor
-    DONE                         the run has cleared up itself: nothing to do
-    the pipe ends without it     the run is gone: end its processes, remove its files
+    DONE                         the run has cleaned up: nothing to do
+    end of file without DONE     the run was killed: end its processes, remove its files
 
-It costs a few megabytes and no time, as nothing is imported before it is needed. Ray's processes
-end with the process that started them; what is left is what they would have removed, and workers
-that somebody has stopped.
+It needs a few megabytes and imports nothing before it is needed. Ray's processes end with the
+process that started them. Files, shared memory and stopped workers remain for the janitor.
 """
 
 import json
@@ -19,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 DONE = b"done"
-# Seconds that processes get to follow the run by themselves, and the janitor to end.
+# Seconds for processes to exit by themselves, and for the janitor to exit.
 GRACE_S, END_S = 2.0, 5.0
-# File of the run's folder that lists shared memory, a path a line.
+# File in the run's folder that lists shared memory, one path per line.
 SHARED_MEMORY_LIST = "shared_memory"
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -30,11 +29,11 @@ _COMMAND = (
 
 
 class Janitor:
-    """The run's end of it.
+    """The run's handle of the janitor process.
 
     Args:
-        variable: environment variable by which the run's processes are known.
-        folder: its value, and what is to be removed.
+        variable: environment variable of all processes of the run.
+        folder: its value, and the folder to remove.
     """
 
     def __init__(self, variable: str, folder: Path) -> None:
@@ -43,11 +42,11 @@ class Janitor:
             [sys.executable, "-c", _COMMAND, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # out of reach of what is meant for the run's group
+            start_new_session=True,  # out of reach of signals to the run's group
         )
 
     def dismiss(self) -> None:
-        """Let it end without doing anything."""
+        """End the janitor without a cleanup."""
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(DONE, timeout=END_S)
         if self._process.poll() is None:
@@ -56,34 +55,34 @@ class Janitor:
 
 
 def main(variable: str, folder: str, run: str) -> None:
-    """Wait for the end of the run's process, and clear up unless it has done so itself."""
+    """Wait for the end of the run's process, and clean up unless it has done so."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if sys.stdin.buffer.read() != DONE:
         ended = clear(variable, Path(folder))
         sys.stderr.write(
-            f"The run's process (pid {run}) was killed. Cleared up after it: {folder}, and "
-            f"{ended} process(es) that had not ended by themselves\n"
+            f"The run's process (pid {run}) was killed. Cleaned up: {folder}, and {ended} "
+            "process(es) that had not ended by themselves\n"
         )
 
 
 def clear(variable: str, folder: Path) -> int:
-    """End the processes of a run that is gone, and remove its files.
+    """End the processes of a killed run, and remove its files.
 
     Returns:
-        How many processes had to be killed.
+        Number of processes that had to be killed.
     """
     import psutil
 
     from hybridrl.controller import processes
 
-    members = processes.of_ray(variable, folder)
+    members = processes.ray_processes(variable, folder)
     left = processes.footprint([process.pid for process in members])
     listed = folder / SHARED_MEMORY_LIST
     paths = listed.read_text().splitlines() if listed.is_file() else []
     _, alive = psutil.wait_procs(members, timeout=GRACE_S)
     processes.wait_or_kill(alive, 0.0)
-    processes.wait_or_kill(processes.of_ray(variable, folder), 0.0)
+    processes.wait_or_kill(processes.ray_processes(variable, folder), 0.0)
     for path in {*left.shared_memory, *paths}:
         Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

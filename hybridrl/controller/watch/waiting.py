@@ -1,10 +1,9 @@
-"""Waiting for all ranks to answer, with a deadline, and saying whose failure was the first."""
+"""Wait for the results of all ranks, with a deadline, and attribute failures to the first one."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.background import run_in_background
 from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.placement import Slot
 from hybridrl.controller.watch.clock import WatchClock
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# When the first failure seen is another rank's echo, seconds to wait for the failure behind it.
+# After a failure that only echoes another rank's, seconds to wait for the original.
 ROOT_CAUSE_GRACE_S = 5.0
-# Longest uninterrupted wait, so that signals and deadlines are seen.
+# Maximum uninterrupted wait, for signals and deadlines.
 POLL_S = 1.0
-# Of more between two polls, in which the driver was stopped itself, no more counts.
+# Maximum seconds that count between two polls: more means that the driver was suspended.
 LONGEST_GAP_S = 60.0
-# Of threads in which calls may block for ever.
+# Name of threads with calls that may block for ever.
 MAY_BLOCK = "may block"
 LOG_TAIL_LINES = 25
-# How a rank that lost a partner in the middle of a collective says so (gloo, NCCL, TCPStore).
+# Messages of gloo, NCCL and TCPStore after the loss of a peer in a collective.
 ECHOES = (
     "closed by peer",
     "reset by peer",
@@ -44,7 +44,7 @@ ECHOES = (
 
 
 class Host(NamedTuple):
-    """The driver's knowledge of one rank's process."""
+    """Process of one rank, as known to the driver."""
 
     rank: int
     handle: ActorHandle
@@ -54,40 +54,40 @@ class Host(NamedTuple):
     log_file: Path
 
     def describe(self) -> str:
-        """Rank, node and process, for messages; Ray's id tells nodes of one host name apart."""
+        """Describe rank, node and process; Ray's id distinguishes nodes with one host name."""
         node = f"{self.node_name} ({self.slot.node_ip}, node {self.slot.node_id[:8]})"
         where = f"{node}, slot {self.slot.local_rank}, pid {self.pid}"
         return f"rank {self.rank} on {where}"
 
 
 def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
-    """Ranks by the id of their node."""
+    """Group ranks by the id of their node."""
     nodes: dict[str, list[Host]] = {}
     for host in hosts:
         nodes.setdefault(host.slot.node_id, []).append(host)
     return nodes
 
 
-class Onlooker(Protocol):
-    """Keeps an eye on ranks while they are waited for."""
+class CallMonitor(Protocol):
+    """Monitor of ranks during a call."""
 
-    def look(self, busy: Sequence[Host]) -> None:
-        """Called every second or so with those that have not answered; may raise."""
+    def check(self, busy: Sequence[Host]) -> None:
+        """Check the unfinished ranks, about every second; may raise."""
 
     def last_place(self, host: Host) -> str:
-        """Where a rank that is gone was last, "in bucket 17 of 24"; empty if it is not known."""
+        """Return the last position of a dead rank, "in bucket 17 of 24"; empty if unknown."""
 
 
 class Failure(NamedTuple):
-    """How one rank failed.
+    """Failure of one rank.
 
     Attributes:
         host: the rank.
-        died: its process is gone; else it raised.
+        died: True if its process died; False if it raised.
         summary: the exception on one line.
-        details: traceback, or what Ray says of the death.
-        problems: those of a ConfigError.
-        phase: what it was doing, where it knows more than the driver; else empty.
+        details: traceback, or Ray's message about the death.
+        problems: problems of a ConfigError.
+        phase: the rank's own phase if more specific than the driver's, else empty.
     """
 
     host: Host
@@ -99,7 +99,7 @@ class Failure(NamedTuple):
 
     @property
     def is_echo(self) -> bool:
-        """Whether the rank merely noticed that another one is gone."""
+        """True if the rank only reports the loss of another one."""
         text = self.summary.lower()
         return not self.died and any(echo in text for echo in ECHOES)
 
@@ -109,22 +109,21 @@ def wait_for_all(
     refs: Sequence[ObjectRef],
     phase: str,
     timeout_s: float,
-    onlooker: Onlooker,
+    monitor: CallMonitor,
 ) -> list[Any]:
-    """Every host's result, in order.
+    """Return the results of all hosts, in order.
 
     Args:
-        hosts: who was called.
-        refs: the call on each.
-        phase: for messages, "actor.update".
-        timeout_s: seconds until all must have answered; infinite: there is no limit.
-        onlooker: what it raises leaves this.
+        hosts: the called hosts.
+        refs: the call on each host.
+        phase: name for messages, "actor.update".
+        timeout_s: seconds until all must have answered, or infinity.
+        monitor: checked about every second; its exceptions propagate.
 
     Raises:
-        ConfigError: a worker found something the user can fix.
-        WorkerError: a worker raised or died, as soon as it is known; of several failures the one
-            that is not an echo of another's.
-        TimeoutError: the deadline passed; its only argument is the list of hosts still busy.
+        ConfigError: a worker raised a ConfigError.
+        WorkerError: a worker raised or died; at once unless it only echoes another failure.
+        TimeoutError: the deadline passed; its only argument is the list of busy hosts.
     """
     clock, deadline = WatchClock(LONGEST_GAP_S), timeout_s
     waiting = dict(zip(refs, hosts, strict=True))
@@ -136,13 +135,13 @@ def wait_for_all(
         if not (ready or left):
             break
         if not (ready or failures):
-            onlooker.look(list(waiting.values()))
+            monitor.check(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error, onlooker))
+                failures.append(_failure(host, error, monitor))
                 if not failures[-1].is_echo:
                     _raise(failures[-1], phase)
                 deadline = min(deadline, clock.now() + ROOT_CAUSE_GRACE_S)
@@ -153,16 +152,16 @@ def wait_for_all(
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError, onlooker: Onlooker) -> Failure:
+def _failure(host: Host, error: RayError, monitor: CallMonitor) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
         return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
-    place = onlooker.last_place(host)
+    place = monitor.last_place(host)
     where = f" {place}" if place else ""
     if isinstance(error, ActorDiedError):
         summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
     elif isinstance(error, ActorUnavailableError):
-        summary = f"its process or its node is gone or out of reach{where}"
+        summary = f"its process or its node is lost or unreachable{where}"
     else:
         return Failure(host, False, type(error).__name__, str(error), [])
     return Failure(host, True, summary, str(error), [])
@@ -181,28 +180,19 @@ def _raise(failure: Failure, phase: str) -> None:
     )
 
 
-def give_up_after(timeout_s: float, function: Callable[[], T]) -> T:
-    """What a function returns that may block for ever, as Ray's control calls do.
+def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
+    """Call a function that may block for ever, such as a control call of Ray.
 
-    Without their head node they wait a minute and then end the process.
+    Without the head node, Ray's control calls wait a minute and then end the process.
 
     Raises:
-        TimeoutError: it has not returned in time. What it raises itself leaves this too.
+        TimeoutError: the function has not returned in time. Its own exceptions propagate.
     """
-    ended: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(function())
-        except BaseException as error:  # is raised where it is waited for
-            ended.set_exception(error)
-
-    threading.Thread(target=run, name=MAY_BLOCK, daemon=True).start()
-    return ended.result(timeout_s)
+    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
 
 
-def wait_for_given_up(timeout_s: float) -> None:
-    """Wait until all that was given up (`give_up_after`) has come to its end, or for a time."""
+def join_abandoned_calls(timeout_s: float) -> None:
+    """Wait at most `timeout_s` seconds for calls abandoned by `call_with_timeout`."""
     deadline = time.monotonic() + timeout_s
     for thread in threading.enumerate():
         if thread.name == MAY_BLOCK:
@@ -210,7 +200,7 @@ def wait_for_given_up(timeout_s: float) -> None:
 
 
 def log_tail(host: Host) -> str:
-    """The last lines of a rank's log, if this node sees the file; ends with a newline or empty."""
+    """Return the last lines of a rank's log, with a final newline; empty if not on this node."""
     if not host.log_file.is_file():
         return ""
     lines = host.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

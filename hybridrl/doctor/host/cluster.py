@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, severity, skipped
 from hybridrl.doctor.host.facts import HostFacts
 
@@ -86,7 +86,7 @@ def _most_common(values: Mapping[str, str]) -> str:
     return max(counts, key=lambda value: (counts[value], value == first))
 
 
-def clock_skews(agents: Agents) -> dict[str, float]:
+def clock_skews(agents: NodeProbes) -> dict[str, float]:
     """Measure a lower bound of each node's clock skew to this node, in seconds; + is ahead.
 
     A probe reads its clock between call and return, so any value outside of these is skew.

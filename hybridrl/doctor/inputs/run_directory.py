@@ -5,7 +5,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host.facts import existing
@@ -14,7 +14,7 @@ CHECK = "inputs.run_directory"
 REMOVE_S = 30.0
 
 
-def check_run_directory(agents: Agents, folder: str) -> list[Finding]:
+def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
     """Write a file on each node, and look for the first node's file on all."""
     planted, found = gather(agents, CHECK, plant, folder)
     advice = f"Make it writable (chown, chmod), or set hydra.run.dir=/shared/run (now {folder})"

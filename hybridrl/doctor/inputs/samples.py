@@ -12,7 +12,7 @@ from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
 from hybridrl.doctor.findings import Finding, Rule, apply, fail, first, ok, skipped, warns_if
-from hybridrl.environments.base import Turn
+from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.process import RewardProcessError
 from hybridrl.rewards.scorer import RewardScorer
@@ -180,8 +180,8 @@ def _try_environment(
             evidence = f"{name} fails: {failed[0]} in reset, for a row of the data"
             return fail(REWARD, node, evidence, BY_HAND)
         rows = [pair for pair in zip(opened, prompts, strict=True) if not pair[0].result.done]
-        turns = [Turn(reply.state, str(p.example["answer"])) for reply, p in rows]
-        turns += [Turn(reply.state, "") for reply, _ in rows]
+        turns = [StepRequest(reply.state, str(p.example["answer"])) for reply, p in rows]
+        turns += [StepRequest(reply.state, "") for reply, _ in rows]
         if failed := [reply.failure for reply in pool.step(turns) if reply.failure]:
             evidence = f"{name} fails: {failed[0]} in step, for an answer or an empty turn"
             return fail(REWARD, node, evidence, BY_HAND)

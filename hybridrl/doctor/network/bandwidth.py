@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
 from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.server import Opened, Speed, Target, measure
@@ -34,7 +34,7 @@ Pair = tuple[str, str]
 
 
 def check(
-    agents: Agents, opened: Mapping[str, Opened], addresses: Mapping[str, str]
+    agents: NodeProbes, opened: Mapping[str, Opened], addresses: Mapping[str, str]
 ) -> list[Finding]:
     """Measure all pairs, and the slow ones a second time without other traffic."""
     nodes = list(opened)
@@ -139,7 +139,7 @@ def matrix(speeds: Mapping[Pair, Speed]) -> Matrix:
 
 
 def _measure(
-    agents: Agents, pairs: Sequence[Pair], targets: Mapping[str, Target], seconds: float
+    agents: NodeProbes, pairs: Sequence[Pair], targets: Mapping[str, Target], seconds: float
 ) -> tuple[dict[Pair, Speed], list[Finding]]:
     partner = dict(pairs)
     arguments = {node: (targets[other], seconds, MAX_BYTES) for node, other in pairs}

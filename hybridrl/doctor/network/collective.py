@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
 from hybridrl.config.planner.machine import local_machine
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, fail
 from hybridrl.doctor.gather import gather, gather_each
@@ -67,7 +67,7 @@ class RankOrder:
 
 
 def check(
-    agents: Agents, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
+    agents: NodeProbes, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
 ) -> list[Finding]:
     """Start the ranks on all nodes and judge their results."""
     counts, findings = _ranks_per_node(agents, list(views), on_gpu=on_gpu)
@@ -158,7 +158,7 @@ def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
 
 
 def _ranks_per_node(
-    agents: Agents, nodes: list[str], *, on_gpu: bool
+    agents: NodeProbes, nodes: list[str], *, on_gpu: bool
 ) -> tuple[dict[str, int], list[Finding]]:
     if not on_gpu:
         count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
@@ -72,7 +72,7 @@ class Fabric(NamedTuple):
         return self.variables.get("NCCL_IB_DISABLE") == "1"
 
 
-def check(agents: Agents, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
+def check(agents: NodeProbes, root: Path = ROOT, devices: Path = DEVICES) -> list[Finding]:
     """Examine the ports of every node."""
     fabrics, found = gather(agents, CHECK, look, root, devices)
     return found + (judge(fabrics) if fabrics else [])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
 from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, warn, warns_if
 from hybridrl.doctor.gather import gather_each
@@ -40,7 +40,7 @@ class Attempt(NamedTuple):
     problem: str
 
 
-def check(agents: Agents, views: Mapping[str, NodeView]) -> list[Finding]:
+def check(agents: NodeProbes, views: Mapping[str, NodeView]) -> list[Finding]:
     """Connect all nodes to each chosen interface with another address than the node.
 
     network.ports covers the address of the node in Ray.
@@ -83,7 +83,7 @@ def _hosts(views: Mapping[str, NodeView]) -> int:
 
 
 def _connect(
-    agents: Agents, nodes: Sequence[str], choices: Sequence[Choice]
+    agents: NodeProbes, nodes: Sequence[str], choices: Sequence[Choice]
 ) -> tuple[list[Attempt], list[Finding]]:
     """Connect to every choice from all other nodes, at the same time."""
     by_node: dict[str, list[Choice]] = defaultdict(list)

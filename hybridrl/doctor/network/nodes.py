@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hybridrl.controller.ray.node_calls import collect, in_thread
+from hybridrl.controller.ray.node_probes import collect, in_thread
 
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 # NCCL uses the former only if there is no other, and prefers the latter.

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.gather import Gathered, gather_each
 from hybridrl.doctor.network.ray_ports import running_services
@@ -25,7 +25,7 @@ class Attempt(NamedTuple):
 
 
 def check(
-    agents: Agents,
+    agents: NodeProbes,
     opened: Mapping[str, Opened],
     addresses: Mapping[str, str],
     meeting: Mapping[str, str],
@@ -62,7 +62,7 @@ def check(
     return found
 
 
-def reach_all(agents: Agents, check: str, targets: Mapping[str, list[Target]]) -> Gathered:
+def reach_all(agents: NodeProbes, check: str, targets: Mapping[str, list[Target]]) -> Gathered:
     """Connect each node to its targets; return the problems by node (`reach`)."""
     within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
     arguments = {node: (those, within_s) for node, those in targets.items()}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import psutil
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.ray.cluster_view import joined_view
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.probe import joined_view
 
 # Ports of workers under `ray start` and deploy/node.sh, and the first of node.sh's other ports.
 WORKER_PORTS = (10002, 19999)

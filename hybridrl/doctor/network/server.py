@@ -119,7 +119,7 @@ def open_ports(
 
 
 def answer_on(listeners: list[socket.socket]) -> str:
-    """Answer on these sockets until `close_ports`; return the token of the greetings."""
+    """ProbeResult on these sockets until `close_ports`; return the token of the greetings."""
     token = secrets.token_hex(TOKEN_BYTES)
     _OPEN[token] = listeners
     for listener in listeners:

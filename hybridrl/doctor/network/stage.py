@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.controller.ray.node_calls import Agents, call_all
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
@@ -48,7 +48,7 @@ def check(context: CheckContext) -> list[Finding]:
 
 
 def examine(
-    agents: Agents,
+    agents: NodeProbes,
     rendezvous_ports: Sequence[int],
     *,
     on_gpu: bool,
@@ -98,7 +98,7 @@ def _without(
 
 
 def _on_sockets(
-    agents: Agents,
+    agents: NodeProbes,
     rendezvous_ports: Sequence[int],
     addresses: Mapping[str, str],
     master: str,
@@ -132,7 +132,7 @@ def _on_sockets(
 
 @contextmanager
 def _opened(
-    agents: Agents, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
+    agents: NodeProbes, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
 ) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
     """Listen on every node for the duration of the block."""
     services = service_ports(addresses)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hybridrl.config.checks.installation import ray_advice, ray_problem
+from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply
 from hybridrl.controller.ray.head import Connection
-from hybridrl.controller.ray.probe import ClusterView, Reply
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
 from hybridrl.doctor.network.nodes import is_loopback
 from hybridrl.doctor.ray.facts import RayFacts
@@ -144,7 +144,7 @@ def judge_stranger(address: str, connection: Connection, facts: Mapping[str, Ray
 
 def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     """Judge ray.port, ray.token, ray.loopback and ray.nodes by the reply of the head."""
-    if view.reply is Reply.other_token:
+    if view.reply is HeadReply.other_token:
         evidence = f"the cluster at {address} refuses this node: {view.detail}"
         return [
             ok("ray.port", "all", f"Ray answers at {address}"),
@@ -152,7 +152,7 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
             skipped("ray.nodes", "all", "the head refuses the token"),
         ]
     port = address.rpartition(":")[2]
-    if view.reply is Reply.none:
+    if view.reply is HeadReply.none:
         evidence = f"{address} speaks gRPC, but not as Ray's head: {view.detail}"
         advice = f"See `ray status --address={address}`; restart the head: "
         return [

@@ -1,9 +1,9 @@
 """Ray stage: versions and tokens, the way to the head, and its cluster."""
 
 from hybridrl.config.checks.installation import ray_problem, ray_version
+from hybridrl.controller.ray.cluster_view import joined_view, query_head
 from hybridrl.controller.ray.head import head_place, ray_address
-from hybridrl.controller.ray.node_calls import Agents
-from hybridrl.controller.ray.probe import ask, joined_view
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, fail, ok, skipped
 from hybridrl.doctor.gather import gather
@@ -27,7 +27,7 @@ def check(context: CheckContext) -> list[Finding]:
     return examine(context.agents, context.config.cluster.nodes)
 
 
-def examine(agents: Agents, wanted: int) -> list[Finding]:
+def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
     """Make all checks ray.* for a run on `wanted` nodes."""
     address = ray_address()
     joined = None if address is None else joined_view()
@@ -57,7 +57,7 @@ def examine(agents: Agents, wanted: int) -> list[Finding]:
         return found + _skip(OF_HEAD[3:], "no Ray")
     if unfit:
         return found + _skip(OF_HEAD[2:], f"{unfit} here")
-    return found + judge_view(joined or ask(address, ASK_S), address, wanted)
+    return found + judge_view(joined or query_head(address, ASK_S), address, wanted)
 
 
 def _skip(checks: tuple[str, ...], why: str) -> list[Finding]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.manifest import FileRecord
 from hybridrl.checkpoint.verification import Watch, digests
-from hybridrl.controller.ray.node_calls import Agents
+from hybridrl.controller.ray.node_probes import NodeProbes
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ClusterVerification:
         agents: of the nodes, once the process joined the cluster.
     """
 
-    def __init__(self, agents: "Future[Agents]") -> None:
+    def __init__(self, agents: "Future[NodeProbes]") -> None:
         self._agents = agents
 
     def __call__(self, folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:

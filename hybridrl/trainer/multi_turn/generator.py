@@ -21,8 +21,8 @@ from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, Rol
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.data.turns import TurnTokens
-from hybridrl.environments.base import Turn
-from hybridrl.environments.pool import EnvironmentPool, Reply
+from hybridrl.environments.base import StepRequest
+from hybridrl.environments.pool import EnvironmentPool, EnvironmentReply
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 
@@ -186,7 +186,7 @@ class MultiTurn:
             conversation.add_turn(tokens, log_probs)
         texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
-        turns = [Turn(conversations[i].state, texts[i]) for i in asked]
+        turns = [StepRequest(conversations[i].state, texts[i]) for i in asked]
         start = time.perf_counter()
         replies = dict(zip(asked, self._environments.step(turns), strict=True))
         self._environment_s += time.perf_counter() - start
@@ -202,7 +202,7 @@ class MultiTurn:
             [replies[i].result.text for i in going_on],
         )
 
-    def _goes_on(self, conversation: _Conversation, reply: Reply, cut: bool) -> bool:
+    def _goes_on(self, conversation: _Conversation, reply: EnvironmentReply, cut: bool) -> bool:
         """Add the reward of a turn; return true if another turn may follow."""
         conversation.state = reply.state
         conversation.failure, conversation.reason = reply.failure, reply.reason

@@ -4,5 +4,5 @@ nonfinite.py: `NonFiniteGuard`, called by the training loop; start reading there
 batch.py: files of the saved batch.
 session.py: `hybridrl replay`, which finds the responses that cause it.
 
-Elsewhere: workers/replaying.py (the computation on the ranks).
+Elsewhere: workers/replay.py (the computation on the ranks).
 """

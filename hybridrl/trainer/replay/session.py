@@ -26,7 +26,7 @@ from hybridrl.data.schedule import Epochs, ScheduledBatch
 from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
 from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
 from hybridrl.trainer.tracking.best_effort_files import replace_file
-from hybridrl.workers.replaying import MicroBatchResult
+from hybridrl.workers.replay import MicroBatchResult, ReplayConfig
 
 RESULT_FILE = "replay.json"
 # Outputs of the model, by role.
@@ -109,10 +109,12 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
     """
     config = kept.config
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
-    pool, groups = start_roles(config, {role: getattr(config, role) for role in roles}, folder)
+    configs = {role: getattr(config, role) for role in roles}
+    configs["replay"] = ReplayConfig(role=kept.role, fsdp=config.fsdp)
+    pool, groups = start_roles(config, configs, folder)
     try:
-        group = groups[kept.role]
-        group.call("load_weights", str((folder / WEIGHTS_FOLDER).resolve()), kept.role)
+        group = groups["replay"]
+        group.call("load_weights", str((folder / WEIGHTS_FOLDER).resolve()))
         return examine(kept, group)
     finally:
         pool.close()
@@ -123,7 +125,7 @@ def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
 
     Args:
         kept: the update.
-        group: the role's workers, with the weights of the update.
+        group: replay workers of the role, with the weights of the update.
     """
     weights: dict[str, int] = {}
     for counts in group.call("nonfinite_weights"):

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.controller.ray.node_calls import Answer, LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes, ProbeResult
 from hybridrl.trainer.checkpointing import verification as on_cluster
 from hybridrl.trainer.checkpointing.verification import ClusterVerification
 from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, save
@@ -37,12 +37,12 @@ class Nodes:
         function: Callable[..., Any],
         arguments: Mapping[str, tuple[Any, ...]],
         timeout_s: float,
-    ) -> dict[str, Answer]:
+    ) -> dict[str, ProbeResult]:
         answers = {}
         for node, (folder, names) in arguments.items():
             self.read[node] += names
             seen = Path("/nowhere") if self._blind and node == "b" else folder
-            answers |= LocalAgents(node).call_each(function, {node: (seen, names)}, timeout_s)
+            answers |= LocalProbes(node).call_each(function, {node: (seen, names)}, timeout_s)
         return answers
 
 

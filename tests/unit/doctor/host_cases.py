@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict
 from hybridrl.doctor.host.cgroup import CgroupFacts
@@ -37,7 +37,7 @@ def case(
         shape=model_shape(TINY),
         reward_shape=None,
         overrides=overrides,
-        agents=agents or LocalAgents("here"),
+        agents=agents or LocalProbes("here"),
         quick=quick,
     )
 

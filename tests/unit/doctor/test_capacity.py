@@ -10,8 +10,8 @@ from host_cases import GIB, case, facts, of
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
 from hybridrl.config.planner.memory import node_ram
-from hybridrl.controller.ray.node_calls import Answer, NodeIdentity
-from hybridrl.controller.ray.node_probes import RayNode, rooms
+from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
+from hybridrl.controller.ray.nodes import RayNode, ranks_that_fit
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import max_ranks
 from hybridrl.doctor.findings import Verdict
@@ -42,7 +42,7 @@ class Nodes:
 
     def call_each(self, function, arguments, timeout_s):
         del timeout_s
-        return {node: Answer(self._answer(node, function)) for node in arguments}
+        return {node: ProbeResult(self._answer(node, function)) for node in arguments}
 
     def _answer(self, node, function):
         gpus = [H200._replace(uuid=f"GPU-{node}{k}") for k in range(self._gpus[node])]
@@ -147,4 +147,4 @@ def test_room_on_nodes_of_ray_is_what_a_placement_group_asks_for(
     cpus_and_gpus, wanted, on_gpu, expected
 ):
     nodes = {f"n{k}": ray_node(*has) for k, has in enumerate(cpus_and_gpus)}
-    assert list(rooms(nodes, wanted, on_gpu=on_gpu).values()) == expected
+    assert list(ranks_that_fit(nodes, wanted, on_gpu=on_gpu).values()) == expected

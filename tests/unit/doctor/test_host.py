@@ -9,7 +9,7 @@ from host_cases import assert_finds, case, facts, of, the
 
 import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
-from hybridrl.controller.ray.node_calls import Answer
+from hybridrl.controller.ray.node_probes import ProbeResult
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
@@ -90,7 +90,7 @@ class Silent:
 
     def call_each(self, function, arguments, timeout_s):
         del arguments, timeout_s
-        return {"a": Answer(function()), "b": Answer(error="no answer within 30 s")}
+        return {"a": ProbeResult(function()), "b": ProbeResult(error="no answer within 30 s")}
 
 
 def test_a_node_that_does_not_answer_is_named(cpu):
@@ -347,7 +347,7 @@ class Clocks:
         answers = {}
         for node in arguments:
             time.sleep(0.03)
-            answers[node] = Answer(function() + self.offsets[node])
+            answers[node] = ProbeResult(function() + self.offsets[node])
         return answers
 
 

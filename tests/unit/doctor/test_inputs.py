@@ -10,7 +10,7 @@ from host_cases import HUB_MODEL, assert_finds, case, hub_cache, of, probe, prob
 from input_rewards import hangs, raises_on_nothing, shrugs
 
 from hybridrl.config.planner.model_shape import model_shape
-from hybridrl.controller.ray.node_calls import Answer
+from hybridrl.controller.ray.node_probes import ProbeResult
 from hybridrl.doctor.catalog import CHECKS
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.inputs import stage as inputs
@@ -346,7 +346,7 @@ def test_a_run_directory_that_cannot_be_written_fails(tmp_path):
         def call_each(self, function, arguments, timeout_s):
             mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
             expression = f"{function.__name__}(*{arguments.get('a', ('',))!r})"
-            return {"a": Answer(probe_mounted(RUN_DIRECTORY, expression, mounts))}
+            return {"a": ProbeResult(probe_mounted(RUN_DIRECTORY, expression, mounts))}
 
     finding = the(check_run_directory(ReadOnly(), f"{tmp_path}/run"), "inputs.run_directory")
     assert_finds(
@@ -369,7 +369,7 @@ def two_nodes(mounts: str):
             for node, values in arguments.items():
                 expression = f"{function.__name__}(*{values!r})"
                 own = mounts if node == "b" else "true"
-                answers[node] = Answer(probe_mounted(RUN_DIRECTORY, expression, own))
+                answers[node] = ProbeResult(probe_mounted(RUN_DIRECTORY, expression, own))
             return answers
 
     return TwoNodes()

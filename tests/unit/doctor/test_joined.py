@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_calls import call_all
+from hybridrl.controller.ray.node_probes import call_all
 from hybridrl.doctor.joined import joined_probes, listens_here, serve
 from hybridrl.doctor.joined_connection import key_for, parse_place
 

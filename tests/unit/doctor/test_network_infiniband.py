@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network.infiniband import check, judge, look, used_ports
 
@@ -56,7 +56,7 @@ def add_port(root, device, *, layer="InfiniBand", state="4: ACTIVE", physical="5
 
 def findings(root):
     """Of this machine with these folders."""
-    return check(LocalAgents("here"), root, devices_of(root))
+    return check(LocalProbes("here"), root, devices_of(root))
 
 
 def test_a_machine_without_adapters_is_skipped(root):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.ray.node_calls import LocalAgents
+from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network.ports import Attempt
@@ -116,7 +116,7 @@ def test_the_ports_of_services_are_connected_to_and_a_taken_one_is_named():
     first, *rest = ports = free_ports(8)
     with socket.create_server((ADDRESS, first)), opened_here(services=ports) as opened:
         here = {"a": ADDRESS}
-        reached, taken = network_ports.check(LocalAgents("a"), {"a": opened}, here, here)
+        reached, taken = network_ports.check(LocalProbes("a"), {"a": opened}, here, here)
     assert reached.verdict is Verdict.ok
     assert all(str(port) in reached.evidence for port in rest)
     assert (taken.node, taken.verdict) == ("a", Verdict.warn)

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, NodeState
 from hybridrl.controller.ray.head import Connection
-from hybridrl.controller.ray.node_calls import LocalAgents
-from hybridrl.controller.ray.node_probes import RayAgents
-from hybridrl.controller.ray.probe import ClusterView, NodeState, Reply
+from hybridrl.controller.ray.node_probes import LocalProbes
+from hybridrl.controller.ray.ray_probes import RayProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.ray.facts import RayFacts, ray_facts
 from hybridrl.doctor.ray.rules import judge_reachable, judge_tokens, judge_versions, judge_view
@@ -29,7 +29,7 @@ def facts(version="2.60.0", mode=None, token="", connection=REACHED, listeners=(
 def view(*nodes):
     """A cluster of nodes (host, address, alive)."""
     states = tuple(NodeState(host, address, alive, "gone") for host, address, alive in nodes)
-    return ClusterView(Reply.cluster, "", "2.60.0", "3.11.7", states)
+    return ClusterView(HeadReply.cluster, "", "2.60.0", "3.11.7", states)
 
 
 def judged(found, check):
@@ -124,7 +124,7 @@ def test_nodes_of_one_machine_may_be_known_by_loopback():
 
 
 def test_what_speaks_grpc_and_is_no_head_is_named():
-    found = judge_view(ClusterView(Reply.none, "no answer within 10 s"), ADDRESS, 2)
+    found = judge_view(ClusterView(HeadReply.none, "no answer within 10 s"), ADDRESS, 2)
     ((verdict, evidence),) = judged(found, "ray.port")
     assert verdict is Verdict.fail and "no answer within 10 s" in evidence
 
@@ -149,10 +149,10 @@ def test_what_is_no_cluster_is_not_waited_for(no_ray, monkeypatch, listens):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = no_ray if listens else closed.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    says = "no Ray: it says \"-ERR unknown command 'PRI'" if listens else "connection refused"
+    says = "not Ray: \"-ERR unknown command 'PRI'" if listens else "connection refused"
     start = time.monotonic()
     with pytest.raises(ConfigError) as raised:
-        RayAgents().__enter__()
+        RayProbes().__enter__()
     assert time.monotonic() - start < 3.0
     assert "no Ray cluster answers there" in str(raised.value) and says in str(raised.value)
 
@@ -161,7 +161,7 @@ def test_what_is_no_cluster_is_not_waited_for(no_ray, monkeypatch, listens):
 def test_other_nodes_are_not_taken_for_granted(monkeypatch, wanted, verdict):
     """Without an address of theirs nothing but this machine has been looked at."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    found = examine(LocalAgents("a"), wanted)
+    found = examine(LocalProbes("a"), wanted)
     (nodes,) = [one for one in found if one.check == "ray.nodes"]
     assert nodes.verdict is verdict
     if verdict is Verdict.fail:

@@ -1,4 +1,4 @@
-"""What can be seen of processes of this node that do not answer: place, state, stacks, collectives.
+"""Snapshots of processes of this node: position, state, progress, stacks, last collectives.
 
 Plain functions of one machine; `Nodes` runs them here or, for other nodes, as Ray tasks.
 """
@@ -15,27 +15,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.processes import STACK_SIGNAL
-from hybridrl.controller.watch.recorder import RECORDER_SIGNAL, records
+from hybridrl.controller.watch.flight_recorder import RECORDER_SIGNAL, records
 from hybridrl.distributed.position import Position, open_position
 
-# Seconds that processes get to write their stacks, at least and at most.
+# Seconds for processes to write their stacks, minimum and maximum.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
 PY_SPY_TIMEOUT_S = 4.0
-# A process that moves less than this between files and sockets is at rest.
+# Less I/O than this does not count as progress.
 TRAFFIC_STEP_BYTES = 16 * 2**20
 STOPPED = "Tt"
-# States of a process of which nothing runs any more; empty: there is none.
+# States of a process that has ended; empty: no such process.
 GONE = ("", "X", "Z")
-# Where faulthandler begins a thread; the main one comes last.
+# A thread in faulthandler's output; the main thread comes last.
 _THREAD = re.compile(r'hread 0x.*\n  File "(.*)", line (\d+) in (.*)')
 
 
-class Glimpse(NamedTuple):
-    """A process from outside.
+class ProcessSnapshot(NamedTuple):
+    """Position and state of a process.
 
     Attributes:
-        position: what it has published last; None if nothing, or if it is gone.
-        state: the letter of /proc/<pid>/stat, "T" if it is stopped; empty if it is gone.
+        position: last published position; None if there is none, or the process has ended.
+        state: letter of /proc/<pid>/stat, "T" if stopped; empty if the process has ended.
     """
 
     position: Position | None
@@ -43,14 +43,14 @@ class Glimpse(NamedTuple):
 
 
 class Traces(NamedTuple):
-    """What a process wrote of itself when it was asked.
+    """Stack and flight records of a process, written on request.
 
     Attributes:
-        frame: the innermost line of Python of its main thread, "wait (file.py:12)"; or why there
-            is none; empty if it was not asked.
+        frame: innermost Python line of its main thread, "wait (file.py:12)", or the reason for
+            none; empty without a request.
         records: files of its flight recorders.
-        device: where its device is, "in bucket 17 of 24"; empty if it has nothing to do.
-        passed: places of the phase that the device is done with; -1 if that is not known.
+        device: position of its device, "in bucket 17 of 24"; empty if idle.
+        passed: positions of the phase that the device has completed; -1 if unknown.
     """
 
     frame: str
@@ -59,40 +59,40 @@ class Traces(NamedTuple):
     passed: int = -1
 
 
-class Movement(NamedTuple):
-    """Numbers that change while a process gets further.
+class ProgressCounters(NamedTuple):
+    """Counters that change while a process makes progress.
 
     Attributes:
-        changes: of its position.
-        traffic: what it has read and written, in steps of TRAFFIC_STEP_BYTES: a rank that writes
-            a large file alone stays in one place for long.
+        changes: number of changes of its position.
+        traffic: bytes read and written, in units of TRAFFIC_STEP_BYTES. A rank that writes a
+            large file keeps its position for long.
     """
 
     changes: int
     traffic: int
 
 
-def glimpses(pids: Sequence[int]) -> list[Glimpse]:
-    """Where processes are, and in which state."""
-    return [Glimpse(_position(pid), state_of(pid)) for pid in pids]
+def process_snapshots(pids: Sequence[int]) -> list[ProcessSnapshot]:
+    """Return position and state of processes."""
+    return [ProcessSnapshot(_position(pid), state_of(pid)) for pid in pids]
 
 
-def movements(pids: Sequence[int]) -> list[Movement | None]:
-    """How far processes are; None of one that publishes nothing."""
-    found: list[Movement | None] = []
+def progress_counters(pids: Sequence[int]) -> list[ProgressCounters | None]:
+    """Return the counters of processes; None for one that publishes no position."""
+    found: list[ProgressCounters | None] = []
     for pid in pids:
         position = _position(pid)
-        found.append(position and movement(pid, position))
+        found.append(position and counters_at(pid, position))
     return found
 
 
-def movement(pid: int, position: Position) -> Movement:
-    """How far a process is, given its position."""
-    return Movement(position.changes, _traffic_bytes(pid) // TRAFFIC_STEP_BYTES)
+def counters_at(pid: int, position: Position) -> ProgressCounters:
+    """Return the counters of a process at a position."""
+    return ProgressCounters(position.changes, _traffic_bytes(pid) // TRAFFIC_STEP_BYTES)
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state; empty if it is gone."""
+    """Return the letter of a process's state; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -100,37 +100,37 @@ def state_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger keeps a process from running."""
+    """Return True if a signal or a debugger has stopped a process."""
     state = state_of(pid)
     return bool(state) and state in STOPPED
 
 
-def traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
-    """Have processes write the stacks of all threads to their logs, and their last collectives.
+def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]) -> list[Traces]:
+    """Make processes write the stacks of all threads to their logs, and their last collectives.
 
-    Those that are stopped go on for it: what they hang in comes to nothing anyway.
+    Stopped processes are continued for this, because the call has already failed.
 
     Args:
         pids: processes of a pool.
-        ranks: of them.
-        logs: where their output goes.
+        ranks: their ranks.
+        logs: their log files.
     """
     sizes = [_size(log) for log in logs]
-    asked = [pid for pid in pids if _position(pid) is not None]  # others have no handlers yet
-    for pid in asked:
+    signalled = [pid for pid in pids if _position(pid) is not None]  # others have no handler yet
+    for pid in signalled:
         with suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
             os.kill(pid, RECORDER_SIGNAL)
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
-    frames = _await_frames(logs, sizes) if asked else [""] * len(pids)
+    frames = _await_frames(logs, sizes) if signalled else [""] * len(pids)
     silent = {
         pid: log
         for pid, log, frame in zip(pids, logs, frames, strict=True)
-        if pid in asked and not frame
+        if pid in signalled and not frame
     }
-    told = _spy(silent) if silent else ""
-    frames = [told if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]
+    message = _spy(silent) if silent else ""
+    frames = [message if pid in silent else frame for pid, frame in zip(pids, frames, strict=True)]
     found = []
     for pid, rank, log, frame in zip(pids, ranks, logs, frames, strict=True):
         files = [str(path) for path in records(log.parent, str(rank))]
@@ -151,7 +151,7 @@ def _position(pid: int) -> Position | None:
 
 
 def _traffic_bytes(pid: int) -> int:
-    """Bytes through files, pipes and sockets, as far as the kernel counts them."""
+    """Return the bytes through files, pipes and sockets that the kernel counts."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:
@@ -186,14 +186,14 @@ def _innermost(log: Path, start: int) -> str:
 
 
 def _spy(silent: Mapping[int, Path]) -> str:
-    """Let py-spy read the stacks of processes that cannot write them, and write them to their logs.
+    """Append stacks read by py-spy to the logs of processes that cannot write them.
 
     Returns:
-        What to tell of them.
+        A remark for the report.
     """
     program = shutil.which("py-spy")
     if program is None:
-        return "it writes no stacks; with py-spy on PATH they would be read"
+        return "it writes no stacks; install py-spy to read them"
     running = []
     for pid, log in silent.items():
         with log.open("a") as file:
@@ -205,4 +205,4 @@ def _spy(silent: Mapping[int, Path]) -> str:
             process.wait(max(deadline - time.monotonic(), 0.0))
         process.kill()
         process.wait()
-    return "it writes no stacks; py-spy's are in its log"
+    return "it writes no stacks; its log has those of py-spy"

@@ -1,8 +1,8 @@
-"""The flight recorders of NCCL and gloo: a process's last collectives, in a file when asked for.
+"""Flight recorders of NCCL and gloo: the last collectives of a process, written on a signal.
 
-torch records them all along; here they are written from a thread when a signal comes, also while
-the main thread waits in a collective; the thread looks at the device, too. NCCL's are for
-`torchfrtrace`, which compares all ranks'; gloo's, which it cannot read, are JSON.
+torch always records them. A thread writes them, also while the main thread waits in a collective,
+and updates the device's position. `torchfrtrace` reads and compares NCCL's files. It cannot read
+gloo's, which are JSON.
 """
 
 import json
@@ -19,26 +19,26 @@ from hybridrl.distributed import position
 logger = logging.getLogger(__name__)
 
 RECORDER_SIGNAL = signal.SIGRTMIN + 7
-# How files are named by rank; torch's own are named as NCCL's.
+# Prefixes of file names, followed by the rank; torch's own dumps are named as NCCL's.
 NCCL_PREFIX, GLOO_PREFIX = "nccl_trace_rank_", "gloo_trace_rank_"
 
 
 def records(folder: Path, rank: str) -> list[Path]:
-    """The files that a rank has written."""
+    """Return the files that a rank has written."""
     paths = [folder / f"{NCCL_PREFIX}{rank}", folder / f"{GLOO_PREFIX}{rank}.json"]
     return [path for path in paths if path.is_file()]
 
 
 def write_on_signal(folder: Path) -> None:
-    """Write this process's records into a folder whenever RECORDER_SIGNAL comes.
+    """Write this process's records into a folder on each RECORDER_SIGNAL.
 
-    To be called in the main thread, before torch is imported. The rank is what RANK says then. What
-    torch writes by itself when NCCL's own timeout passes goes to the same folder.
+    Call it in the main thread, before torch is imported. RANK is read when the signal comes.
+    torch's own dump after a timeout of NCCL uses the same folder.
     """
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / NCCL_PREFIX))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    # Python's handlers wait for the main thread; the byte is written at once.
+    # Python's handlers run in the main thread only; the wakeup byte is written immediately.
     signal.signal(RECORDER_SIGNAL, lambda signum, frame: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     arguments = (reading, folder)
@@ -51,8 +51,8 @@ def _serve(reading: int, folder: Path) -> None:
             try:
                 position.look_at_device()
                 _write(folder, os.environ.get("RANK", "unknown"))
-            except Exception:  # the next signal must find this thread
-                logger.exception("the flight recorder could not be written")
+            except Exception:  # the thread must survive for the next signal
+                logger.exception("could not write the flight recorder")
 
 
 def _write(folder: Path, rank: str) -> None:

@@ -1,7 +1,8 @@
-"""What the head of a Ray cluster says of itself, without joining the cluster.
+"""State of a Ray cluster as its head reports it, without joining the cluster.
 
-Ray ends the process that asks where a token is missing, and waits long for one that is no Ray;
-hence a process of its own: python -m hybridrl.controller.ray.probe HOST:PORT
+Ray ends a client process that lacks a token, and waits long for a server that is not Ray.
+Therefore the query runs in a separate process:
+python -m hybridrl.controller.ray.cluster_view HOST:PORT
 """
 
 import json
@@ -13,8 +14,8 @@ from enum import Enum
 METADATA_S = 5
 
 
-class Reply(Enum):
-    """How the head replied."""
+class HeadReply(Enum):
+    """Kind of the head's reply."""
 
     cluster = "cluster"
     other_token = "other_token"
@@ -23,14 +24,14 @@ class Reply(Enum):
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as the head knows it.
+    """State of a node at the head.
 
     Attributes:
-        host: its name.
-        address: by which the others reach it.
-        alive: whether it reports to the head.
-        reason: why it is not alive.
-        node_manager_port, object_manager_port: of its Ray.
+        host: host name.
+        address: IP address.
+        alive: True while it reports to the head.
+        reason: reason for a dead node.
+        node_manager_port, object_manager_port: ports of its Ray.
     """
 
     host: str
@@ -43,43 +44,43 @@ class NodeState:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What came of asking.
+    """Result of a query.
 
     Attributes:
-        reply: whether it was a cluster's head that would talk.
-        detail: what went wrong.
-        ray_version, python_version: the head's.
-        nodes: all that the cluster has or had.
+        reply: kind of reply.
+        detail: error message.
+        ray_version, python_version: versions of the head.
+        nodes: all nodes, dead ones included.
     """
 
-    reply: Reply
+    reply: HeadReply
     detail: str = ""
     ray_version: str = ""
     python_version: str = ""
     nodes: tuple[NodeState, ...] = ()
 
 
-def ask(address: str, timeout_s: float) -> ClusterView:
-    """Ask the head at HOST:PORT; whatever goes wrong is in the reply."""
-    command = [sys.executable, "-m", "hybridrl.controller.ray.probe", address]
+def query_head(address: str, timeout_s: float) -> ClusterView:
+    """Query the head at HOST:PORT; an error is part of the reply."""
+    command = [sys.executable, "-m", "hybridrl.controller.ray.cluster_view", address]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return ClusterView(Reply.none, f"no answer within {timeout_s:g} s")
+        return ClusterView(HeadReply.none, f"no answer within {timeout_s:g} s")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "Check failed" in line]
         what = lines[0].partition("Check failed: ")[2] if lines else done.stderr[-300:]
         token = "token" in what.lower()
-        return ClusterView(Reply.other_token if token else Reply.none, what)
+        return ClusterView(HeadReply.other_token if token else HeadReply.none, what)
     answer = json.loads(done.stdout.splitlines()[-1])
     nodes = tuple(NodeState(**node) for node in answer.pop("nodes"))
-    return ClusterView(**answer | {"reply": Reply(answer["reply"]), "nodes": nodes})
+    return ClusterView(**answer | {"reply": HeadReply(answer["reply"]), "nodes": nodes})
 
 
 def joined_view() -> ClusterView | None:
-    """The cluster that this process has joined; None if it has joined none."""
+    """Return the state of the cluster that this process has joined, or None."""
     if "ray" not in sys.modules:
         return None
     import ray
@@ -98,29 +99,30 @@ def joined_view() -> ClusterView | None:
         for node in ray.nodes()
     )
     # Ray refuses to join a cluster of another version, of itself or of Python.
-    return ClusterView(Reply.cluster, "", ray.__version__, sys.version.split()[0], nodes)
+    return ClusterView(HeadReply.cluster, "", ray.__version__, sys.version.split()[0], nodes)
 
 
 def main() -> None:
-    """Write what the head at argv[1] says as JSON."""
+    """Print the state reported by the head at argv[1] as JSON."""
     view = _ask(sys.argv[1])
     sys.stdout.write(json.dumps(asdict(view) | {"reply": view.reply.value}) + "\n")
 
 
 def _ask(address: str) -> ClusterView:
-    from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError, RayError
 
+    from hybridrl.controller.ray import compat
+
     try:
-        client = GcsClient(address=address)
+        client = compat.head_client(address)
         metadata = client.internal_kv_get(
             b"CLUSTER_METADATA", namespace=b"cluster", timeout=METADATA_S
         )
         found = client.get_all_node_info(timeout=METADATA_S).values()
     except AuthenticationError as error:
-        return ClusterView(Reply.other_token, str(error).partition(". ")[0])
+        return ClusterView(HeadReply.other_token, str(error).partition(". ")[0])
     except RayError as error:
-        return ClusterView(Reply.none, str(error))
+        return ClusterView(HeadReply.none, str(error))
     versions = json.loads(metadata or b"{}")
     nodes = tuple(
         NodeState(
@@ -134,7 +136,7 @@ def _ask(address: str) -> ClusterView:
         for node in found
     )
     return ClusterView(
-        Reply.cluster,
+        HeadReply.cluster,
         "",
         versions.get("ray_version", ""),
         versions.get("python_version", ""),

@@ -1,4 +1,4 @@
-"""Running plain functions on the nodes of a cluster: here for the driver's, else as Ray tasks."""
+"""Function calls on the nodes of a cluster: in this process, or as Ray tasks on other nodes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,65 +10,65 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.controller.watch.waiting import give_up_after
+from hybridrl.controller.watch.waiting import call_with_timeout
 
 T = TypeVar("T")
 
-# Seconds that a node has to answer; starting a process for the task is part of it.
+# Seconds until a node must have answered, start of a process included.
 NODE_TIMEOUT_S = 9.0
-# Seconds that Ray may take to accept a task, which is milliseconds where it works.
+# Seconds for Ray to accept a task, which normally takes milliseconds.
 SUBMIT_TIMEOUT_S = 5.0
 
 
-class Nodes:
-    """The nodes of the cluster that this process has joined.
+class NodeTasks:
+    """Function calls on the nodes of the cluster that this process has joined.
 
     Attributes:
         driver: id of the node of this process.
-        take_tasks: whether others are asked at all. With the cluster's head gone Ray waits at
-            each task, and after a minute ends this process.
+        submits_tasks: submit tasks to other nodes. Without the cluster's head, Ray blocks at each
+            task and ends this process after a minute.
     """
 
     def __init__(self) -> None:
         self.driver = ray.get_runtime_context().get_node_id()
-        self.take_tasks = True
+        self.submits_tasks = True
 
     def submit(
         self, node_id: str, function: Callable[..., Any], *arguments: Any, retries: int = 0
     ) -> ObjectRef:
-        """Begin to run a module's function on a node, this one or another.
+        """Begin to run a function on a node, this one or another.
 
         Args:
-            node_id: of the node.
-            function: of a module, since it travels by name.
-            arguments: its.
-            retries: how often it is begun anew where its process dies.
+            node_id: Ray's NodeID.
+            function: function of a module; it is pickled by name.
+            arguments: its arguments.
+            retries: restarts after a death of its process.
 
         Raises:
-            GetTimeoutError: Ray does not take it; nor is it asked again.
+            GetTimeoutError: Ray did not accept the task; later tasks are not submitted.
         """
         task = _task(function).options(
             num_cpus=0,
             max_retries=retries,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        if self.take_tasks:
+        if self.submits_tasks:
             with suppress(TimeoutError):
-                return give_up_after(SUBMIT_TIMEOUT_S, partial(task.remote, *arguments))
-            self.take_tasks = False
-        raise GetTimeoutError(f"Ray took no task within {SUBMIT_TIMEOUT_S:g} s")
+                return call_with_timeout(SUBMIT_TIMEOUT_S, partial(task.remote, *arguments))
+            self.submits_tasks = False
+        raise GetTimeoutError(f"Ray accepted no task within {SUBMIT_TIMEOUT_S:g} s")
 
     def run_each(
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:
-        """What a function returns on several nodes, which run it at the same time.
+        """Run a function on several nodes at the same time.
 
         Args:
-            function: of a module, since it travels by name.
-            arguments: by node.
+            function: function of a module; it is pickled by name.
+            arguments: its arguments by node.
 
         Returns:
-            By node, those that have answered.
+            Results by node, without the nodes that did not answer in time.
         """
         refs, found = {}, {}
         for node in arguments:
@@ -80,12 +80,12 @@ class Nodes:
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=NODE_TIMEOUT_S)
         for node, ref in refs.items():
-            with suppress(RayError):  # gone, or without an answer
+            with suppress(RayError):  # node lost, or no answer
                 found[node] = ray.get(ref, timeout=0)
         return found
 
 
 @cache
 def _task(function: Callable[..., Any]) -> Any:
-    """The function as Ray's task: the head gets it once, and not with each call."""
+    """Wrap a function as a Ray task, once, so that Ray uploads it once."""
     return ray.remote(function)
