@@ -132,8 +132,8 @@ def test_the_list_of_estimators_agrees_with_the_functions(name):
     [
         ("gea", f"one of {', '.join(BUILT_IN_ESTIMATORS)} or a dotted path"),
         ("nowhere.estimate", "importing nowhere failed"),
-        ("math.pi", "is no function"),
-        ("statistics.fmean", "takes data"),
+        ("math.pi", "math.pi, expected a function"),
+        ("statistics.fmean", "unknown parameters data"),
     ],
 )
 def test_what_is_no_estimator_is_refused(advantage, words):

@@ -24,6 +24,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "hybridrl"
 # ours that speak with each other, and torch's own flight recorder.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
+    "config/user_code/importing.py",
     "controller/ray/node_probes.py",
     "controller/ray/ray_probes.py",
     "controller/watch/flight_recorder.py",

@@ -97,7 +97,7 @@ def test_metrics_are_means_without_weights():
         ),
         (
             {"a": part("length") | {"xyz": 2.0}},
-            ["r.args.parts.a.xyz = 2.0", "It takes function, args, weight."],
+            ["r.args.parts.a.xyz = 2.0", "function, args, weight"],
         ),
         (
             {"a": {"function": "weighted_cases.length", "args": {}}},

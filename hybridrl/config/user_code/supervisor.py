@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.kernel import adopt_orphans, end_with
+from hybridrl.config.user_code.kernel import adopt_orphans, end_with
 
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 # Seconds from SIGTERM to SIGKILL of a supervisor.

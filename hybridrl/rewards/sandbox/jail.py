@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hybridrl.config import kernel
+from hybridrl.config.user_code import kernel
 
 _SECRET_BYTES = 16
 # A test's process reports on descriptor 3: its begin, then the secret; or an error.

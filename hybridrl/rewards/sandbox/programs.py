@@ -30,7 +30,9 @@ _COMMAND = (
     "del sys.path[0]; main(*sys.argv[2:])"
 )
 _MAX_ANSWER_BYTES = 4096  # atomic write of a pipe
-_MODULES = tuple(str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "config/kernel.py"))
+_MODULES = tuple(
+    str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "config/user_code/kernel.py")
+)
 
 
 class Isolation(StrEnum):
