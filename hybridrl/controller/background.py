@@ -1,14 +1,10 @@
 """Threads with a result: imports ahead of need, and calls that may block for ever."""
 
 import importlib
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,11 +27,9 @@ def run_in_background(function: Callable[..., T], *arguments: Any, name: str) ->
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import modules one after the other; log the seconds."""
-    start = time.perf_counter()
+    """Import modules one after the other."""
     for module in modules:
         importlib.import_module(module)
-    logger.info("%s imported in %.1f s", ", ".join(modules), time.perf_counter() - start)
 
 
 def import_in_background(modules: Sequence[str]) -> Future[None]:
