@@ -101,3 +101,34 @@ def test_the_first_picture_on_a_machine_says_nothing(tmp_path):
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "metrics.png").exists()
+
+
+WITHOUT_EXTRAS = """
+import logging, sys
+from pathlib import Path
+sys.modules.update(dict.fromkeys(["matplotlib", "tensorboard", "peft", "math_verify"]))
+import hybridrl.main
+from hybridrl.config.checks.resources import package_problems
+from hybridrl.distributed.storage import export
+from hybridrl.trainer.tracking.report import draw
+from hybridrl.trainer.tracking.tracker import Tracker
+from tests.run_configs import run_config
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+folder = Path(sys.argv[1])
+config = run_config("tracking.tensorboard=false")
+assert list(package_problems(config)) == []
+tracker = Tracker(folder, config)
+tracker.log(0, {"reward/mean": 1.0})
+tracker.close()
+draw(config, folder)
+print(*package_problems(run_config()))
+"""
+
+
+def test_a_run_needs_none_of_the_extras(tmp_path):
+    """None in sys.modules makes an import fail as that of a package that is not installed."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "metrics.png is not drawn: matplotlib is not installed\n"
+    assert "set tracking.tensorboard=false" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

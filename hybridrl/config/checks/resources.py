@@ -167,12 +167,14 @@ def _file_problem(path: str) -> str | None:
 
 def package_problems(config: RunConfig) -> Iterator[str]:
     """Check that the packages of the chosen trackers are installed."""
-    for key, value, package in (
-        ("tracking.wandb_project", config.tracking.wandb_project, "wandb"),
-        ("tracking.mlflow_uri", config.tracking.mlflow_uri, "mlflow"),
+    tracking = config.tracking
+    for key, value, off, package in (
+        ("tensorboard", "true" if tracking.tensorboard else None, "false", "tensorboard"),
+        ("wandb_project", tracking.wandb_project, "null", "wandb"),
+        ("mlflow_uri", tracking.mlflow_uri, "null", "mlflow"),
     ):
         if value is not None and importlib.util.find_spec(package) is None:
             yield (
-                f"{key} = {value} needs the package {package}, which is not installed.\n"
-                f"Run pip install {package}, or set {key}=null."
+                f"tracking.{key} = {value} needs the package {package}, which is not installed.\n"
+                f"Run pip install {package}, or set tracking.{key}={off}."
             )

@@ -61,20 +61,18 @@ class AdapterFiles:
 
     def write(self, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors into a new folder."""
-        # The import takes half a second, so it is made only here.
-        from peft import LoraConfig
-
         folder.mkdir()
-        config = LoraConfig(
-            r=self.lora.rank,
-            lora_alpha=self.lora.alpha,  # type: ignore[arg-type]
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=self.base,
-            inference_mode=True,
-        )
-        # LoraConfig's constructor makes a set of them, whose order in the file is random.
-        config.target_modules = sorted(self.lora.target_modules)
-        config.save_pretrained(str(folder))
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "target_modules": sorted(self.lora.target_modules),
+            "inference_mode": True,
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
         shapes = {name: weight.shape for name, weight in self.weights.items()}
         parts = _parts(shapes, self.weights.__getitem__, torch.float32)
         write_parts(folder / "adapter_model.safetensors", parts)

@@ -1,5 +1,7 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
+import importlib.util
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +20,8 @@ from hybridrl.trainer.tracking.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.tracking.summary import summarize
 from hybridrl.trainer.tracking.tracker import Row, Tracker
+
+log = logging.getLogger(__name__)
 
 # Counts that cause a warning.
 WORTH_A_WARNING = {
@@ -129,7 +133,10 @@ class Reporter:
 
 
 def draw(config: RunConfig, run_dir: Path) -> None:
-    """Draw the curves of the finished steps."""
+    """Draw the curves of the finished steps, if matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
+        return
     plot_run(run_dir, f"{config.run.name}, seed {config.seed}")
 
 
