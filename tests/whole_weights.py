@@ -1,6 +1,7 @@
-"""Tiny models whole, in memory."""
+"""Tiny models and checkpoints whole, in memory."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.gathering import GatheredWeights
+from hybridrl.distributed.storage.checkpoint import StoredState
 
 
 def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
@@ -15,6 +17,13 @@ def full_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     weights = GatheredWeights(root)
     whole = {name: weights.read(name).to("cpu", copy=True) for name in weights.shapes}
     return whole if dist.get_rank() == 0 else {}
+
+
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Tensors with a prefix of a folder of shards, on CPU, by key without the prefix."""
+    state = StoredState(folder)
+    keys = [key for key in state.tensors if key.startswith(prefix)]
+    return {key.removeprefix(prefix): state.read(key) for key in keys}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Scorer of responses: failures of the reward function are counted and do not stop the run."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,12 +43,6 @@ class ScoreResult:
     scores: list[float]
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def failure_counts(self) -> dict[FailureKind, int]:
-        """Number of failed items by kind, for all kinds."""
-        found = Counter(failure.kind for failure in self.failures)
-        return {kind: found[kind] for kind in FailureKind}
 
 
 class RewardScorer:

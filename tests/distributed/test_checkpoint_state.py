@@ -12,7 +12,6 @@ from hybridrl.distributed.storage.checkpoint import (
     StoredState,
     StoredTensor,
     differences,
-    read_whole,
 )
 from hybridrl.distributed.storage.safetensors_file import DTYPES
 from hybridrl.distributed.storage.shard_files import shards_header
@@ -20,6 +19,7 @@ from hybridrl.distributed.storage.staging import Staging
 from tests.distributed.checkpoint_ranks import run
 from tests.distributed.launch import run_on_ranks
 from tests.tiny_hf import tiny_folder
+from tests.whole_weights import read_whole
 
 
 @pytest.fixture(scope="module")

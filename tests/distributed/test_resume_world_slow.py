@@ -6,7 +6,6 @@ import pytest
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import STATE, checkpoints_folder, step_name
-from hybridrl.distributed.storage.checkpoint import read_whole
 from hybridrl.trainer.tracking.tracker import read_metrics
 from tests.end_to_end.kill_and_resume import (
     assert_same_bits,
@@ -15,6 +14,7 @@ from tests.end_to_end.kill_and_resume import (
     wait_until,
 )
 from tests.end_to_end.runs import SMALL, started
+from tests.whole_weights import read_whole
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, steps_in
-from hybridrl.distributed.storage.checkpoint import read_whole
 from tests.end_to_end.runs import SMALL, Run, started
+from tests.whole_weights import read_whole
 
 # Metrics that a clock decides: seconds, shares of them, what is divided by them, and which engine
 # took longest. No other metric may differ between two runs of one command.

@@ -3,6 +3,7 @@ r"""MATH's reward through math-verify: which answer counts, what equals it, host
 import itertools
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -150,7 +151,7 @@ def test_answers_that_take_for_ever_are_cut_off_and_their_process_goes_on():
     ) as scorer:
         result = scorer.score([("", response, HALF) for response in responses])
     assert result.scores == [-1.0, 1.0, 1.0]
-    assert result.failure_counts == {FailureKind.error: 0, FailureKind.timeout: 1}
+    assert Counter(f.kind for f in result.failures) == {FailureKind.timeout: 1}
 
 
 def test_the_package_is_imported_by_the_first_call_alone():

@@ -129,19 +129,6 @@ def load_in_place(
         raise RuntimeError(f"{folder} could not be read: {failure}") from None
 
 
-def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read whole tensors with a prefix to CPU, by key without the prefix.
-
-    Needs no process group.
-
-    Raises:
-        DamagedCheckpoint: parts of a tensor are missing.
-    """
-    state = StoredState(folder)
-    keys = [key for key in state.tensors if key.startswith(prefix)]
-    return {key.removeprefix(prefix): state.read(key) for key in keys}
-
-
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Load planner that publishes the progress as position."""
 
