@@ -126,11 +126,14 @@ def steps_logged(run_dir: Path) -> int:
 
 
 def draw_kill(timeline: Timeline, seed: int) -> Kill:
-    """An instant, uniform between first and last checkpoint; of an odd seed a worker's."""
-    first, *_, last = timeline.committed.values()
+    """An instant, uniform between the first checkpoint and the last step; of odd seeds a worker's.
+
+    In the last step itself, a run that is faster than the undisturbed one may be ending already.
+    """
+    first, (*_, last, _) = next(iter(timeline.committed.values())), timeline.logged.values()
     instant = random.Random(seed).uniform(first, last)
     step = max(step for step, at in timeline.logged.items() if at <= instant)
-    begin, end = timeline.logged[step], timeline.logged.get(step + 1, last)
+    begin, end = timeline.logged[step], timeline.logged[step + 1]
     share, saving = (instant - begin) / (end - begin), timeline.is_saving(instant)
     return Kill(("driver", "worker")[seed % 2], step, share, end - begin, saving)
 

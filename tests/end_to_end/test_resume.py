@@ -348,7 +348,7 @@ def test_auto_needs_a_directory(tmp_path):
 
 
 def test_victims_alternate_and_instants_are_spread():
-    timeline = Timeline({0: 0.0, 1: 1.0}, {"first": 0.0, "last": 1.0}, [])
+    timeline = Timeline({0: 0.0, 1: 1.0, 2: 5.0}, {"first": 0.0}, [])
     plans = [draw_kill(timeline, seed) for seed in range(30)]
     assert [plan.victim for plan in plans] == ["driver", "worker"] * 15
     assert min(plan.share for plan in plans) < 0.2 and max(plan.share for plan in plans) > 0.8
