@@ -70,21 +70,6 @@ def test_a_host_that_cannot_be_reached_is_named(cluster):
     assert not (cluster.folder / "ray_node1").exists()
 
 
-def test_a_ray_that_breaks_ends_the_others(cluster):
-    code, output = cluster.run(*TRAIN, "true", NO_RAY="node2", BROKEN_RAY="node2")
-    assert code == 1, output
-    assert "node2: ray broke" in output
-    assert (cluster.folder / "ray_ended_node1").exists()
-
-
-def test_a_failing_doctor_ends_the_run(cluster):
-    command = ("python", "-m", "hybridrl.main", "+recipe=gsm8k_ppo")
-    code, output = cluster.run(*TRAIN, *command, DOCTOR_CODE="2")
-    assert code == 2, output
-    assert cluster.noted("doctor_node1").endswith(" +recipe=gsm8k_ppo cluster.nodes=2\n")
-    assert not (cluster.folder / "ray_node1").exists()
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_hosts_end_what_they_run_when_the_script_is_ended(cluster, signum):
     script = "trap 'touch $0.ended; exit 143' TERM; touch $0; while true; do sleep 0.1; done"
