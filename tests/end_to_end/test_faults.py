@@ -1,7 +1,8 @@
 """Processes of every kind killed and stopped in every phase: the run names them, goes on or ends.
 
-Forty faults and five more. A run that restarts meets several, one after the other; eight of
-them in `make test`, all in `make test_slow`.
+Forty faults and five more. A run that restarts meets several, one after the other; seven of
+them in `make test`, all in `make test_slow`. That a run goes on without a worker's process,
+test_resume.py shows in `make test`, too.
 """
 
 import os
@@ -80,15 +81,15 @@ def test_there_are_forty_different_faults():
     assert len(everything) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param([Fault(rank0, SIGKILL, save)], id="one kill"),
-        pytest.param(IN_SHORT, id="in short", marks=pytest.mark.slow),
-        pytest.param(RANK_1_KILLED, id="rank 1 killed", marks=pytest.mark.slow),
-        pytest.param(RANK_1_STOPPED, id="rank 1 stopped", marks=pytest.mark.slow),
-        pytest.param(RAY, id="Ray", marks=pytest.mark.slow),
-        pytest.param(IN_SETUP, id="in the setup", marks=pytest.mark.slow),
+        pytest.param(IN_SHORT, id="in short"),
+        pytest.param(RANK_1_KILLED, id="rank 1 killed"),
+        pytest.param(RANK_1_STOPPED, id="rank 1 stopped"),
+        pytest.param(RAY, id="Ray"),
+        pytest.param(IN_SETUP, id="in the setup"),
     ],
 )
 def test_a_run_with_restarts_goes_on_after_each_fault_to_its_end(tmp_path, faults):

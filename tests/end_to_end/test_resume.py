@@ -35,7 +35,7 @@ from tests.end_to_end.kill_and_resume import (
     assert_same_end,
     draw_kill,
     finished,
-    killed,
+    kill,
     steps_logged,
     undisturbed,
     untimed_rows,
@@ -109,7 +109,7 @@ def taken_up(config: RunConfig, run_dir: Path) -> Resume | None:
 
 
 def two_kills(timeline: Timeline) -> tuple[Kill, Kill]:
-    """The last two of the thirty with both victims and a save, two steps or more apart.
+    """The last two of the thirty, a worker's and then the driver's, with a save, two steps apart.
 
     Closer ones would take rows of the start before for those that a kill waits for. Late ones leave
     two checkpoints, of which the test damages one.
@@ -119,7 +119,7 @@ def two_kills(timeline: Timeline) -> tuple[Kill, Kill]:
         (
             (first, second)
             for second, first in combinations(reversed(plans), 2)
-            if first.victim != second.victim
+            if (first.victim, second.victim) == ("worker", "driver")
             and (first.saving or second.saving)
             and second.step - first.step >= 2
         ),
@@ -131,10 +131,20 @@ def two_kills(timeline: Timeline) -> tuple[Kill, Kill]:
 
 @pytest.mark.timeout(900)  # three starts; beside other tests on a slow machine minutes
 def test_a_run_killed_twice_ends_like_the_undisturbed_one(reference, tmp_path):
-    """At the last time the newest checkpoint is damaged, too: the one before is as good."""
+    """It restarts without a worker's process, and is resumed after the driver's.
+
+    Then the newest checkpoint is damaged, too: the one before is as good.
+    """
     run_dir, timeline = reference
-    for plan in two_kills(timeline):
-        killed(tmp_path, plan, *EVERYTHING, env=ONE_THREAD)
+    first, second = two_kills(timeline)
+    with started(tmp_path, *EVERYTHING, "trainer.max_restarts=1", env=ONE_THREAD) as run:
+        kill(run, first)
+        kill(run, second)
+        assert run.process.wait() == -signal.SIGKILL
+        output = run.process.stdout.read()  # ends with the last of the run's processes
+        assert output.count("its process died") == 1, output
+        assert len(re.findall("starts anew from step [0-9]+: restart 1 of 1", output)) == 1, output
+        run.assert_nothing_left()
     *_, before, newest = steps_in(tmp_path)
     file = spoil(tmp_path, newest)
     output = " ".join(finished(tmp_path, *EVERYTHING, env=ONE_THREAD).split())
