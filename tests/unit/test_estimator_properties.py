@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -9,34 +10,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.algorithms import advantages, group_advantages
-from hybridrl.algorithms.pass_at_k import pass_at_k
+from hybridrl.config.estimators import BUILT_IN_ESTIMATORS
+from hybridrl.config.user_code.classes import locate
 from tests.unit.estimator_references import REFERENCES, Case
 
 GAMMA, LAM, PASS_K = 0.9, 0.8, 2
-Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# Each as a function of rewards [B, T], mask, group [B] and greedy outcome [B].
-FUNCTIONS: dict[str, Function] = {
-    "gae": lambda r, m, g, b: (
-        advantages.gae(r, b[:, None] * m.cumsum(1), m, gamma=GAMMA, lam=LAM).advantages
-    ),
-    "reinforce_plus_plus": lambda r, m, g, b: (
-        advantages.reinforce_plus_plus(r, m, gamma=GAMMA).advantages
-    ),
-    "remax": lambda r, m, g, b: advantages.remax(r, m, b).advantages,
-    "grpo": lambda r, m, g, b: group_advantages.grpo(r, m, g).advantages,
-    "dr_grpo": lambda r, m, g, b: group_advantages.dr_grpo(r, m, g).advantages,
-    "rloo": lambda r, m, g, b: group_advantages.rloo(r, m, g).advantages,
-    "opo": lambda r, m, g, b: group_advantages.opo(r, m, g).advantages,
-    "reinforce_plus_plus_baseline": lambda r, m, g, b: (
-        group_advantages.reinforce_plus_plus_baseline(r, m, g).advantages
-    ),
-    "pass_at_k": lambda r, m, g, b: pass_at_k(r, m, g, pass_k=PASS_K).advantages,
-}
-COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "pass_at_k")
+COMPARING = tuple(name for name, found in BUILT_IN_ESTIMATORS.items() if found.compares_groups)
 # Those whose definition divides by a deviation, and those that keep the reward's unit.
 STANDARDISING = ("grpo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-IN_UNIT = ("gae", "remax", "dr_grpo", "rloo", "opo")
+IN_UNIT = tuple(name for name in BUILT_IN_ESTIMATORS if name not in STANDARDISING)
+
+
+def called(name: str, rewards: Tensor, mask: Tensor, group: Tensor, greedy: Tensor) -> Tensor:
+    """The advantages of a built-in estimator.
+
+    Args:
+        name: of the estimator.
+        rewards: [B, T].
+        mask: [B, T].
+        group: [B].
+        greedy: outcome of each prompt's greedy response, [B]; the critic's values follow it.
+    """
+    known = {
+        "rewards": rewards,
+        "response_mask": mask,
+        "group_id": group,
+        "baseline_rewards": greedy,
+        "gamma": GAMMA,
+        "lam": LAM,
+        "pass_k": PASS_K,
+    }
+    estimator = BUILT_IN_ESTIMATORS[name]
+    if estimator.uses_critic:
+        known["values"] = greedy[:, None] * mask.cumsum(1)
+    given = {parameter: known[parameter] for parameter in estimator.takes}
+    return locate("algorithm.advantage", estimator.path)(**given).advantages
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    name: partial(called, name) for name in BUILT_IN_ESTIMATORS
+}
 
 
 def ragged(
