@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.annotations import Range, above_zero, at_least_one, at_least_zero, share
+from hybridrl.config.annotations import (
+    Range,
+    Section,
+    above_zero,
+    at_least_one,
+    at_least_zero,
+    share,
+)
 from hybridrl.config.choices import (
     Aggregation,
     CorrectionLevel,
@@ -18,7 +25,7 @@ MAX_RELATIVE_KL_ERROR = 0.2
 
 
 @dataclass(kw_only=True)
-class KLConfig:
+class KLConfig(Section):
     """conf/algorithm: kl."""
 
     placement: KLPlacement
@@ -29,7 +36,7 @@ class KLConfig:
 
 
 @dataclass(kw_only=True)
-class LossConfig:
+class LossConfig(Section):
     """conf/algorithm/loss: the policy loss and its settings."""
 
     function: str
@@ -37,7 +44,7 @@ class LossConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     """conf/algorithm: rollout_correction."""
 
     method: CorrectionMethod
@@ -47,7 +54,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
-class OverlongConfig:
+class OverlongConfig(Section):
     """conf/algorithm: overlong."""
 
     buffer_tokens: Annotated[int, at_least_zero("it counts tokens; 0 means no penalty")]
@@ -56,7 +63,7 @@ class OverlongConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """conf/algorithm."""
 
     advantage: str

@@ -1,11 +1,12 @@
-"""Annotations of config fields: the range of a number, and FREE for keys that a resume may change.
+"""Base of config sections, and annotations of their fields.
 
-They stand in `typing.Annotated` at the field itself (schema.py); schema_keys.py collects them.
+Annotations are the range of a number, and FREE for keys that a resume may change. They stand in
+`typing.Annotated` at the field itself (schema.py); typed.py checks ranges.
 """
 
 import math
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.config.command.report import shown
 
@@ -13,6 +14,19 @@ from hybridrl.config.command.report import shown
 LARGEST_COUNT = 2**48
 # Three weeks: the system counts the milliseconds of a wait in 31 bits.
 LONGEST_S = 1_814_400
+
+
+class Unusable(AttributeError):
+    """A value was read that has a problem; the problem is in the report."""
+
+
+class Section:
+    """Base of config sections; one with problems lacks the attributes that have no usable value."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise Unusable(f"{type(self).__name__}.{name}")
 
 
 class Resume(Enum):

@@ -15,6 +15,7 @@ from hybridrl.config.annotations import (
     SEED,
     TEMPERATURE,
     Range,
+    Section,
     above_zero,
     at_least_one,
     at_least_zero,
@@ -37,7 +38,7 @@ from hybridrl.config.data_schema import DataConfig
 
 
 @dataclass(kw_only=True)
-class RunSection:
+class RunSection(Section):
     """conf/config.yaml: run."""
 
     name: str
@@ -45,7 +46,7 @@ class RunSection:
 
 
 @dataclass(kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Section):
     """conf/hardware: the device, and the reason for it."""
 
     accelerator: Accelerator
@@ -53,7 +54,7 @@ class HardwareConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """conf/model."""
 
     path: Annotated[str, FREE]
@@ -62,7 +63,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class FSDPConfig:
+class FSDPConfig(Section):
     """conf/fsdp: the one sharding spec.
 
     dp_shard may be null before `derive`, columns until the rollout engine is traced.
@@ -84,7 +85,7 @@ class FSDPConfig:
 
 
 @dataclass(kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """conf/cluster. gpus_per_node may be null before `derive`."""
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
@@ -100,7 +101,7 @@ class ClusterConfig:
 
 
 @dataclass(kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Section):
     """conf/placement. slots_on_nodes is null if all nodes are alike."""
 
     slots_on_nodes: Annotated[list[int] | None, at_least_one("each node runs a process")]
@@ -108,7 +109,7 @@ class PlacementConfig:
 
 
 @dataclass(kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Section):
     """conf/doctor."""
 
     checks: DoctorChecks
@@ -116,7 +117,7 @@ class DoctorConfig:
 
 
 @dataclass(kw_only=True)
-class LoRAConfig:
+class LoRAConfig(Section):
     """conf/lora: low-rank adapters of the actor."""
 
     rank: Annotated[int, at_least_one("lora=none trains without adapters")]
@@ -126,7 +127,7 @@ class LoRAConfig:
 
 
 @dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """conf/actor and conf/critic: optim."""
 
     lr: Annotated[float, share("AdamW needs a positive step; above 1 it diverges", low_open=True)]
@@ -142,7 +143,7 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
-class RoleConfig:
+class RoleConfig(Section):
     """Common field of all roles: the worker class."""
 
     worker: str
@@ -190,7 +191,7 @@ class ReferenceConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class ModelPathConfig:
+class ModelPathConfig(Section):
     """conf/reward_model: model."""
 
     path: Annotated[str, FREE]
@@ -235,7 +236,7 @@ class RolloutConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """conf/reward."""
 
     function: str
@@ -248,7 +249,7 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Section):
     """conf/environment: answers between the model's turns."""
 
     function: str
@@ -259,7 +260,7 @@ class EnvironmentConfig:
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """conf/trainer."""
 
     total_steps: Annotated[int, at_least_one("a run needs a step"), FREE]
@@ -277,7 +278,7 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
-class RuleConfig:
+class RuleConfig(Section):
     """conf/eval: one more reward function for completions."""
 
     function: str
@@ -285,7 +286,7 @@ class RuleConfig:
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """conf/eval."""
 
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
@@ -294,7 +295,7 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True)
-class TrackingConfig:
+class TrackingConfig(Section):
     """conf/tracking."""
 
     tensorboard: bool
@@ -303,7 +304,7 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """conf/checkpoint. on_sigterm is in seconds."""
 
     every_steps: Annotated[int, at_least_zero("0 means never")]
@@ -327,7 +328,7 @@ class SaverConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """Config of one run, resolved: no interpolations, no nulls that mean "derive it".
 
     Only fsdp.columns stays null until the rollout engine is traced. Role sections are instances of

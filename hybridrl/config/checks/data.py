@@ -3,13 +3,21 @@
 import re
 from collections.abc import Iterator
 
-from hybridrl.config.annotations import LARGEST_COUNT
 from hybridrl.config.checks.resources import file_problems
 from hybridrl.config.data_schema import MixturePart
 from hybridrl.config.schema import RunConfig
 
 # Names are part of metrics and config keys.
 _NAME = re.compile(r"[A-Za-z]\w*")
+
+
+def source_problems(config: RunConfig) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield the keys of sources, which are not read if they have problems, with the problems."""
+    data = vars(config.data)
+    yield "data.mixture", mixture_problems(config)
+    for name in ("train_files", "eval_files"):
+        if name in data:
+            yield f"data.{name}", file_problems(f"data.{name}", data[name])
 
 
 def mixture_problems(config: RunConfig) -> Iterator[str]:
@@ -21,11 +29,6 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
             yield (
                 f"{key}: the name {name} is not allowed, expected letters, digits and _, beginning "
                 f"with a letter: it is part of metrics (reward/mean_<name>).\nRename it."
-            )
-        if not 0 < part.weight <= LARGEST_COUNT:
-            yield (
-                f"{key}.weight = {part.weight}, expected a number above 0: it is a share of the "
-                f"prompts.\nRemove {key} to drop the data set."
             )
         yield from _source_problems(key, part)
         source = f"{part.name} {part.train_files}"
@@ -46,8 +49,3 @@ def _source_problems(key: str, part: MixturePart) -> Iterator[str]:
         )
     for name, value in (("train_files", part.train_files), ("eval_files", part.eval_files)):
         yield from file_problems(f"{key}.{name}", value)
-    if part.num_eval_problems is not None and part.num_eval_problems < 1:
-        yield (
-            f"{key}.num_eval_problems = {part.num_eval_problems}, expected at least 1, or null for "
-            f"data.num_eval_problems.\nRemove it."
-        )

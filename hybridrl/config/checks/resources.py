@@ -104,16 +104,6 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def gpu_count_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a dry run for a machine without GPUs here sets their number."""
-    unknown = config.cluster.gpus_per_node is None
-    if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
-        yield (
-            "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
-            "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
-        )
-
-
 def kv_cache_problems(config: RunConfig) -> Iterator[str]:
     """Check that a run without GPU sets the size of the KV cache."""
     if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:

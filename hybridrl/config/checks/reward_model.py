@@ -7,7 +7,7 @@ models/vocabulary.py compares the two vocabularies.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.checks.sequences import splits_heads
+from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
 from hybridrl.config.planner.model_shape import SUPPORTED, ModelShape, model_shape
@@ -123,27 +123,12 @@ def reward_shape_problems(
     config: RunConfig, policy: ModelShape, reward: ModelShape
 ) -> Iterator[str]:
     """Check vocabulary, length and attention heads of the reward model against the policy's."""
-    path, rollout = config.reward_model.model.path, config.rollout
+    path = named(config.reward_model.model.path)
     if reward.vocab < policy.vocab:
         yield (
-            f"{named(path)} has {reward.vocab:,} token ids, expected at least the "
-            f"policy's {policy.vocab:,}: its input is the policy's token ids.\n"
+            f"{path} has {reward.vocab:,} token ids, expected at least the policy's "
+            f"{policy.vocab:,}: its input is the policy's token ids.\n"
             f"Set {REWARD_MODEL_PATH}=<a model with the policy's vocabulary>. {OTHER_WAYS}."
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if reward.max_positions is not None and longest > reward.max_positions:
-        yield (
-            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
-            f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {reward.max_positions}, max_position_embeddings of "
-            f"{named(path)}.\n"
-            f"Lower one of them, or set another {REWARD_MODEL_PATH}."
-        )
-    size = config.fsdp.ulysses_size
-    if not splits_heads(size, reward):
-        yield (
-            f"fsdp.ulysses_size = {size} does not divide the {reward.heads} attention heads and "
-            f"{reward.kv_heads} KV heads of {named(path)}: in attention, each rank of a "
-            f"sequence-parallel group computes the same number of heads.\n"
-            f"Set fsdp.ulysses_size=1, or another {REWARD_MODEL_PATH}."
-        )
+    yield from length_problems(config, reward, path)
+    yield from sequence_head_problems(config, reward, path)

@@ -1,10 +1,10 @@
-"""Checks of sizes against each other: ranks, shards, batches, lengths, tensor parallelism."""
+"""Checks of sizes against each other: ranks, shards, batches, lengths, parallelism."""
 
 from collections.abc import Iterator
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.world import data_shards, world_size, world_text
+from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
@@ -14,14 +14,8 @@ VOCAB_PADDING = 64
 def mesh_problems(config: RunConfig) -> Iterator[str]:
     """Check dp_replicate * dp_shard against the number of ranks."""
     world, fsdp = world_size(config), config.fsdp
-    if fsdp.dp_shard is None:
-        if world % fsdp.dp_replicate:
-            yield (
-                f"fsdp.dp_replicate = {fsdp.dp_replicate} does not divide the "
-                f"{world_text(config)}: every copy needs the same number of ranks.\n"
-                f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
-            )
-    elif fsdp.dp_replicate * fsdp.dp_shard != world:
+    assert fsdp.dp_shard is not None
+    if fsdp.dp_replicate * fsdp.dp_shard != world:
         yield (
             f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
             f"{fsdp.dp_replicate * fsdp.dp_shard}, expected the {world_text(config)}: every rank "
@@ -42,32 +36,20 @@ def uneven_problems(config: RunConfig) -> Iterator[str]:
 
 def engine_problems(config: RunConfig) -> Iterator[str]:
     """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
-    tp, per_node = config.rollout.tensor_parallel_size, config.cluster.gpus_per_node
-    if config.placement.allow_straddle:
-        if world_size(config) % tp:
-            yield (
-                f"rollout.tensor_parallel_size = {tp} does not divide {world_text(config)}.\n"
-                f"Set it to one of {listed(divisors(world_size(config)))}."
-            )
-        return
-    if config.placement.slots_on_nodes is not None:
-        uneven = [slots for slots in config.placement.slots_on_nodes if slots % tp]
-        if uneven:
-            yield (
-                f"rollout.tensor_parallel_size = {tp} does not divide {uneven[0]} of "
-                f"placement.slots_on_nodes = {config.placement.slots_on_nodes}: the ranks of an "
-                f"engine must be on one node.\n"
-                f"Use multiples of {tp}, with idle GPUs, or set placement.allow_straddle=true, "
-                f"which is slow."
-            )
-        return
-    assert per_node is not None
-    if per_node % tp:
+    tp, placement = config.rollout.tensor_parallel_size, config.placement
+    if placement.allow_straddle:
+        ranks, where = world_size(config), world_text(config)
+    else:
+        ranks = next((n for n in slots_on_nodes(config) if n % tp), tp)
+        where = f"cluster.gpus_per_node = {ranks}"
+        if placement.slots_on_nodes is not None:
+            where = f"{ranks} of placement.slots_on_nodes = {placement.slots_on_nodes}"
+    if ranks % tp:
         yield (
-            f"rollout.tensor_parallel_size = {tp} does not divide cluster.gpus_per_node = "
-            f"{per_node}: the ranks of an engine must be on one node.\n"
-            f"Set rollout.tensor_parallel_size to one of {listed(divisors(per_node))}, or "
-            f"cluster.gpus_per_node to a multiple of {tp}."
+            f"rollout.tensor_parallel_size = {tp} does not divide {where}: the ranks of an engine "
+            f"must be on one node, unless placement.allow_straddle=true, which is slow.\n"
+            f"Set rollout.tensor_parallel_size to one of {listed(divisors(ranks))}, or use "
+            f"multiples of {tp} ranks on each node."
         )
 
 
@@ -97,32 +79,36 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 
 def mini_batch_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a step's responses divide into mini-batches."""
+    """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
-    mini = config.actor.mini_batch_size
+    mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
+    fitting = [n for n in divisors(prompts * each) if n % shards == 0]
     if prompts * each % mini:
-        fitting = [n for n in divisors(prompts * each) if n % data_shards(config) == 0]
         yield (
             f"actor.mini_batch_size = {mini} does not divide the {prompts * each} responses of a "
             f"step (data.prompts_per_step = {prompts} x rollout.responses_per_prompt = {each}): "
             f"every optimizer step needs the same number.\n"
             f"Set actor.mini_batch_size to one of {listed(fitting or divisors(prompts * each))}."
         )
-
-
-def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a mini-batch divides over the ranks or sequence-parallel groups."""
-    mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
     if mini % shards:
-        total = config.data.prompts_per_step * config.rollout.responses_per_prompt
-        fitting = [n for n in divisors(total) if n % shards == 0]
         ranks = world_text(config)
         over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
+        remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
         yield (
-            f"actor.mini_batch_size = {mini} does not divide over {over}: every "
-            f"{'rank' if size == 1 else 'group'} computes the same number of responses.\n"
-            f"Set actor.mini_batch_size to "
-            + (f"one of {listed(fitting)}." if fitting else f"a multiple of {shards}.")
+            f"actor.mini_batch_size = {mini} does not divide over {over}, each of which computes "
+            f"the same number of responses.\nSet actor.mini_batch_size to {remedy}."
+        )
+
+
+def sequence_problems(config: RunConfig) -> Iterator[str]:
+    """Check that whole sequence-parallel groups share a copy of the weights."""
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.dp_shard
+    assert dp_shard is not None
+    if dp_shard % size:
+        yield (
+            f"fsdp.ulysses_size = {size} does not divide fsdp.dp_shard = {dp_shard}: the ranks of "
+            f"a sequence-parallel group hold shards of one copy of the weights.\n"
+            f"Set fsdp.ulysses_size to one of {listed(divisors(dp_shard))}."
         )
 
 
@@ -192,34 +178,30 @@ def temperature_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
-def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Check the longest sequence against the model's positions."""
+def length_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[str]:
+    """Check the longest sequence against a model's positions."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if shape.max_positions is not None and longest > shape.max_positions:
         yield (
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
             f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {shape.max_positions}, the model's max_position_embeddings.\n"
-            f"Lower one of them."
+            f"expected at most {shape.max_positions}, max_position_embeddings of {owner}.\n"
+            f"Lower one of them, or set another {owner.split()[0]}."
         )
 
 
 def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Check that the model divides into tensor-parallel slices."""
     tp = config.rollout.tensor_parallel_size
-    padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
-    wrong = []
-    if shape.heads % tp:
-        wrong.append(f"{shape.heads} attention heads")
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        wrong.append(f"{shape.kv_heads} KV heads (nor the other way round)")
-    if shape.intermediate % tp:
-        wrong.append(f"intermediate size {shape.intermediate}")
-    if padded % tp:
-        wrong.append(f"vocabulary of {shape.vocab} (padded to {padded})")
-    if wrong:
-        fitting = [n for n in range(1, shape.heads + 1) if _cuts(n, shape, padded)]
+    if wrong := _undivided_heads(tp, shape) + _undivided_widths(tp, shape):
+        fitting = [
+            n
+            for n in range(1, shape.heads + 1)
+            if not _undivided_heads(n, shape) + _undivided_widths(n, shape)
+        ]
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide the model's "
             f"{', '.join(wrong)}: the ranks of an engine hold slices of equal size.\n"
@@ -227,9 +209,35 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
         )
 
 
-def _cuts(tp: int, shape: ModelShape, padded_vocab: int) -> bool:
-    kv = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-    return kv and shape.heads % tp == shape.intermediate % tp == padded_vocab % tp == 0
+def sequence_head_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[str]:
+    """Check that attention heads divide over the ranks of a sequence-parallel group."""
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.dp_shard
+    assert dp_shard is not None
+    if wrong := _undivided_heads(size, shape):
+        fitting = [n for n in divisors(dp_shard) if not _undivided_heads(n, shape)]
+        yield (
+            f"fsdp.ulysses_size = {size} does not divide the {', '.join(wrong)} of {owner}: in "
+            f"attention each rank of a sequence-parallel group computes the same number.\n"
+            f"Set fsdp.ulysses_size to one of {listed(fitting)}."
+        )
+
+
+def _undivided_heads(size: int, shape: ModelShape) -> list[str]:
+    found = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
+    if shape.kv_heads % size and size % shape.kv_heads:
+        found.append(f"{shape.kv_heads} KV heads (nor the other way round)")
+    return found
+
+
+def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:
+    padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
+    widths = {
+        f"intermediate size {shape.intermediate}": shape.intermediate,
+        f"vocabulary of {shape.vocab} (padded to {padded})": padded,
+    }
+    return [text for text, width in widths.items() if width % tp]
 
 
 def divisors(number: int) -> list[int]:

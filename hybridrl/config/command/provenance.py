@@ -36,10 +36,6 @@ class Provenance:
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
         return max(self.sources.get(prefix, Source.default) for prefix in prefixes)
 
-    def under(self, prefix: str) -> list[str]:
-        """Return the keys set at or below `prefix`."""
-        return sorted(k for k in self.sources if k == prefix or k.startswith(f"{prefix}."))
-
 
 def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Provenance:
     """Return the provenance of a config.

@@ -1,16 +1,16 @@
 """Predicted memory of one rank in each phase of a step, on a GPU or in RAM.
 
-On GPUs weights, gradients, optimizer state and, for eager layers, activations are counted
-(training_memory.py); processes are measured constants, and compiled layers estimates. Target: 10 %
-of the peak of a full micro-batch, without the allocator's reserve. On CPUs activations are a lower
-bound: attention pads there.
+Weights and optimizer state are counted, activations and gradients estimated (training_memory.py),
+processes measured constants. Target: 15 % of the peak of a full micro-batch, without the
+allocator's reserve. On CPUs activations are a lower bound: attention pads there.
 
 Units: bytes, of one rank unless said otherwise.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hybridrl.config.choices import Accelerator, Offload, SleepMode
+from hybridrl.config.choices import Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.model_shape import ModelShape
@@ -46,31 +46,12 @@ class Phase:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class Role:
-    """A role with a model.
-
-    Attributes:
-        name: of the role.
-        parameters: elements on all ranks.
-        is_trained: true if it has an optimizer.
-        adapters: elements of adapters; if there are some, only they are trained.
-    """
+class Role(NamedTuple):
+    """A role with a model: elements on all ranks that are held, and that have AdamW moments."""
 
     name: str
-    parameters: int
-    is_trained: bool
-    adapters: int = 0
-
-    @property
-    def held(self) -> int:
-        """Elements of all weights."""
-        return self.parameters + self.adapters
-
-    @property
-    def trained(self) -> int:
-        """Elements with AdamW moments."""
-        return (self.adapters or self.parameters) if self.is_trained else 0
+    held: int
+    trained: int = 0
 
 
 def roles_of(
@@ -80,16 +61,16 @@ def roles_of(
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
-    roles = [Role("actor", shape.parameters, is_trained=True, adapters=adapters)]
+    roles = [Role("actor", shape.parameters + adapters, adapters or shape.parameters)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
-        roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
+        parameters = shape.backbone_parameters + shape.hidden + 1
+        roles.append(Role("critic", parameters, parameters))
     if config.algorithm.kl.coef > 0 and not adapters:  # with adapters it is the actor without them
-        roles.append(Role("ref", shape.parameters, is_trained=False))
+        roles.append(Role("ref", shape.parameters))
     if reward_shape is not None:
         # The backbone and a scalar head without bias.
-        parameters = reward_shape.backbone_parameters + reward_shape.hidden
-        roles.append(Role("reward_model", parameters, is_trained=False))
+        roles.append(Role("reward_model", reward_shape.backbone_parameters + reward_shape.hidden))
     return roles
 
 
@@ -126,11 +107,11 @@ def rank_phases(
         Phase("score", resident | asleep | policy.score()),
     ]
     if reward_shape is not None:
-        scoring = TrainingMemory(config.fsdp, reward_shape, workload(config), has_head=False)
+        scoring = TrainingMemory(config.fsdp, reward_shape, work, has_head=False)
         parts = _resident(config, roles, "reward_model") | asleep | scoring.score()
         phases.append(Phase(REWARD_PHASE, parts))
     for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
-        if role.is_trained:
+        if role.trained:
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
@@ -146,10 +127,8 @@ def workload(config: RunConfig) -> Workload:
     mini_batch = -(-config.actor.mini_batch_size * longest // world)
     return Workload(
         tokens=min(budget, mini_batch),
-        response_tokens=min(budget, mini_batch),
         micro_batches=-(-mini_batch // budget),
         chunk_tokens=config.actor.log_prob_chunk_tokens,
-        fused_logits=config.hardware.accelerator is Accelerator.gpu,
     )
 
 
@@ -224,7 +203,7 @@ def _resident(
     for role in roles:
         if role.name == active or offload is not Offload.idle_all:
             parts[f"{role.name} weights"] = MASTER_BYTES * role.held // shards
-        if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
+        if role.trained and (offload is Offload.none or (role.name == active and updates)):
             parts[f"{role.name} AdamW"] = ADAM_BYTES * role.trained // shards
     return parts
 

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
@@ -102,6 +104,20 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
             f"Add @dataclass(kw_only=True) to it."
         )
     return config_class
+
+
+def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], list[str]]:
+    """Return each role's dataclass, the built-in one if its worker is wrong, and the problems."""
+    classes, problems = {}, []
+    for role, (_, built_in) in BUILT_IN.items():
+        classes[role] = built_in
+        path = OmegaConf.select(cfg, f"{role}.worker", throw_on_resolution_failure=False)
+        if isinstance(path, str):
+            try:
+                classes[role] = worker_config_class(role, path)
+            except ConfigError as error:
+                problems += error.problems
+    return classes, problems
 
 
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
