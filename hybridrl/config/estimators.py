@@ -5,18 +5,18 @@ decide whether a run has a critic, compares responses of a prompt, or adds greed
 registry holds paths, so that checks of a config do not import torch.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.classes import signature_of
 
 # Parameters that an estimator may have: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
+KEY = "algorithm.advantage"
 
 
 class Estimator(NamedTuple):
@@ -78,22 +78,12 @@ def estimator_of(advantage: str) -> Estimator:
     """
     if advantage in BUILT_IN_ESTIMATORS:
         return BUILT_IN_ESTIMATORS[advantage]
-    if "." not in advantage:
-        raise ConfigError(
-            f"algorithm.advantage = {advantage}, expected one of {', '.join(BUILT_IN_ESTIMATORS)} "
-            f"or a dotted path such as my_package.my_module.my_advantage."
-        )
-    function = locate("algorithm.advantage", advantage)
-    if not inspect.isfunction(function):
-        raise ConfigError(
-            f"algorithm.advantage = {advantage}, expected a function.\nSet the path of one."
-        )
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(KEY, advantage, BUILT_IN_ESTIMATORS, "algorithm")
     known = [*TENSORS, *SETTINGS]
     unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
     if unknown:
         raise ConfigError(
-            f"algorithm.advantage = {advantage} has unknown parameters {', '.join(unknown)}.\n"
+            f"{KEY} = {advantage} has unknown parameters {', '.join(unknown)}.\n"
             f"Use only {', '.join(known)}."
         )
     return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))

@@ -47,19 +47,16 @@ def link_problems(cfg: DictConfig) -> Iterator[str]:
 
 def _problem(cfg: DictConfig, role: str, name: str, target: str, found: Any) -> str:
     key = f"{role}.{name}"
-    if isinstance(found, str):
-        return (
-            f"{key} = {found}, expected the link ${{{target}}}.\n"
-            f"{REASONS[name].capitalize()}.\n"
-            f"Remove {key} from the recipe or command line and set {target}.* instead."
-        )
-    shared = OmegaConf.select(cfg, target, throw_on_resolution_failure=False)
-    values = OmegaConf.to_container(shared) if isinstance(shared, DictConfig) else {}
-    assert isinstance(values, dict)
-    own = found if isinstance(found, dict) else {}
-    differing = [f"{k}={own[k]} (shared: {values.get(k)})" for k in own if own[k] != values.get(k)]
+    what, keys = f"{key} = {found}, expected the link ${{{target}}}", key
+    if not isinstance(found, str):
+        shared = OmegaConf.select(cfg, target, throw_on_resolution_failure=False) or {}
+        own = found if isinstance(found, dict) else {}
+        differing = [
+            f"{k}={v} (shared: {shared.get(k)})" for k, v in own.items() if v != shared.get(k)
+        ]
+        values = ", ".join(differing) or "same values"
+        what, keys = f"{key} is a copy of the shared {target}: {values}", f"{key}.*"
     return (
-        f"{key} is a copy of the shared {target}: {', '.join(differing) or 'same values'}.\n"
-        f"{REASONS[name].capitalize()}.\n"
-        f"Remove {key}.* from the recipe or command line and set {target}.* instead."
+        f"{what}.\n{REASONS[name].capitalize()}.\n"
+        f"Remove {keys} from the recipe or command line and set {target}.* instead."
     )

@@ -4,7 +4,6 @@ A policy loss is a function of named flat tensors and keyword settings (algorith
 holds paths, so that checks of a config do not import torch.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from hybridrl.config.algorithm_schema import LossConfig
 from hybridrl.config.annotations import Range
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
-from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.importing import check_import
 
 # Tensors that a policy loss may have as parameters.
@@ -127,16 +126,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
     if function in BUILT_IN_LOSSES:
         return BUILT_IN_LOSSES[function]
     key = f"{KEY}.function"
-    if "." not in function:
-        raise ConfigError(
-            f"{key} = {function}, expected one of {', '.join(BUILT_IN_LOSSES)} or a dotted path "
-            f"such as my_package.my_module.my_loss.\n"
-            f"Set algorithm/loss=<name> for a built-in loss with its settings."
-        )
-    found = locate(key, function)
-    if not inspect.isfunction(found):
-        raise ConfigError(f"{key} = {function}, expected a function.\nSet the path of one.")
-    parameters = inspect.signature(found).parameters.values()
+    parameters = signature_of(key, function, BUILT_IN_LOSSES, "algorithm/loss")
     settings = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
     tensors = tuple(p.name for p in parameters if p.name not in settings)
     unknown = [name for name in tensors if name not in TENSORS]

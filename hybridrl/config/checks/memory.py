@@ -13,9 +13,7 @@ from hybridrl.config.planner.memory import (
     listed_parts,
     node_peak,
     node_ram,
-    pinned_bytes,
     rank_phases,
-    staged_bytes,
 )
 from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
@@ -26,14 +24,7 @@ from hybridrl.config.schema import RunConfig
 def memory_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
 ) -> Iterator[str]:
-    """Check that the run fits into GPU memory and RAM.
-
-    Args:
-        config: resolved.
-        shape: the model's.
-        machine: nodes that the run may use.
-        reward_shape: the reward model's, in a run with one whose sizes are known.
-    """
+    """Check that the run fits into GPU memory and RAM."""
     if config.hardware.accelerator is not Accelerator.gpu:
         phases = rank_phases(config, shape, None, reward_shape)
         yield from _slot_problems(config, phases, machine)
@@ -42,9 +33,8 @@ def memory_problems(
         smallest = min(machine.nodes, key=lambda node: node.memory_bytes)
 
         def host_fits(changed: RunConfig) -> bool:
-            there = machine
-            if len(slots_on_nodes(changed)) > len(machine.nodes):
-                there = Machine((smallest,) * len(slots_on_nodes(changed)))
+            nodes = len(slots_on_nodes(changed))
+            there = Machine((smallest,) * nodes) if nodes > len(machine.nodes) else machine
             return not any(_host_problems(changed, shape, there, reward_shape))
 
         yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, host_fits))
@@ -130,27 +120,22 @@ def _host_problems(
     )
     if needed <= available:
         return
+    parts = host_parts(config, shape, reward_shape)
     causes, remedies = [], []
-    if pinned := pinned_bytes(config, shape, reward_shape):
+    if pinned := parts["offload"]:
         causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
-        remedies.append(f"Set fsdp.offload to none{_smaller_offload(config)}")
-    if staged := staged_bytes(config, shape):
+        remedies.append("a weaker fsdp.offload")
+    if staged := parts["checkpoint staging"]:
         every = config.checkpoint.every_steps
         causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
-        remedies.append("Set checkpoint.every_steps to 0 (no checkpoints)")
-    parts = host_parts(config, shape, reward_shape)
+        remedies.append("checkpoint.every_steps=0 (no checkpoints)")
     if not causes:
-        slots_key = f"cluster.gpus_per_node = {slots}"
-        causes.append(f"{slots_key}: processes take {gib(sum(parts.values()))}")
-    remedies.append("lower cluster.gpus_per_node")
+        processes = gib(sum(parts.values()))
+        causes.append(f"cluster.gpus_per_node = {slots}: processes take {processes}")
+    remedies.append("a lower cluster.gpus_per_node")
     yield (
         f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
         f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
         f"{gib(available)}.\n"
-        f"{', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
-        f"fsdp.dp_shard)."
+        f"Set {', '.join(remedies)}, or more nodes (cluster.nodes) to spread the weights over."
     )
-
-
-def _smaller_offload(config: RunConfig) -> str:
-    return " or idle_optimizer" if config.fsdp.offload is Offload.idle_all else ""

@@ -32,48 +32,40 @@ def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Check the number of GPUs, or of cores for CPU slots, of each node."""
-    wanted = config.cluster.gpus_per_node
+    """Check the number of GPUs, or of cores for CPU slots, of each node, largest with largest."""
+    wanted, slots = config.cluster.gpus_per_node, config.placement.slots_on_nodes
     assert wanted is not None
-    if config.hardware.accelerator is Accelerator.gpu:
-        if config.placement.slots_on_nodes is not None:
-            yield from _uneven_problems(config.placement.slots_on_nodes, machine)
-            return
-        there = gpus_on_each(machine, config.cluster.nodes)
-        if machine.gpus and wanted > there:
+    key = f"cluster.gpus_per_node = {wanted}"
+    if config.hardware.accelerator is Accelerator.cpu:
+        cores = sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes]
+        most = SLOTS_PER_CORE * min(cores)
+        if wanted > most:
             yield (
-                f"cluster.gpus_per_node = {wanted}, expected at most {there}, the GPUs on each "
-                f"node ({machine.describe()}{_shows_no_more(machine)}).\n"
-                f"Set cluster.gpus_per_node={there} or less."
+                f"{key} CPU slots, expected at most {most}: {SLOTS_PER_CORE} for each of a node's "
+                f"{min(cores)} cores; more would be slower.\n"
+                f"Set cluster.gpus_per_node={most} or less."
             )
-        return
-    cores = min(sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes])
-    if wanted > SLOTS_PER_CORE * cores:
+    elif machine.gpus and slots is not None:
+        there = gpu_counts(machine, len(slots))
+        pairs = zip(sorted(slots, reverse=True), there, strict=False)
+        if any(count > found for count, found in pairs):
+            yield (
+                f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
+                f"({machine.describe()}).\n"
+                f"Set placement.slots_on_nodes={there} or less."
+            )
+    elif machine.gpus and wanted > (most := gpus_on_each(machine, config.cluster.nodes)):
         yield (
-            f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "
-            f"{SLOTS_PER_CORE * cores}: {SLOTS_PER_CORE} for each of a node's {cores} cores; "
-            f"more would be slower.\n"
-            f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
+            f"{key}, expected at most {most}, the GPUs on each node "
+            f"({machine.describe()}{_shows_no_more(machine)}).\n"
+            f"Set cluster.gpus_per_node={most} or less."
         )
 
 
 def _shows_no_more(machine: Machine) -> str:
-    """The variable that may hide GPUs, to stand behind those seen; empty where it is not set."""
+    """Return the variable that may hide GPUs, to stand behind those seen; empty if it is unset."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
     return "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
-
-
-def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
-    """Check placement.slots_on_nodes against the nodes' GPUs, largest with largest."""
-    there = gpu_counts(machine, len(slots))
-    if machine.gpus and any(
-        wanted > found for wanted, found in zip(sorted(slots, reverse=True), there, strict=False)
-    ):
-        yield (
-            f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
-            f"({machine.describe()}).\n"
-            f"Set placement.slots_on_nodes={there} or less."
-        )
 
 
 def gpu_counts(machine: Machine, nodes: int) -> list[int]:
@@ -90,16 +82,10 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Check that hardware=gpu finds a GPU; a dry run may plan for another machine."""
     if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
         return
-    if config.run.dry:
-        return
-    if machine.gpu_error:
+    if not config.run.dry:
+        there = f"this machine has {machine.describe()}{_shows_no_more(machine)}"
         yield (
-            f"hardware = gpu, but {machine.gpu_error}.\n"
-            f"Repair the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
-        )
-    else:
-        yield (
-            f"hardware = gpu, but this machine has {machine.describe()}{_shows_no_more(machine)}.\n"
+            f"hardware = gpu, but {machine.gpu_error or there}.\n"
             f"Set hardware=cpu, or add run.dry=true to plan for another machine."
         )
 

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -71,6 +71,26 @@ def locate(key: str, path: str) -> Any:
             f"{key} = {path}, but {module_name} has no {name}; it has {', '.join(names) or 'none'}."
         )
     return vars(module)[name]
+
+
+def signature_of(
+    key: str, path: str, built_in: Collection[str], group: str
+) -> list[inspect.Parameter]:
+    """Return the parameters of a user's function, named instead of a built-in one.
+
+    Raises:
+        ConfigError: it is neither a built-in name nor the path of a function.
+    """
+    if "." not in path:
+        raise ConfigError(
+            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path such as "
+            f"my_package.my_module.my_function.\n"
+            f"Set {group}=<name> for a built-in one with its settings."
+        )
+    function = locate(key, path)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{key} = {path}, expected a function.\nSet the path of one.")
+    return list(inspect.signature(function).parameters.values())
 
 
 def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:

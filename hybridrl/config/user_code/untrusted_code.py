@@ -1,7 +1,7 @@
 """Trust of a config of unknown origin: code it would run, URLs, secrets and missing sandboxes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
@@ -75,27 +75,23 @@ def refuse_untrusted_code(
     Raises:
         ConfigError: the config needs trust.
     """
-    problems = []
-    if code := _not_overridden(untrusted_code(config), overrides):
-        problems.append(
-            f"{origin} names code outside hybridrl: {', '.join(code)}.\n"
-            f"It would run with your rights.\n"
-            f"If you trust its author, add --run-code."
-        )
-    if runs_rewards and (sent := _not_overridden(outward(config), overrides)):
-        problems.append(
-            f"{origin} names URLs or environment variables: {', '.join(sent)}.\n"
-            f"Responses, and the values of these variables, could be sent to its author.\n"
-            f"Set these keys on the command line (key=value), or, if you trust them, add "
-            f"--run-code."
-        )
-    if runs_rewards and (switched_off := _not_overridden(unconfined(config), overrides)):
-        problems.append(
-            f"{origin} runs model-written programs without a sandbox: {', '.join(switched_off)}.\n"
-            f"They would run with your rights.\n"
-            f"Set these keys on the command line (key=value), or, if you trust them, add "
-            f"--run-code."
-        )
+    kinds: list[tuple[Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]], str, str]] = [
+        (untrusted_code, "names code outside hybridrl", "It would run with your rights."),
+    ]
+    if runs_rewards:
+        sent = "Responses, and the values of these variables, could be sent to its author."
+        free = "runs model-written programs without a sandbox"
+        kinds += [
+            (outward, "names URLs or environment variables", sent),
+            (unconfined, free, "They would run with your rights."),
+        ]
+    problems = [
+        f"{origin} {what}: {', '.join(found)}.\n{why}\n"
+        f"Set these keys on the command line (key=value), or, if you trust its author, add "
+        f"--run-code."
+        for search, what, why in kinds
+        if (found := _not_overridden(search(config), overrides))
+    ]
     if problems:
         raise ConfigError(*problems)
 
