@@ -5,7 +5,6 @@ Annotations are the range of a number, and FREE for keys that a resume may chang
 """
 
 import math
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.config.command.report import shown
@@ -29,13 +28,8 @@ class Section:
             raise Unusable(f"{type(self).__name__}.{name}")
 
 
-class Resume(Enum):
-    """Effect of a field on what a resumed run computes."""
-
-    free = "none, up to rounding"
-
-
-FREE = Resume.free
+# A field without effect, up to rounding, on what a resumed run computes.
+FREE = object()
 
 
 class Range(NamedTuple):

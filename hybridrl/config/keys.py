@@ -2,10 +2,16 @@
 
 import difflib
 from collections.abc import Collection, Mapping
+from functools import reduce
 from typing import Any
 
 # Groups that are not in the defaults list.
 ADDED_GROUPS = ("recipe", "sweep")
+
+
+def value_of(config: object, key: str) -> Any:
+    """Return the value of a dotted key of a typed config."""
+    return reduce(getattr, key.split("."), config)
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,7 @@ COMMON_CHECKS = (
     sizes.mesh_problems,
     sizes.uneven_problems,
     sizes.engine_problems,
-    sizes.layout_problems,
+    sizes.link_problems,
     sizes.port_problems,
     offload_problems,
     resources.kv_cache_problems,
@@ -51,7 +51,6 @@ TRAINING_CHECKS = (
     sizes.betas_problems,
     sizes.step_problems,
     sizes.profile_problems,
-    sizes.temperature_problems,
     resources.package_problems,
     reward_model_problems,
 )

@@ -136,7 +136,7 @@ ONE_PROBLEM = [
     ),
     (
         ["cluster.gpus_per_node=2", "fsdp.tensor_parallel_size=2"],
-        ["fsdp.tensor_parallel_size = 2", "which is 1", "set rollout.tensor_parallel_size"],
+        ["fsdp.tensor_parallel_size = 2", "set rollout.tensor_parallel_size", "parallel_size = 1"],
     ),
     (
         ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2", "fsdp.columns=3"],

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import reduce
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import Unusable
@@ -12,6 +11,7 @@ from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
 from hybridrl.config.data_schema import SOURCE_KEYS
 from hybridrl.config.estimators import SETTINGS, Estimator, estimator_of, taking, uses_critic
+from hybridrl.config.keys import value_of
 from hybridrl.config.planner.shard_order import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -39,11 +39,6 @@ class Idle(NamedTuple):
         if callable(self.when):
             return bool(self.when(config))
         return bool(value_of(config, self.cause) == self.when)
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
 
 
 def _estimator(config: RunConfig) -> Estimator:

@@ -57,11 +57,7 @@ def check_installation(accelerator: Accelerator) -> str:
 
 
 def check_ray() -> None:
-    """Check the version of Ray.
-
-    Raises:
-        ConfigError: Ray is missing or too old.
-    """
+    """Raise a ConfigError unless a supported Ray is installed."""
     if problems := _problems_of_ray():
         raise ConfigError(*problems)
 

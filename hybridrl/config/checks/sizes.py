@@ -3,12 +3,24 @@
 from collections.abc import Iterator
 
 from hybridrl.config.estimators import uses_critic
+from hybridrl.config.keys import value_of
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64
+_DISTRIBUTION = "log-probs must be of the sampled distribution"
+# Keys, the keys that they link to by default, and why they must not differ.
+LINKED = (
+    ("actor.temperature", "rollout.temperature", _DISTRIBUTION),
+    ("ref.temperature", "rollout.temperature", _DISTRIBUTION),
+    (
+        "fsdp.tensor_parallel_size",
+        "rollout.tensor_parallel_size",
+        "with other slices than vLLM's every weight sync is slower",
+    ),
+)
 
 
 def mesh_problems(config: RunConfig) -> Iterator[str]:
@@ -53,16 +65,15 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def layout_problems(config: RunConfig) -> Iterator[str]:
-    """Check that shards are aligned to vLLM's tensor-parallel slices."""
-    aligned_to, tp = config.fsdp.tensor_parallel_size, config.rollout.tensor_parallel_size
-    if aligned_to != tp:
-        yield (
-            f"fsdp.tensor_parallel_size = {aligned_to}, expected the link "
-            f"${{rollout.tensor_parallel_size}}, which is {tp}: with other "
-            f"slices than vLLM's every weight sync is slower.\n"
-            f"Remove fsdp.tensor_parallel_size and set rollout.tensor_parallel_size instead."
-        )
+def link_problems(config: RunConfig) -> Iterator[str]:
+    """Check that keys have the value of the key that they link to."""
+    for key, target, why in LINKED:
+        found, expected = value_of(config, key), value_of(config, target)
+        if found != expected:
+            yield (
+                f"{key} = {found}, expected {target} = {expected}, its default: {why}.\n"
+                f"Remove {key}, and set {target} instead."
+            )
 
 
 def prompt_problems(config: RunConfig) -> Iterator[str]:
@@ -164,18 +175,6 @@ def profile_problems(config: RunConfig) -> Iterator[str]:
             f"trainer.total_steps = {total}: the run has no step {listed(never)}.\n"
             f"Remove {listed(never)}, or raise trainer.total_steps."
         )
-
-
-def temperature_problems(config: RunConfig) -> Iterator[str]:
-    """Check that log-probs have the temperature of sampling."""
-    for role, temperature in (("actor", config.actor.temperature), ("ref", config.ref.temperature)):
-        if temperature != config.rollout.temperature:
-            yield (
-                f"{role}.temperature = {temperature}, expected rollout.temperature = "
-                f"{config.rollout.temperature}: log-probs must be of the sampled "
-                f"distribution.\n"
-                f"Remove {role}.temperature, and set only rollout.temperature."
-            )
 
 
 def length_problems(

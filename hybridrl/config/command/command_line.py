@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.command.input_errors import INPUT_ERRORS, long_numbers, problem_of, reason_of
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.report import shown
 from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
 from hybridrl.config.schema_keys import known_keys
@@ -226,13 +226,10 @@ class _Composer:
         "fails."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
-            cfg = compose(CONFIG_NAME, [*lines, *self.search_path])
-            too_long = [*long_numbers(cfg)]
+            return compose(CONFIG_NAME, [*lines, *self.search_path])
         except INPUT_ERRORS as error:
             problems.append(f"{self._choice_with(error, overrides)}{problem_of(error)}")
             return None
-        problems += too_long
-        return None if too_long else cfg
 
     def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
         """Return the choice of a group that raises the error alone: Python's errors name no "

@@ -1,15 +1,12 @@
 """Input errors: exceptions of Hydra, OmegaConf, YAML and the system, and their texts."""
 
 import sys
-from collections.abc import Iterator
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.command.report import shown
-from hybridrl.config.keys import leaves
 
 # Python raises ValueError for numbers of more digits than it reads, and for text that is not UTF-8.
 INPUT_ERRORS = (
@@ -48,17 +45,6 @@ def problem_of(error: BaseException) -> str:
     """Return an input error as a problem, with OmegaConf's config key if there is one."""
     at = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{at}: {reason_of(error)}" if at else reason_of(error)
-
-
-def long_numbers(cfg: DictConfig) -> Iterator[str]:
-    """Integers with more digits than Python writes, which YAML reads in hexadecimal."""
-    tree = OmegaConf.to_container(cfg)
-    assert isinstance(tree, dict)
-    for key, value in leaves(tree).items():
-        try:
-            str(value)
-        except ValueError as error:
-            yield f"{key}: {reason_of(error)}"
 
 
 def _without_class(text: str) -> str:

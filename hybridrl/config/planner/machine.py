@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.planner import nvidia_smi
-from hybridrl.config.planner.cgroup import cgroups
 
 GIB = 2**30
 
@@ -108,6 +107,31 @@ def memory_limit(root: Path = Path("/")) -> int:
         int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")
     )
     return min([total, *_cgroup_limits(root)])
+
+
+def cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its parents.
+
+    Args:
+        controller: memory, pids or cpu.
+        root: of the file system with /proc and /sys.
+    """
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's, of which only the root is mounted.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if folder.is_dir():
+                yield folder
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

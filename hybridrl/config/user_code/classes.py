@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
-from hybridrl.config.user_code.importing import check_import, own_problems
+from hybridrl.config.user_code.importing import check_import, import_problem, own_problems
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
 BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
@@ -27,21 +27,6 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
 # Roles whose section a run may leave out.
 OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
-# Errors that the import of a user's module may raise.
-IMPORT_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    SystemExit,
-    TypeError,
-    ValueError,
-)
 
 
 def locate(key: str, path: str) -> Any:
@@ -59,12 +44,9 @@ def locate(key: str, path: str) -> Any:
         )
     try:
         module = importlib.import_module(module_name)
-    except IMPORT_ERRORS as error:
-        raise ConfigError(
-            f"{key} = {path}, but importing {module_name} failed: "
-            f"{type(error).__name__}: {error}.\n"
-            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
-        ) from error
+    except ImportError as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(import_problem(key, path, reason)) from error
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         raise ConfigError(
