@@ -99,4 +99,5 @@ def seconds(why: str) -> Range:
 
 SEED = Range(0, high=2**63 - 1, why="random generators accept seeds of 63 bits")
 TEMPERATURE = above_zero("logits are divided by it")
+BETWEEN_0_AND_1 = Range(0, 1, low_open=True, high_open=True, why="it is a share")
 ANY = Range(-math.inf)

@@ -23,7 +23,7 @@ LRSchedule = StrEnum("LRSchedule", ["constant", "linear", "cosine"])
 Accelerator = StrEnum("Accelerator", ["cpu", "gpu"])
 # Floating-point types by torch's names.
 DType = StrEnum("DType", ["float32", "bfloat16"])
-# Layout of FSDP shards (config/planner/shard_order.py, distributed/columns.py).
+# Layout of FSDP shards (config/planner/world.py, distributed/columns.py).
 Layout = StrEnum("Layout", ["aligned", "plain"])
 # Gradients accumulated over micro-batches: full or sharded (distributed/accumulation.py).
 Accumulation = StrEnum("Accumulation", ["full", "sharded"])

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.algorithm_schema import LossConfig
-from hybridrl.config.annotations import Range
+from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.user_code.classes import signature_of
@@ -85,9 +85,7 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
             f"{_TRUST}.dppo_tv",
             _SAMPLED,
             {
-                "max_divergence": Range(
-                    0, 1, low_open=True, high_open=True, why="probabilities differ by at most 1"
-                ),
+                "max_divergence": BETWEEN_0_AND_1,
                 "max_ratio": _RATIO,
             },
         ),
@@ -169,9 +167,8 @@ def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> It
     args = {name: value for name, value in config.args.items() if name in known}
     broken = False
     for name, value in args.items():
-        allowed = known[name] or Range(-float("inf"))
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and allowed.contains(value)):
+        allowed = known[name] or ANY
+        if type(value) not in (int, float) or not allowed.contains(value):
             broken = True
             why = f": {allowed.why}" if allowed.why else ""
             yield f"{KEY}.args.{name} = {value}, expected a number, {allowed}{why}."

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.annotations import (
     ANY,
+    BETWEEN_0_AND_1,
     FREE,
     LONGEST_S,
     SEED,
@@ -89,14 +90,10 @@ class ClusterConfig(Section):
     """conf/cluster. gpus_per_node may be null before `derive`."""
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
-    gpus_per_node: Annotated[
-        int | None, at_least_one("a node needs a process; null means all GPUs")
-    ]
+    gpus_per_node: Annotated[int | None, at_least_one("a node needs a process; null is all GPUs")]
     rendezvous_ports: Annotated[list[int], Range(1024, high=65535, why="lower ports need root")]
     start_timeout_s: Annotated[float, seconds("workers need time to start")]
-    stall_timeout_s: Annotated[
-        float, Range(0, high=LONGEST_S, why="it is a time; 0 disables the stall detector")
-    ]
+    stall_timeout_s: Annotated[float, Range(0, LONGEST_S, why="0 disables the stall detector")]
     nvlink_multicast: NVLinkMulticast
 
 
@@ -131,9 +128,7 @@ class OptimConfig(Section):
     """conf/actor and conf/critic: optim."""
 
     lr: Annotated[float, share("AdamW needs a positive step; above 1 it diverges", low_open=True)]
-    betas: Annotated[
-        list[float], Range(0, high=1, high_open=True, why="they are decay rates of averages")
-    ]
+    betas: Annotated[list[float], Range(0, 1, high_open=True, why="they are decay rates")]
     eps: Annotated[float, above_zero("it prevents a division by zero in AdamW")]
     weight_decay: Annotated[float, Range(0, why="a negative decay makes weights grow")]
     max_grad_norm: Annotated[float, above_zero("gradients are scaled down to it")]
@@ -215,18 +210,12 @@ class RolloutConfig(RoleConfig):
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
-    temperature: Annotated[
-        float, above_zero("logits are divided by it; eval.greedy=true evaluates greedily")
-    ]
+    temperature: Annotated[float, above_zero("eval.greedy=true evaluates greedily")]
     top_p: Annotated[float, share("it is a share of probability; 1 means all", low_open=True)]
     max_prompt_tokens: Annotated[int, at_least_one("a prompt has tokens")]
     max_response_tokens: Annotated[int, at_least_one("a response has tokens")]
     dtype: DType
-    gpu_memory_utilization: Annotated[
-        float,
-        Range(0, 1, low_open=True, high_open=True, why="it is a share of the GPU's memory"),
-        FREE,
-    ]
+    gpu_memory_utilization: Annotated[float, BETWEEN_0_AND_1, FREE]
     kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
     max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]
     enforce_eager: Annotated[bool, FREE]
@@ -242,9 +231,7 @@ class RewardConfig(Section):
     function: str
     args: dict[str, Any]
     timeout_s: Annotated[float, seconds("a reward needs time"), FREE]
-    num_processes: Annotated[
-        int | None, Range(1, high=4096, why="each is a process of tens of megabytes"), FREE
-    ]
+    num_processes: Annotated[int | None, Range(1, 4096, why="each takes tens of megabytes"), FREE]
     failed_score: Annotated[float, ANY._replace(why="NaN or infinity would spoil the whole batch")]
 
 
@@ -268,13 +255,9 @@ class TrainerConfig(Section):
     max_log_prob_diff: Annotated[float, above_zero("it limits a mean of absolute values"), FREE]
     samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
     save_final_model: Annotated[bool, FREE]
-    max_skipped_steps: Annotated[
-        int, at_least_one("1 ends the run at the first skipped step"), FREE
-    ]
+    max_skipped_steps: Annotated[int, at_least_one("1 ends the run at the first one"), FREE]
     max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
-    profile_steps: Annotated[
-        list[int], at_least_one("steps are counted from 1; [] profiles none"), FREE
-    ]
+    profile_steps: Annotated[list[int], at_least_one("steps are counted from 1"), FREE]
 
 
 @dataclass(kw_only=True)
@@ -310,9 +293,7 @@ class CheckpointConfig(Section):
     every_steps: Annotated[int, at_least_zero("0 means never")]
     keep_last: Annotated[int, at_least_zero("it counts checkpoints; 0 keeps all")]
     keep_best: str | None
-    on_sigterm: Annotated[
-        float, Range(0, high=LONGEST_S, why="it is a time; 0 ends the run at once")
-    ]
+    on_sigterm: Annotated[float, Range(0, LONGEST_S, why="it is a time; 0 ends the run at once")]
     allow_config_changes: bool
 
 

@@ -49,18 +49,11 @@ def correction_problems(config: RunConfig) -> Iterator[str]:
     """Check that the bounds of importance ratios contain 1."""
     correction = config.algorithm.rollout_correction
     key = "algorithm.rollout_correction"
-    if correction.method is CorrectionMethod.none:
-        return
-    if correction.high < 1:
-        yield (
-            f"{key}.high = {correction.high}, expected at least 1, the ratio of a token on which "
-            f"vLLM and the trainer agree.\nSet {key}.high=2."
-        )
+    agree = "1, the ratio of a token on which vLLM and the trainer agree"
+    if correction.method is not CorrectionMethod.none and correction.high < 1:
+        yield f"{key}.high = {correction.high}, expected at least {agree}.\nSet {key}.high=2."
     if correction.method is CorrectionMethod.mask and correction.low > 1:
-        yield (
-            f"{key}.low = {correction.low}, expected at most 1, the ratio of a token on which vLLM "
-            f"and the trainer agree.\nSet {key}.low=0.5."
-        )
+        yield f"{key}.low = {correction.low}, expected at most {agree}.\nSet {key}.low=0.5."
 
 
 def overlong_problems(config: RunConfig) -> Iterator[str]:

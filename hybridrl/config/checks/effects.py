@@ -12,7 +12,7 @@ from hybridrl.config.command.report import shown
 from hybridrl.config.data_schema import SOURCE_KEYS
 from hybridrl.config.estimators import SETTINGS, Estimator, estimator_of, taking, uses_critic
 from hybridrl.config.keys import value_of
-from hybridrl.config.planner.shard_order import is_nested
+from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 

@@ -84,21 +84,17 @@ def _head_problems(path: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 def reward_model_problems(config: RunConfig) -> Iterator[str]:
     """Find runs without any score, and settings that need scores before the reward model runs."""
+    model = config.reward_model
     unrewarded = config.reward.function == NO_REWARD and config.environment is None
-    if config.reward_model is None:
-        if unrewarded:
-            yield (
-                f"reward.function = {NO_REWARD} gives every response the score 0, without a "
-                f"reward model: nothing could be learned.\n"
-                f"Set reward_model=default {REWARD_MODEL_PATH}=<checkpoint>, or another reward."
-            )
-        return
-    if config.reward_model.weight == 0 and unrewarded:
+    if unrewarded and (model is None or model.weight == 0):
+        without = "no reward model" if model is None else "reward_model.weight = 0"
         yield (
-            f"reward_model.weight = 0 and reward.function = {NO_REWARD}: every response scores 0, "
-            f"so nothing could be learned.\n"
-            f"Set reward_model.weight=1, or another reward."
+            f"reward.function = {NO_REWARD} with {without}: every response scores 0, so nothing "
+            f"could be learned.\n"
+            f"Set reward_model=default {REWARD_MODEL_PATH}=<checkpoint>, or another reward."
         )
+    if model is None:
+        return
     rounds = config.algorithm.max_sampling_rounds
     if rounds > 1:
         yield (

@@ -147,8 +147,7 @@ def pinned_bytes(
 
 
 def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the host memory of one rank's staging buffer for checkpoints; page-locked with "
-    "GPUs."""
+    """Return a rank's host memory of the checkpoints' staging buffer; page-locked with GPUs."""
     assert config.fsdp.dp_shard is not None
     if not config.checkpoint.every_steps:
         return 0
@@ -180,17 +179,18 @@ def node_ram(
     slots: int | None = None,
 ) -> int:
     """Return the RAM of GPU workers and driver on a node; by default the node with most slots."""
-    slots = config.cluster.gpus_per_node if slots is None else slots
-    assert slots is not None
-    return slots * sum(host_parts(config, shape, reward_shape).values()) + CPU_DRIVER_BYTES
+    return _on_node(config, sum(host_parts(config, shape, reward_shape).values()), slots)
 
 
 def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
     """Return the RAM of CPU workers and driver on a node; by default the node with most slots."""
+    return _on_node(config, max(phase.total for phase in phases), slots)
+
+
+def _on_node(config: RunConfig, per_rank: int, slots: int | None) -> int:
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
-    peak = max(phase.total for phase in phases)
-    return slots * peak + CPU_DRIVER_BYTES
+    return slots * per_rank + CPU_DRIVER_BYTES
 
 
 def _resident(

@@ -19,8 +19,14 @@ from hybridrl.config.planner.memory import (
     rank_phases,
 )
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.shard_order import is_nested, ranks_by_shard
-from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
+from hybridrl.config.planner.world import (
+    data_shards,
+    is_nested,
+    ranks_by_shard,
+    slots_on_nodes,
+    world_size,
+    world_text,
+)
 from hybridrl.config.schema import RunConfig
 
 # More ranks than this are listed node by node.
