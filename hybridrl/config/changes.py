@@ -50,11 +50,9 @@ def changes(
     now: Mapping[str, Any],
     files: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Change]:
-    """Return the changes, those that matter first, sorted by key.
+    """Return the changes of resolved configs, those that matter first, sorted by key.
 
-    Args:
-        before, now: resolved configs as plain JSON.
-        files: changed files by the key of their folder's path.
+    `files` are changed files by the key of their folder's path.
     """
     old, new = _own_leaves(before), _own_leaves(now)
     differing = [

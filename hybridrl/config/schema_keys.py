@@ -56,33 +56,14 @@ def is_read(key: str) -> bool:
 
 
 def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
-    """Return all keys of the composed config and of the roles' dataclasses that are read."""
+    """Return the keys of the composed config that are read, and those of the roles' dataclasses."""
     tree = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(tree, dict)
-    composed = [key for key in leaves(tree) if is_read(key)]
-    return sorted({*composed, *_fields(RunConfig, "", roles, tree)})
-
-
-def _fields(
-    cls: type, prefix: str, roles: Mapping[str, type], tree: Mapping[Any, Any]
-) -> Iterator[str]:
-    """Yield the dotted keys of a dataclass, except the roles' links to shared nodes.
-
-    Args:
-        cls: of the section at the dotted key `prefix`.
-        roles: each role's dataclass.
-        tree: the composed section, which names the sections of mappings.
-    """
-    for name, hint in plain_hints(cls).items():
-        if name in LINKS.get(prefix[:-1], {}):
-            continue
-        inner = roles[name] if cls is RunConfig and name in roles else hint
-        found = tree.get(name)
-        inside = found if isinstance(found, Mapping) else {}
-        if dataclasses.is_dataclass(inner):
-            yield from _fields(typing.cast(type, inner), f"{prefix}{name}.", roles, inside)
-        elif element := element_class(inner):
-            for entry in inside:
-                yield from _fields(element, f"{prefix}{name}.{entry}.", roles, {})
-        else:
-            yield f"{prefix}{name}"
+    composed = {key for key in leaves(tree) if is_read(key)}
+    own = {
+        f"{role}.{name}"
+        for role, cls in roles.items()
+        for name, hint in plain_hints(cls).items()
+        if name not in LINKS.get(role, {}) and not dataclasses.is_dataclass(hint)
+    }
+    return sorted(composed | own)

@@ -77,16 +77,9 @@ def run_checks(
     *,
     trains: bool = True,
 ) -> None:
-    """Add every problem of a typed config to `report`.
+    """Add every problem of a typed config to `report`; `trains` is false for an evaluation.
 
-    Args:
-        config: typed and resolved as far as possible.
-        machine: nodes that the run may use.
-        shape: the model's; None if it could not be read, which is reported already.
-        reward_shape: the reward model's, likewise; None also without a reward model.
-        provenance: keys that the user set.
-        report: collects problems.
-        trains: false for an evaluation.
+    The shapes of models are None if they could not be read, which is reported already.
     """
     if trains:
         _run([_estimator_problems(config)], report)

@@ -101,12 +101,7 @@ def kv_cache_problems(config: RunConfig) -> Iterator[str]:
 
 
 def file_problems(key: str, value: Any) -> Iterator[str]:
-    """Check that the files of data.train_files or data.eval_files can be read.
-
-    Args:
-        key: the config key.
-        value: a path, a list of paths or None.
-    """
+    """Check that the files of a path, a list of paths or None can be read."""
     if value is None:
         return
     paths = value if isinstance(value, list) else [value]

@@ -49,19 +49,18 @@ def uneven_problems(config: RunConfig) -> Iterator[str]:
 def engine_problems(config: RunConfig) -> Iterator[str]:
     """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
     tp, placement = config.rollout.tensor_parallel_size, config.placement
+    ranks = next((n for n in slots_on_nodes(config) if n % tp), tp)
+    where, more = f"cluster.gpus_per_node = {ranks}", f", multiples of {tp} ranks on each node"
+    if placement.slots_on_nodes is not None:
+        where = f"{ranks} of placement.slots_on_nodes = {placement.slots_on_nodes}"
     if placement.allow_straddle:
         ranks, where = world_size(config), world_text(config)
     else:
-        ranks = next((n for n in slots_on_nodes(config) if n % tp), tp)
-        where = f"cluster.gpus_per_node = {ranks}"
-        if placement.slots_on_nodes is not None:
-            where = f"{ranks} of placement.slots_on_nodes = {placement.slots_on_nodes}"
+        more += ", or placement.allow_straddle=true, which is slow"
     if ranks % tp:
         yield (
-            f"rollout.tensor_parallel_size = {tp} does not divide {where}: the ranks of an engine "
-            f"must be on one node, unless placement.allow_straddle=true, which is slow.\n"
-            f"Set rollout.tensor_parallel_size to one of {listed(divisors(ranks))}, or use "
-            f"multiples of {tp} ranks on each node."
+            f"rollout.tensor_parallel_size = {tp} does not divide {where}: an engine lies on one "
+            f"node.\nSet it to one of {listed(divisors(ranks))}{more}."
         )
 
 

@@ -91,10 +91,7 @@ def precompose(
 ) -> Precomposed:
     """Check every override and compose the usable ones.
 
-    Args:
-        line: the command line, which composes.
-        config_dir: folder of the primary config.
-        underlay: changes the config between groups and overrides of values.
+    `underlay` changes the config between groups and overrides of values.
     """
     problems: list[str] = []
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
@@ -176,12 +173,7 @@ def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Composer of groups and overrides, by Hydra.
-
-    Attributes:
-        loader: finds groups.
-        search_path: an override that adds the user's folders, or nothing.
-    """
+    """Composer of groups and overrides, by Hydra; `search_path` adds the user's folders."""
 
     loader: ConfigLoader
     search_path: list[str]

@@ -38,12 +38,7 @@ class Provenance:
 
 
 def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Provenance:
-    """Return the provenance of a config.
-
-    Args:
-        overrides: as typed: "actor.epochs=2", "+recipe=x", "~a.b".
-        recipes: YAML of the chosen recipes, as in the files.
-    """
+    """Return the provenance of a config from overrides as typed and YAML of chosen recipes."""
     sources: dict[str, Source] = {}
     for recipe in recipes:
         tree = OmegaConf.to_container(recipe, resolve=False)
@@ -56,12 +51,7 @@ def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Pr
 
 
 def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> list[DictConfig]:
-    """Return the YAML of the chosen recipes.
-
-    Args:
-        choices: Hydra's `hydra.runtime.choices`.
-        config_sources: Hydra's `hydra.runtime.config_sources`, each with path and schema.
-    """
+    """Return the YAML of the chosen recipes, from choices and config_sources of hydra.runtime."""
     chosen = choices.get("recipe")
     names = [chosen] if isinstance(chosen, str) else list(chosen or [])
     found = []

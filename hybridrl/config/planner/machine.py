@@ -90,8 +90,7 @@ def local_machine() -> Machine:
 
 
 def _usable_cores() -> int:
-    """Return the cores that this process may run on; CPU affinity counts, CPU shares do not."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0))  # CPU shares do not count
 
 
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
@@ -110,11 +109,9 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its parents.
+    """Yield the folders of this process's cgroup (v1 or v2) and its parents.
 
-    Args:
-        controller: memory, pids or cpu.
-        root: of the file system with /proc and /sys.
+    `controller` is memory, pids or cpu, `root` that of the file system with /proc and /sys.
     """
     listing = root / "proc/self/cgroup"
     for line in listing.read_text().splitlines() if listing.is_file() else ():

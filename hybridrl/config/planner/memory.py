@@ -80,14 +80,7 @@ def rank_phases(
     gpu_bytes: int | None,
     reward_shape: ModelShape | None = None,
 ) -> list[Phase]:
-    """Predict one rank's memory in each phase.
-
-    Args:
-        config: resolved.
-        shape: the model's.
-        gpu_bytes: memory of the smallest GPU; None: a CPU slot.
-        reward_shape: the reward model's, in a run with one.
-    """
+    """Predict one rank's memory in each phase; `gpu_bytes` is None for a CPU slot."""
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:

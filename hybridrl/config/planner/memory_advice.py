@@ -30,14 +30,7 @@ class Change(NamedTuple):
 
 
 class MemoryCase(NamedTuple):
-    """Inputs of a memory prediction, and its limits.
-
-    Attributes:
-        config: resolved.
-        shape, reward_shape: of the model and the reward model, if there is one.
-        gpu_bytes: memory of the smallest GPU.
-        host_fits: returns whether a config fits into the nodes' RAM.
-    """
+    """Inputs of a memory prediction, and its limits: the smallest GPU, and the nodes' RAM."""
 
     config: RunConfig
     shape: ModelShape

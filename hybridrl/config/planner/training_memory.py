@@ -40,11 +40,6 @@ def kept_by_layer(shape: ModelShape, size: int, *, compiled: bool) -> int:
     Eager:     norms twice (4 + 2s)h, query and output 2sHD, key and value 2sKD, MLP 4sI;
                Qwen3's q_norm and k_norm (4 + s)D per head
     Compiled:  layer input, norms' outputs, o_proj's output 4sh, attention as above, MLP 3sI
-
-    Args:
-        shape: the model's.
-        size: s.
-        compiled: fsdp.compile.
     """
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     if compiled:

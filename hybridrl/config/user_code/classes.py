@@ -130,14 +130,7 @@ def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
 def check_call(
     key: str, path: str, inputs: tuple[Any, ...], args: dict[str, Any], call: str
 ) -> None:
-    """Check that `path` can be called with some inputs and the config's args.
-
-    Args:
-        key: the section with the keys `function` and `args`.
-        path: dotted path of a class or function.
-        inputs: example inputs.
-        args: keyword arguments.
-        call: the call, for messages.
+    """Check that `path`, of the section `key`, can be called with example inputs and its args.
 
     Raises:
         ConfigError: `path` cannot be imported or called so, or its own checks found problems.
