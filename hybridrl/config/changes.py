@@ -81,9 +81,8 @@ def changes(
 
 def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves; those of shared nodes only once, outside of the roles."""
-    shared = {role: LINKS[role].keys() for role in LINKS}
     own = {
-        name: {key: value for key, value in section.items() if key not in shared.get(name, ())}
+        name: {key: value for key, value in section.items() if key not in LINKS.get(name, ())}
         if isinstance(section, Mapping)
         else section
         for name, section in config.items()

@@ -16,7 +16,7 @@ from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
+from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
@@ -104,7 +104,7 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
     classes, problems = role_classes(cfg)
     report.problems += problems
     known = known_keys(cfg, classes)
-    builder = Builder(report, known, circular_links(leaves(_raw_tree(cfg))))
+    builder = Builder(report, known, circular_links(leaves(raw_tree(cfg))))
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
         name, hint = field.name, plain_hints(RunConfig)[field.name]
@@ -116,7 +116,7 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
         elif _at(cfg, name) is None and may_lack:
             sections[name] = None
         else:
-            shared = {link: sections[target] for link, target in LINKS.get(name, {}).items()}
+            shared = {link: sections[link] for link in LINKS.get(name, ())}
             sections[name] = builder.section(
                 typing.cast(type, section), _at(cfg, name), name, shared
             )
@@ -127,16 +127,9 @@ def _at(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
 
 
-def _raw_tree(cfg: DictConfig) -> dict[Any, Any]:
-    """Return the config as plain data, links unresolved."""
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
-    return tree
-
-
 def _top_level_problems(cfg: DictConfig) -> list[str]:
     """Find top-level keys that nothing reads; keys in links of other values are allowed."""
-    tree = _raw_tree(cfg)
+    tree = raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
     problems = []

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.algorithm_schema import LossConfig
-from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range
+from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
 from hybridrl.config.user_code.classes import signature_of
@@ -55,11 +55,12 @@ class PolicyLoss(NamedTuple):
         return {**self.settings, **self.selection_settings}
 
 
-_SHARE = Range(0, high=1, low_open=True, why="it is a share of all tokens")
+_SHARE = share("it is a share of all tokens", low_open=True)
 _CLIP = {
-    "clip_low": Range(0, high=1, low_open=True, why="ratios are clipped to 1 - clip_low"),
-    "clip_high": Range(0, low_open=True, why="ratios are clipped to 1 + clip_high"),
+    "clip_low": share("ratios are clipped to 1 - clip_low", low_open=True),
+    "clip_high": above_zero("ratios are clipped to 1 + clip_high"),
 }
+_TAU = above_zero("the gate is scaled by 4 / tau")
 _RATIO = Range(1, why="a ratio of 1 means no change")
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
@@ -73,29 +74,16 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "dual_clip": PolicyLoss(f"{_CLIPPED}.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
         "gspo": PolicyLoss(f"{_CLIPPED}.gspo", (*_BASE, "sequence_id"), _CLIP),
         "cispo": PolicyLoss(f"{_CLIPPED}.cispo", _BASE, _CLIP),
-        "sapo": PolicyLoss(
-            f"{_TRUST}.sapo",
-            _BASE,
-            {
-                "tau_positive": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
-                "tau_negative": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
-            },
-        ),
+        "sapo": PolicyLoss(f"{_TRUST}.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
         "dppo_tv": PolicyLoss(
             f"{_TRUST}.dppo_tv",
             _SAMPLED,
-            {
-                "max_divergence": BETWEEN_0_AND_1,
-                "max_ratio": _RATIO,
-            },
+            {"max_divergence": BETWEEN_0_AND_1, "max_ratio": _RATIO},
         ),
         "dppo_kl": PolicyLoss(
             f"{_TRUST}.dppo_kl",
             _SAMPLED,
-            {
-                "max_divergence": Range(0, low_open=True, why="a divergence is not negative"),
-                "max_ratio": _RATIO,
-            },
+            {"max_divergence": above_zero("a divergence is not negative"), "max_ratio": _RATIO},
         ),
         "clip_cov": PolicyLoss(
             f"{_COVARIANCE}.clip_cov",
@@ -165,14 +153,16 @@ def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> It
     if config.function not in BUILT_IN_LOSSES:
         return
     args = {name: value for name, value in config.args.items() if name in known}
-    broken = False
-    for name, value in args.items():
-        allowed = known[name] or ANY
-        if type(value) not in (int, float) or not allowed.contains(value):
-            broken = True
-            why = f": {allowed.why}" if allowed.why else ""
-            yield f"{KEY}.args.{name} = {value}, expected a number, {allowed}{why}."
-    if broken or known.keys() - args.keys():
+    ranges = {name: allowed or ANY for name, allowed in known.items()}
+    wrong = {
+        name: value
+        for name, value in args.items()
+        if type(value) not in (int, float) or not ranges[name].contains(value)
+    }
+    for name, value in wrong.items():
+        why = f": {ranges[name].why}" if ranges[name].why else ""
+        yield f"{KEY}.args.{name} = {value}, expected a number, {ranges[name]}{why}."
+    if wrong or known.keys() - args.keys():
         return
     if config.function == "dual_clip" and args["max_ratio"] <= 1 + args["clip_high"]:
         yield (

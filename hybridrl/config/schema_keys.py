@@ -5,10 +5,10 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from hybridrl.config.annotations import FREE
-from hybridrl.config.keys import leaves
+from hybridrl.config.keys import leaves, raw_tree
 from hybridrl.config.links import LINKS
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.typed import annotations_of, element_class, optional_class, plain_hints
@@ -57,13 +57,11 @@ def is_read(key: str) -> bool:
 
 def known_keys(cfg: DictConfig, roles: Mapping[str, type]) -> list[str]:
     """Return the keys of the composed config that are read, and those of the roles' dataclasses."""
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
-    composed = {key for key in leaves(tree) if is_read(key)}
+    composed = {key for key in leaves(raw_tree(cfg)) if is_read(key)}
     own = {
         f"{role}.{name}"
         for role, cls in roles.items()
         for name, hint in plain_hints(cls).items()
-        if name not in LINKS.get(role, {}) and not dataclasses.is_dataclass(hint)
+        if name not in LINKS.get(role, ()) and not dataclasses.is_dataclass(hint)
     }
     return sorted(composed | own)

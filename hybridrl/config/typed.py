@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.annotations import Range, Unusable
 from hybridrl.config.command.input_errors import reason_of
 from hybridrl.config.command.report import Report, shown
-from hybridrl.config.keys import nothing_reads
+from hybridrl.config.keys import nothing_reads, raw_tree
 
 T = TypeVar("T")
 LINK = re.compile(r"\$\{([\w.]+)\}")
@@ -59,7 +59,7 @@ class Builder:
         for name in map(str, value):
             if name not in fields:
                 key = f"{path}.{name}"
-                for problem in nothing_reads(key, raw_value(value, name), self.known):
+                for problem in nothing_reads(key, raw_tree(value)[name], self.known):
                     self.report.add(problem)
         for name, field in fields.items():
             if name not in values:
@@ -87,7 +87,7 @@ class Builder:
             value = node[name]
         except OmegaConfBaseException as error:
             own = key in self.circular or not self._is_link(node, name)
-            raw = shown(raw_value(node, name))
+            raw = shown(raw_tree(node)[name])
             problem = f"{key} = {raw} cannot be resolved: {reason_of(error)}."
             self._refuse(key, problem if own else None)
         element = element_class(hint)
@@ -141,7 +141,7 @@ class Builder:
 
     def _is_link(self, node: DictConfig, name: str) -> bool:
         """Return whether a value is only a link to a known key, which has its own report."""
-        link = LINK.fullmatch(str(raw_value(node, name)))
+        link = LINK.fullmatch(str(raw_tree(node)[name]))
         return link is not None and link[1] in self.known
 
     def _refuse(self, key: str, problem: str | None) -> NoReturn:
@@ -203,13 +203,6 @@ def optional_class(hint: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, UnionType) else ()
     found = [option for option in options if dataclasses.is_dataclass(option)]
     return found[0] if found else None
-
-
-def raw_value(node: DictConfig, name: str) -> Any:
-    """Return the unresolved value of a key."""
-    tree = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(tree, dict)
-    return tree[name]
 
 
 def type_name(hint: Any) -> str:

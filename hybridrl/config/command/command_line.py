@@ -17,11 +17,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
+from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, raw_tree
 from hybridrl.config.schema_keys import known_keys
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
@@ -162,8 +162,7 @@ def _reason_against(override: Override) -> str:
 
 
 def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
-    """Return an override of hydra.searchpath with --config-dir, which compose() does not "
-    "support."""
+    """Return an override of hydra.searchpath with --config-dir, which compose() lacks."""
     given = [o.value() for o in parsed if o.get_key_element() == "hydra.searchpath"]
     paths = [str(path) for path in given[0]] if given and isinstance(given[0], list) else []
     if line.args.config_dir is not None:
@@ -201,8 +200,7 @@ class _Composer:
         if not self.is_group(override) or override.is_delete():
             return None
         group, options = override.key_or_group, self.options(override.key_or_group)
-        in_defaults = group not in ADDED_GROUPS
-        if not in_defaults and not override.is_add():
+        if group in ADDED_GROUPS and not override.is_add():
             return f"{text}: {group} is not in the defaults list.\nType +{text}"
         for value in _values(override):
             if isinstance(value, str) and value not in options:
@@ -214,8 +212,7 @@ class _Composer:
         return None
 
     def compose(self, overrides: Sequence[Override], problems: list[str]) -> DictConfig | None:
-        """Compose the config, of a sweep the first job; None, with the problem added, if that "
-        "fails."""
+        """Compose a sweep's first job, or the run; None, with the problem added, if that fails."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
             return compose(CONFIG_NAME, [*lines, *self.search_path])
@@ -224,8 +221,7 @@ class _Composer:
             return None
 
     def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
-        """Return the choice of a group that raises the error alone: Python's errors name no "
-        "file."""
+        """Return the group's choice that raises the error alone: Python's errors name no file."""
         for override in overrides:
             if self.is_group(override) and override.key_or_group != "hardware":
                 alone = ["hardware=cpu", _first_job(override), *self.search_path]
@@ -257,7 +253,7 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
     key, text = override.key_or_group, str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
-    tree: Any = OmegaConf.to_container(base, resolve=False)
+    tree: Any = raw_tree(base)
     names = key.replace("[", ".").replace("]", "").split(".")
     for depth, name in enumerate(names):
         if isinstance(tree, str) and tree.startswith("${"):
@@ -277,13 +273,12 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
 
 def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     """Return the problem of a key that is not in conf/; a user's worker may have it."""
-    if key.partition(".")[0] == "environment" and "environment" not in base:
-        return f"{text}: there is no environment, so nothing reads it.\nSet environment=calculator"
     classes, _ = role_classes(base)  # their problems are reported when the config is checked
     known = known_keys(base, classes)
     section = key.partition(".")[0]
-    if section in ("lora", *OPTIONAL) and section not in base:
-        return f"{text}: there is no {section}, so nothing reads it.\nSet {section}=default"
+    if section in ("lora", "environment", *OPTIONAL) and section not in base:
+        choice = "calculator" if section == "environment" else "default"
+        return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
     return f"{text}: unknown key, nothing reads it. {did_you_mean(key, [*ADDED_GROUPS, *known])}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.keys import leaves
+from hybridrl.config.keys import leaves, raw_tree
 
 
 class Source(IntEnum):
@@ -41,8 +41,7 @@ def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Pr
     """Return the provenance of a config from overrides as typed and YAML of chosen recipes."""
     sources: dict[str, Source] = {}
     for recipe in recipes:
-        tree = OmegaConf.to_container(recipe, resolve=False)
-        assert isinstance(tree, dict)
+        tree = raw_tree(recipe)
         tree.pop("defaults", None)
         sources |= dict.fromkeys(leaves(tree), Source.recipe)
     for override in overrides:

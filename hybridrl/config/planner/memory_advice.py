@@ -5,6 +5,7 @@ Every candidate is set in a copy of the config, whose memory is predicted again.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, groupby, product
 from typing import Any, NamedTuple
 
 from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems
@@ -125,29 +126,17 @@ def _batch_changes(config: RunConfig) -> Iterator[list[Change]]:
 
 
 def _settings_that_fit(case: MemoryCase) -> list[Change] | None:
-    """Find few settings that fit; smaller micro-batches only if necessary.
-
-    Settings that trade time for memory are added until the run fits, then removed again where it
-    fits without them.
-    """
+    """Find the fewest settings that fit; smaller micro-batches only if necessary."""
+    kinds = groupby(_memory_changes(case.config), key=lambda change: change.key)
+    trades = [[*([change] for change in changes), []] for _, changes in kinds]
     for batch in _batch_changes(case.config):
-        found = []
-        for rollout in _rollout_changes(case.config):
-            chosen: list[Change] = []
-            for change in _memory_changes(case.config):
-                if case.fits(*chosen, *rollout, *batch):
-                    break
-                others = [made for made in chosen if made.key != change.key]
-                if case.host_fits(with_changes(case.config, [*others, change])):
-                    chosen = [*others, change]
-            for change in list(chosen):
-                others = [made for made in chosen if made is not change]
-                if case.fits(*others, *rollout, *batch):
-                    chosen = others
-            if case.fits(*chosen, *rollout, *batch):
-                found.append([*chosen, *rollout, *batch])
-        if found:
-            return min(found, key=len)
+        choices = (
+            [*chain(*chosen), *rollout, *batch]
+            for rollout, *chosen in product(_rollout_changes(case.config), *trades)
+        )
+        found = next((changes for changes in sorted(choices, key=len) if case.fits(*changes)), None)
+        if found is not None:
+            return found
     return None
 
 

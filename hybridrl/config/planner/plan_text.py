@@ -44,7 +44,7 @@ def plan(
         _table("Every rank holds", roles, _roles(config)),
         _table("Batches", (), _batches(config)),
         *_memory(config, shape, machine, reward_shape),
-        *_remarks(config, machine),
+        *_remarks(config),
     )
 
 
@@ -83,11 +83,6 @@ def _heading(
             f"weight {reward.weight:g}",
         )
     yield "data", _data(config.data)
-    yield (
-        "dtypes",
-        f"train {config.fsdp.param_dtype}, reduce {config.fsdp.reduce_dtype}, "
-        f"rollout {config.rollout.dtype}, master weights float32",
-    )
 
 
 def _data(data: DataConfig) -> str:
@@ -191,10 +186,6 @@ def _batches(config: RunConfig) -> Iterator[tuple[str, str]]:
         f"tokens, in micro-batches of at most {actor.max_tokens_per_gpu * sharing:,} tokens",
     )
     yield (
-        "longest sequence",
-        f"{rollout.max_prompt_tokens} + {rollout.max_response_tokens} = {longest} tokens",
-    )
-    yield (
         "whole run",
         f"{steps} steps, {steps * responses:,} responses, "
         f"{steps * actor.epochs * minis:,} optimizer steps",
@@ -209,7 +200,9 @@ def _memory(
     phases = rank_phases(config, shape, gpu_bytes, reward_shape)
     there = gib(min(node.memory_bytes for node in machine.nodes))
     if on_gpu:
-        limit = "predicted; " + (f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown")
+        limit = "predicted; " + (
+            f"a GPU has {gib(gpu_bytes)}" if gpu_bytes else "GPU unknown, so not checked"
+        )
     else:
         needed = gib(node_peak(config, phases))
         limit = f"at least; {needed} on a node with the driver; it has {there}"
@@ -225,17 +218,9 @@ def _memory(
         )
 
 
-def _remarks(config: RunConfig, machine: Machine) -> Iterator[str]:
+def _remarks(config: RunConfig) -> Iterator[str]:
     """Yield notes on allowed but notable settings."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
-    share = -(-longest // fsdp.ulysses_size)
-    if config.actor.max_tokens_per_gpu < share:
-        yield (
-            f"Note: actor.max_tokens_per_gpu = {config.actor.max_tokens_per_gpu} is less than the "
-            f"longest sequence ({longest}{f' / {fsdp.ulysses_size}' if share < longest else ''}); "
-            f"such a sequence is a micro-batch of its own."
-        )
     if any(slots % fsdp.ulysses_size for slots in slots_on_nodes(config)):
         yield (
             f"Note: fsdp.ulysses_size = {fsdp.ulysses_size} does not divide the ranks of each node "
@@ -247,6 +232,4 @@ def _remarks(config: RunConfig, machine: Machine) -> Iterator[str]:
             f"Note: rollout.tensor_parallel_size = {tp} does not divide fsdp.dp_shard = "
             f"{fsdp.dp_shard}: shards lie outside of their ranks' slices; weight syncs move more."
         )
-    if config.hardware.accelerator is Accelerator.gpu and not machine.gpus:
-        yield "Note: this machine has no GPU; GPU memory was not checked."
     yield "Dry run: nothing was started. Remove run.dry=true to train."

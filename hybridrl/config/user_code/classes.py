@@ -44,7 +44,7 @@ def locate(key: str, path: str) -> Any:
         )
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(import_problem(key, path, reason)) from error
     if name not in vars(module):
