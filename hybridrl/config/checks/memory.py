@@ -30,14 +30,8 @@ def memory_problems(
         yield from _slot_problems(config, phases, machine)
     elif machine.gpus:
         gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-        smallest = min(machine.nodes, key=lambda node: node.memory_bytes)
-
-        def host_fits(changed: RunConfig) -> bool:
-            nodes = len(slots_on_nodes(changed))
-            there = Machine((smallest,) * nodes) if nodes > len(machine.nodes) else machine
-            return not any(_host_problems(changed, shape, there, reward_shape))
-
-        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, host_fits))
+        node_bytes = min(node.memory_bytes for node in machine.nodes)
+        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, node_bytes))
         yield from _host_problems(config, shape, machine, reward_shape)
 
 

@@ -29,6 +29,8 @@ GPU_PROCESS_BYTES = 2 * GIB
 GPU_PROCESS_RAM_BYTES = 4 * GIB
 # Separate phase of the reward model, whose activations differ from the policy's.
 REWARD_PHASE = "score reward_model"
+# vLLM's share of a GPU without its weights.
+LEFT_FOR_CACHE = "KV cache and vLLM's buffers"
 # Adam's two moments are float32.
 ADAM_BYTES = 8
 
@@ -90,7 +92,7 @@ def rank_phases(
     weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
     # vLLM's share of a GPU includes its process.
-    awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
+    awake = rollout if LEFT_FOR_CACHE in rollout else process | rollout
     work = workload(config)
     policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
     resident = _resident(config, roles, "actor")
@@ -210,7 +212,7 @@ def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dic
     if gpu_bytes is None:
         return {"rollout weights": weights}
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
-    return {"rollout weights": weights, "KV cache and vLLM's buffers": max(0, budget - weights)}
+    return {"rollout weights": weights, LEFT_FOR_CACHE: max(0, budget - weights)}
 
 
 def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:

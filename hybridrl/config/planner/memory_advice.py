@@ -3,20 +3,22 @@
 Every candidate is set in a copy of the config, whose memory is predicted again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby, product
 from typing import Any, NamedTuple
 
 from hybridrl.config.checks.sizes import engine_problems, tensor_parallel_problems
 from hybridrl.config.choices import Accumulation, Offload
-from hybridrl.config.planner.memory import BYTES, Phase, gib, rank_phases
+from hybridrl.config.planner.memory import GIB, LEFT_FOR_CACHE, Phase, gib, node_ram, rank_phases
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 
 # GPUs of a full node, and of the largest run.
 NODE_GPUS, MOST_GPUS = 8, 1024
+# vLLM's KV cache and buffers.
+LEAST_CACHE = GIB
 
 
 class Change(NamedTuple):
@@ -31,13 +33,13 @@ class Change(NamedTuple):
 
 
 class MemoryCase(NamedTuple):
-    """Inputs of a memory prediction, and its limits: the smallest GPU, and the nodes' RAM."""
+    """Inputs of a memory prediction, and its limits: the smallest GPU and the smallest node."""
 
     config: RunConfig
     shape: ModelShape
     reward_shape: ModelShape | None
     gpu_bytes: int
-    host_fits: Callable[[RunConfig], bool]
+    node_bytes: int
 
     def phases(self, *changes: Change) -> list[Phase]:
         """Predict memory by phase with these settings."""
@@ -51,12 +53,13 @@ class MemoryCase(NamedTuple):
     def fits(self, *changes: Change) -> bool:
         """Return whether the run fits with these settings."""
         config = with_changes(self.config, changes)
+        rollout = self.phases(*changes)[1].parts
         return (
             self.peak(*changes) <= self.gpu_bytes
+            and rollout.get(LEFT_FOR_CACHE, LEAST_CACHE) >= LEAST_CACHE
             and not any(engine_problems(config))
             and not any(tensor_parallel_problems(config, self.shape))
-            and _vllm_fits(config, self.shape, self.gpu_bytes)
-            and self.host_fits(config)
+            and node_ram(config, self.shape, self.reward_shape) <= self.node_bytes
         )
 
 
@@ -67,17 +70,15 @@ def advice(case: MemoryCase, worst: Phase) -> str:
         then = next(phase for phase in case.phases(change) if phase.name == worst.name)
         if then.total < worst.total:
             saved.append(f"{change} {gib(worst.total - then.total)}")
-    lines = [f"Alone these save in {worst.name}: {', '.join(saved)}."] if saved else []
-    found = _settings_that_fit(case)
-    if found is not None:
-        return "\n".join([*lines, f"Set {_listed(case, found)}."])
-    lines.append(f"No settings make it fit {world_size(case.config)} GPUs.")
-    for larger, sizes in _more_gpus(case):
+    alone = f"Alone these save in {worst.name}: {', '.join(saved)}.\n" if saved else ""
+    for larger, sizes in [(case, []), *_more_gpus(case)]:
         found = _settings_that_fit(larger)
         if found is not None:
-            settings = _listed(larger, found, sizes)
-            return "\n".join([*lines, f"It fits {world_size(larger.config)}: set {settings}."])
-    return "\n".join([*lines, "Set a smaller model.path, or train adapters (lora=default)."])
+            gpus = [world_size(one.config) for one in (case, larger)]
+            how = f"It does not fit {gpus[0]} GPUs, but {gpus[1]}: set" if sizes else "Set"
+            named = " ".join(map(str, [*sizes, *found]))
+            return f"{alone}{how} {named}: {gib(larger.peak(*found))} at most."
+    return f"{alone}Set a smaller model.path, or train adapters (lora=default)."
 
 
 def with_changes(config: RunConfig, changes: Sequence[Change]) -> RunConfig:
@@ -155,22 +156,3 @@ def _more_gpus(case: MemoryCase) -> Iterator[tuple[MemoryCase, list[Change]]]:
             sizes.append(Change("placement.slots_on_nodes", None))
         mesh = Change("fsdp.dp_shard", nodes * gpus // copies)
         yield case._replace(config=with_changes(config, [*sizes, mesh])), sizes
-
-
-def _vllm_fits(config: RunConfig, shape: ModelShape, gpu_bytes: int) -> bool:
-    """Return whether vLLM's share of the GPU holds its weights and one sequence's KV cache."""
-    rollout = config.rollout
-    if rollout.kv_cache_mb is not None:
-        return True
-    tp, size = rollout.tensor_parallel_size, BYTES[rollout.dtype]
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    heads = max(1, shape.kv_heads // tp)
-    cache = 2 * size * shape.layers * heads * shape.head_dim * longest
-    weights = size * shape.parameters // tp
-    return weights + cache < int(rollout.gpu_memory_utilization * gpu_bytes)
-
-
-def _listed(case: MemoryCase, changes: list[Change], others: Sequence[Change] = ()) -> str:
-    """Write 'cluster.nodes=2 fsdp.accumulation=sharded: 60.1 GiB at most'; `others` are set."""
-    named = " ".join(map(str, [*others, *changes]))
-    return f"{named}: {gib(case.peak(*changes))} at most"

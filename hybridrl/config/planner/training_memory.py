@@ -88,10 +88,8 @@ class TrainingMemory:
     def score(self) -> dict[str, int]:
         """Return the peak of a forward without gradients: inside a layer, or at the logits."""
         tokens, h, s = self.work.tokens, self.shape.hidden, self.size
-        # At the product of gate and up, or in a norm; compiled layers run as for backward.
+        # At the product of gate and up, or in a norm.
         inside = tokens * max(3 * s * self.shape.intermediate + 4 * s * h, (8 + 6 * s) * h)
-        if self.fsdp.compile:
-            inside = max(inside, self.layer_kept)
         points = [{"activations": inside}]
         if self.has_head:
             points.append({"activations": 2 * tokens * s * h, "logits": self._logits_chunk()})
