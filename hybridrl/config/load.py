@@ -24,7 +24,6 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.config.schema_keys import is_read, known_keys
 from hybridrl.config.typed import (
     Builder,
-    circular_links,
     optional_class,
     partial_section,
     plain_hints,
@@ -104,7 +103,7 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
     classes, problems = role_classes(cfg)
     report.problems += problems
     known = known_keys(cfg, classes)
-    builder = Builder(report, known, circular_links(leaves(raw_tree(cfg))))
+    builder = Builder(report, known)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
         name, hint = field.name, plain_hints(RunConfig)[field.name]
@@ -120,6 +119,8 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
             sections[name] = builder.section(
                 typing.cast(type, section), _at(cfg, name), name, shared
             )
+    if report.broken and not report.problems:
+        report.add(f"{', '.join(sorted(report.broken))} link to each other.\nSet one of them.")
     return partial_section(RunConfig, sections)
 
 

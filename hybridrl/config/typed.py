@@ -27,13 +27,11 @@ class Builder:
     Args:
         report: collects problems and broken keys.
         known: all keys, for "did you mean".
-        circular: keys whose links lead back to themselves.
     """
 
-    def __init__(self, report: Report, known: Collection[str], circular: Collection[str]) -> None:
+    def __init__(self, report: Report, known: Collection[str]) -> None:
         self.report = report
         self.known = known
-        self.circular = circular
         # Cache for OmegaConf's conversions: building one per leaf doubled the time of all checks.
         self._structured: dict[type, DictConfig] = {}
 
@@ -86,10 +84,10 @@ class Builder:
         try:
             value = node[name]
         except OmegaConfBaseException as error:
-            own = key in self.circular or not self._is_link(node, name)
             raw = shown(raw_tree(node)[name])
             problem = f"{key} = {raw} cannot be resolved: {reason_of(error)}."
-            self._refuse(key, problem if own else None)
+            to_itself = raw == f"${{{key}}}"
+            self._refuse(key, problem if to_itself or not self._is_link(node, name) else None)
         element = element_class(hint)
         if element is not None and isinstance(value, DictConfig):
             names = map(str, value)
@@ -171,25 +169,6 @@ def annotations_of(cls: Any, name: str) -> tuple[Any, ...]:
 
 def _may_be_null(hint: Any) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
-
-
-def circular_links(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys whose links lead back to themselves.
-
-    Args:
-        values: unresolved, by dotted key.
-    """
-    matches = {key: LINK.fullmatch(value) for key, value in values.items() if type(value) is str}
-    links = {key: match[1] for key, match in matches.items() if match}
-    found = set()
-    for key, target in links.items():
-        seen = {key}
-        while target in links and target not in seen:
-            seen.add(target)
-            target = links[target]
-        if target == key:
-            found.add(key)
-    return found
 
 
 def element_class(hint: Any) -> Any:
