@@ -30,14 +30,14 @@ class KLConfig(Section):
 
     placement: KLPlacement
     estimator: KLEstimator
-    coef: Annotated[float, Range(0, why="a negative penalty drives the policy away; 0 disables it")]
+    coef: Annotated[float, Range("a negative penalty drives the policy away; 0 disables it", 0)]
     target: Annotated[float | None, above_zero("the controller divides by it")]
     horizon: Annotated[int, at_least_one("the controller divides by it")]
 
 
 @dataclass(kw_only=True)
-class LossConfig(Section):
-    """conf/algorithm/loss: the policy loss and its settings."""
+class FunctionConfig(Section):
+    """A function, built-in or the user's, and its settings."""
 
     function: str
     args: dict[str, Any]
@@ -49,7 +49,7 @@ class RolloutCorrectionConfig(Section):
 
     method: CorrectionMethod
     level: CorrectionLevel
-    low: Annotated[float, Range(0, why="it is a bound of ratios; 0 means none")]
+    low: Annotated[float, Range("it is a bound of ratios; 0 means none", 0)]
     high: Annotated[float, above_zero("it is a bound of ratios")]
 
 
@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
     lam: Annotated[float, share("1 is Monte Carlo, 0 is one-step TD")]
     pass_k: Annotated[int, at_least_one("a set needs a response")]
     whiten_advantages: bool
-    loss: LossConfig
+    loss: FunctionConfig
     aggregation: Aggregation
     rollout_correction: RolloutCorrectionConfig
     overlong: OverlongConfig

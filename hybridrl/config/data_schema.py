@@ -25,7 +25,7 @@ class MixturePart(Section):
         name, train_files: source of the problems; exactly one is set.
     """
 
-    weight: Annotated[float, Range(0, LARGEST_COUNT, low_open=True, why="it is a share of prompts")]
+    weight: Annotated[float, Range("it is a share of prompts", 0, LARGEST_COUNT, low_open=True)]
     name: str | None
     train_files: Any
     eval_files: Any

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybridrl.config.algorithm_schema import LossConfig
+from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
@@ -61,7 +61,7 @@ _CLIP = {
     "clip_high": above_zero("ratios are clipped to 1 + clip_high"),
 }
 _TAU = above_zero("the gate is scaled by 4 / tau")
-_RATIO = Range(1, why="a ratio of 1 means no change")
+_RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
 _CLIPPED = "hybridrl.algorithms.clipped_losses"
@@ -95,7 +95,7 @@ BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "kl_cov": PolicyLoss(
             f"{_COVARIANCE}.kl_cov",
             (*_BASE, "selected"),
-            {"coef": Range(0, why="a negative penalty drives the policy away")},
+            {"coef": Range("a negative penalty drives the policy away", 0)},
             f"{_COVARIANCE}.largest",
             {"fraction": _SHARE},
         ),
@@ -124,7 +124,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
     return PolicyLoss(function, tensors, settings)
 
 
-def loss_problems(config: LossConfig) -> Iterator[str]:
+def loss_problems(config: FunctionConfig) -> Iterator[str]:
     """Check the policy loss and its settings."""
     try:
         check_import(f"{KEY}.function", config.function)
@@ -148,7 +148,7 @@ def loss_problems(config: LossConfig) -> Iterator[str]:
     yield from _value_problems(config, known)
 
 
-def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
+def _value_problems(config: FunctionConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
     """Check the ranges of a built-in loss's settings; a user's function checks its own."""
     if config.function not in BUILT_IN_LOSSES:
         return

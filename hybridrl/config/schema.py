@@ -7,9 +7,8 @@ worker class names its dataclass as `config_class`; a subclass of both may add k
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.algorithm_schema import AlgorithmConfig
+from hybridrl.config.algorithm_schema import AlgorithmConfig, FunctionConfig
 from hybridrl.config.annotations import (
-    ANY,
     BETWEEN_0_AND_1,
     FREE,
     LONGEST_S,
@@ -91,9 +90,11 @@ class ClusterConfig(Section):
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
     gpus_per_node: Annotated[int | None, at_least_one("a node needs a process; null is all GPUs")]
-    rendezvous_ports: Annotated[list[int], Range(1024, high=65535, why="lower ports need root")]
-    start_timeout_s: Annotated[float, seconds("workers need time to start")]
-    stall_timeout_s: Annotated[float, Range(0, LONGEST_S, why="0 disables the stall detector")]
+    rendezvous_ports: Annotated[list[int], Range("lower ports need root", 1024, high=65535)]
+    start_timeout_s: Annotated[
+        float, seconds("workers need time to start; the longest wait is 3 weeks")
+    ]
+    stall_timeout_s: Annotated[float, Range("0 disables the stall detector", 0, LONGEST_S)]
     nvlink_multicast: NVLinkMulticast
 
 
@@ -128,9 +129,9 @@ class OptimConfig(Section):
     """conf/actor and conf/critic: optim."""
 
     lr: Annotated[float, share("AdamW needs a positive step; above 1 it diverges", low_open=True)]
-    betas: Annotated[list[float], Range(0, 1, high_open=True, why="they are decay rates")]
+    betas: Annotated[list[float], Range("they are decay rates", 0, 1, high_open=True)]
     eps: Annotated[float, above_zero("it prevents a division by zero in AdamW")]
-    weight_decay: Annotated[float, Range(0, why="a negative decay makes weights grow")]
+    weight_decay: Annotated[float, Range("a negative decay makes weights grow", 0)]
     max_grad_norm: Annotated[float, above_zero("gradients are scaled down to it")]
     schedule: LRSchedule
     warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
@@ -158,7 +159,7 @@ class ActorConfig(RoleConfig):
     mini_batch_size: Annotated[int, at_least_one("an optimizer step needs responses")]
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE]
-    entropy_coef: Annotated[float, Range(0, why="a negative bonus punishes exploration")]
+    entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
 
@@ -198,7 +199,7 @@ class RewardModelConfig(RoleConfig):
 
     model: ModelPathConfig
     fsdp: FSDPConfig
-    weight: Annotated[float, ANY._replace(why="scores are multiplied by it")]
+    weight: Annotated[float, Range("scores are multiplied by it")]
 
 
 @dataclass(kw_only=True)
@@ -225,22 +226,18 @@ class RolloutConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RewardConfig(Section):
+class RewardConfig(FunctionConfig):
     """conf/reward."""
 
-    function: str
-    args: dict[str, Any]
-    timeout_s: Annotated[float, seconds("a reward needs time"), FREE]
-    num_processes: Annotated[int | None, Range(1, 4096, why="each takes tens of megabytes"), FREE]
-    failed_score: Annotated[float, ANY._replace(why="NaN or infinity would spoil the whole batch")]
+    timeout_s: Annotated[float, seconds("a reward needs time; the longest wait is 3 weeks"), FREE]
+    num_processes: Annotated[int | None, Range("each takes tens of megabytes", 1, 4096), FREE]
+    failed_score: Annotated[float, Range("NaN or infinity would spoil the whole batch")]
 
 
 @dataclass(kw_only=True)
-class EnvironmentConfig(Section):
+class EnvironmentConfig(FunctionConfig):
     """conf/environment: answers between the model's turns."""
 
-    function: str
-    args: dict[str, Any]
     max_turns: Annotated[int, at_least_one("a conversation needs a turn")]
     stop: list[str]
     role: str
@@ -261,20 +258,12 @@ class TrainerConfig(Section):
 
 
 @dataclass(kw_only=True)
-class RuleConfig(Section):
-    """conf/eval: one more reward function for completions."""
-
-    function: str
-    args: dict[str, Any]
-
-
-@dataclass(kw_only=True)
 class EvalConfig(Section):
     """conf/eval."""
 
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
-    rules: dict[str, RuleConfig]
+    rules: dict[str, FunctionConfig]
 
 
 @dataclass(kw_only=True)
@@ -293,7 +282,7 @@ class CheckpointConfig(Section):
     every_steps: Annotated[int, at_least_zero("0 means never")]
     keep_last: Annotated[int, at_least_zero("it counts checkpoints; 0 keeps all")]
     keep_best: str | None
-    on_sigterm: Annotated[float, Range(0, LONGEST_S, why="it is a time; 0 ends the run at once")]
+    on_sigterm: Annotated[float, Range("it is a time; 0 ends the run at once", 0, LONGEST_S)]
     allow_config_changes: bool
 
 

@@ -13,7 +13,6 @@ from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.memory import memory_problems, offload_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
-from hybridrl.config.checks.user_code import environment_problems, reward_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.errors import ConfigError
@@ -22,6 +21,7 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import environment_problems, reward_problems
 from hybridrl.config.user_code.importing import check_import
 
 # Checks of runs and evaluations.

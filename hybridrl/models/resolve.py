@@ -16,9 +16,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.choices import Init
-from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.input_errors import expanded, is_address, parse_json, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.command.user_files import expanded, is_address, parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2

@@ -9,7 +9,7 @@ from hybridrl.config.checks.reward_model import (
     as_reward_model,
     named,
 )
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.models.resolve import plain_folder
 

@@ -9,8 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json, reason_of
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

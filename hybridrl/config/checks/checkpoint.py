@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.user_files import expanded
+from hybridrl.config.command.input_errors import expanded, reason_of
 from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.

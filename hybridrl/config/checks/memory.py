@@ -115,21 +115,18 @@ def _host_problems(
     if needed <= available:
         return
     parts = host_parts(config, shape, reward_shape)
-    causes, remedies = [], []
-    if pinned := parts["offload"]:
-        causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
-        remedies.append("a weaker fsdp.offload")
-    if staged := parts["checkpoint staging"]:
-        every = config.checkpoint.every_steps
-        causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
-        remedies.append("checkpoint.every_steps=0 (no checkpoints)")
-    if not causes:
-        processes = gib(sum(parts.values()))
-        causes.append(f"cluster.gpus_per_node = {slots}: processes take {processes}")
-    remedies.append("a lower cluster.gpus_per_node")
+    causes = [
+        f"{key} page-locks {gib(parts[part])}"
+        for key, part in (
+            (f"fsdp.offload = {config.fsdp.offload}", "offload"),
+            (f"checkpoint.every_steps = {config.checkpoint.every_steps}", "checkpoint staging"),
+        )
+        if parts[part]
+    ] or [f"cluster.gpus_per_node = {slots}: processes take {gib(sum(parts.values()))}"]
     yield (
         f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
         f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
         f"{gib(available)}.\n"
-        f"Set {', '.join(remedies)}, or more nodes (cluster.nodes) to spread the weights over."
+        f"Set a weaker fsdp.offload, checkpoint.every_steps=0 (no checkpoints), a lower "
+        f"cluster.gpus_per_node, or more nodes (cluster.nodes) to spread the weights over."
     )

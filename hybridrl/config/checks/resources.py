@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.input_errors import is_address, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.command.user_files import is_address
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 

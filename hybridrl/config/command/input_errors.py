@@ -1,6 +1,10 @@
-"""Input errors: exceptions of Hydra, OmegaConf, YAML and the system, and their texts."""
+"""Paths and JSON of the user, and texts of the exceptions that wrong input raises."""
 
+import json
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import HydraException
@@ -51,3 +55,30 @@ def _without_class(text: str) -> str:
     """Return the message of a resolver's error, without the class that OmegaConf adds."""
     raised, found, said = text.partition(_RAISED)
     return said.strip("\"'") if found and raised.isidentifier() else text
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address such as https://host/file."""
+    return "://" in path
+
+
+def expanded(path: str) -> Path:
+    """Return a path with ~ replaced by the home directory, if there is one."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises if there is none
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of JSON in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, or a number is too long, or it is nested too deeply.
+    """
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"not JSON: {error.msg} ({at}column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error.reason} (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not readable as JSON: {reason_of(error)}") from error

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -120,6 +120,37 @@ def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], l
             except ConfigError as error:
                 problems += error.problems
     return classes, problems
+
+
+def reward_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check reward functions and the names of evaluation rules."""
+    functions = {"reward": config.reward} | {
+        f"eval.rules.{name}": rule for name, rule in config.eval.rules.items()
+    }
+    for name in config.eval.rules:
+        if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
+            yield (
+                f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
+                f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
+            )
+    for key, rule in functions.items():
+        try:
+            check_reward_function(key, rule.function, rule.args)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def environment_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check the section environment, if there is one."""
+    environment = config.environment
+    if environment is not None:
+        if not environment.role:
+            yield "environment.role is empty, expected a role of the chat template, such as user."
+        function, args = environment.function, environment.args
+        try:
+            check_call("environment", function, ({},), args, "(example, **args)")
+        except ConfigError as error:
+            yield from error.problems
 
 
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.checks.resources import file_problems
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json
 from hybridrl.data.sources.rows import Columns, Row, SourceProblem, kind_of, problems_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
