@@ -33,8 +33,8 @@ def link_problems(cfg: DictConfig) -> Iterator[str]:
     raw = raw_tree(cfg)
     for role, links in LINKS.items():
         section = raw.get(role)
-        for name in links if isinstance(section, dict) else ():
-            found = section.get(name)
+        for name in links:
+            found = section.get(name) if isinstance(section, dict) else None
             if found is not None and found != f"${{{name}}}":
                 yield _problem(f"{role}.{name}", name, found, raw.get(name))
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, raw_tree
+from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, raw_tree
 from hybridrl.config.schema_keys import known_keys
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
@@ -250,25 +250,20 @@ def _first_job(override: Override) -> str:
 
 def _key_problem(override: Override, base: DictConfig) -> str | None:
     """Return the problem of an override's key, from the config without overrides of values."""
-    key, text = override.key_or_group, str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
-    tree: Any = raw_tree(base)
-    names = key.replace("[", ".").replace("]", "").split(".")
-    for depth, name in enumerate(names):
-        if isinstance(tree, str) and tree.startswith("${"):
-            link, rest = ".".join(names[:depth]), ".".join(names[depth:])
-            target = tree[2:-1]
+    key, text = override.key_or_group.replace("[", ".").replace("]", ""), str(override.input_line)
+    for leaf, value in leaves(raw_tree(base)).items():
+        rest = key.removeprefix(f"{leaf}.")
+        if f"{leaf}.".startswith(f"{key}.") or (rest != key and isinstance(value, list)):
+            return None
+        if rest != key and str(value).startswith("${"):
+            target = value[2:-1]
             return (
-                f"{text}: {link} is a link to {target}, which roles share without copies.\n"
+                f"{text}: {leaf} is a link to {target}, which roles share without copies.\n"
                 f"Set {target}.{rest}={text.partition('=')[2]}"
             )
-        if isinstance(tree, list):
-            return None
-        if not isinstance(tree, dict) or name not in tree:
-            return _unknown_key(key, text, base)
-        tree = tree[name]
-    return None
+    return _unknown_key(override.key_or_group, text, base)
 
 
 def _unknown_key(key: str, text: str, base: DictConfig) -> str:

@@ -29,7 +29,7 @@ from hybridrl.config.planner.world import (
 )
 from hybridrl.config.schema import RunConfig
 
-# More ranks than this are listed node by node.
+# Further ranks are left out.
 MAX_RANKS_LISTED = 32
 
 
@@ -108,37 +108,16 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     if len(names) != config.cluster.nodes:
         names = [f"node {index}" for index in range(config.cluster.nodes)]
     order = ranks_by_shard(fsdp)
-    single = world_size(config) <= MAX_RANKS_LISTED
+    counts = enumerate(slots_on_nodes(config))
+    places = [(names[node], slot) for node, count in counts for slot in range(count)]
     rows = []
-    for node, ranks, slot in _rows(slots_on_nodes(config), single):
-        first, last = ranks[0], ranks[-1]
-        rows.append(
-            (
-                _span(first, last),
-                names[node],
-                _span(slot, slot + len(ranks) - 1),
-                _span(first // fsdp.dp_shard, last // fsdp.dp_shard),
-                str(order.index(first % fsdp.dp_shard)) if single else f"0..{fsdp.dp_shard - 1}",
-                _span(first // tp, last // tp),
-                str(first % tp) if single else f"0..{tp - 1}",
-            )
-        )
+    for rank, (node, slot) in enumerate(places[:MAX_RANKS_LISTED]):
+        copy, shard = rank // fsdp.dp_shard, order.index(rank % fsdp.dp_shard)
+        rows.append([str(rank), node, *map(str, (slot, copy, shard, rank // tp, rank % tp))])
     columns = ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp")
+    if len(places) > len(rows):
+        rows.append(["..."] * len(columns))
     return title, _table(None, columns, rows)
-
-
-def _rows(slots_on_nodes: list[int], single: bool) -> Iterator[tuple[int, range, int]]:
-    """Yield (node, its ranks, first slot) of each line: one rank, or all of a node."""
-    rank = 0
-    for node, count in enumerate(slots_on_nodes):
-        size = 1 if single else count
-        for slot in range(0, count, size):
-            yield node, range(rank + slot, rank + slot + size), slot
-        rank += count
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}..{last}"
 
 
 def _roles(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -1,6 +1,5 @@
 """Classes and functions that the config names by dotted path."""
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -99,11 +98,6 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
         raise ConfigError(
             f"{key} = {path} has config_class {_full_name(config_class)}, expected a subclass of "
             f"{_full_name(expected)}: other code reads its keys."
-        )
-    if not dataclasses.is_dataclass(config_class):
-        raise ConfigError(
-            f"{key} = {path}: its config_class is not a dataclass.\n"
-            f"Add @dataclass(kw_only=True) to it."
         )
     return config_class
 
