@@ -35,8 +35,7 @@ def derive(config: RunConfig, machine: Machine, report: Report) -> None:
                 try:
                     setattr(node, name, rule(config, machine))
                 except ConfigError as error:
-                    for problem in error.problems:
-                        report.add(problem)
+                    report.problems += error.problems
 
 
 def _set_slots(config: RunConfig, machine: Machine) -> None:

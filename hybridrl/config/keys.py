@@ -2,18 +2,12 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from functools import reduce
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 # Groups that are not in the defaults list.
 ADDED_GROUPS = ("recipe", "sweep")
-
-
-def value_of(config: object, key: str) -> Any:
-    """Return the value of a dotted key of a typed config."""
-    return reduce(getattr, key.split("."), config)
 
 
 def raw_tree(cfg: DictConfig) -> dict[Any, Any]:

@@ -67,8 +67,7 @@ def examine(
         checks: checks of the typed config.
     """
     report = Report()
-    for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
-        report.add(problem)
+    report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
     config = _typed(cfg, report)
     derive(config, machine, report)
     shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")

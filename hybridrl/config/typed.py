@@ -40,11 +40,7 @@ class Builder:
     ) -> T:
         """Build a section from a value that may not be one; then it has no field.
 
-        Args:
-            cls: a dataclass of schema.py or a subclass of one.
-            value: the section of the composed config.
-            path: its dotted key.
-            shared: fields that link to shared nodes, already built.
+        `shared` are fields that link to shared nodes, already built.
         """
         values = dict(shared or {})
         if not isinstance(value, DictConfig):
@@ -57,8 +53,7 @@ class Builder:
         for name in map(str, value):
             if name not in fields:
                 key = f"{path}.{name}"
-                for problem in nothing_reads(key, raw_tree(value)[name], self.known):
-                    self.report.add(problem)
+                self.report.problems += nothing_reads(key, raw_tree(value)[name], self.known)
         for name, field in fields.items():
             if name not in values:
                 with suppress(Unusable):

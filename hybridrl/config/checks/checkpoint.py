@@ -33,10 +33,7 @@ def resume_problems(config: RunConfig) -> Iterator[str]:
 def auto_problem(config: RunConfig, hydra_overrides: Collection[str], key: str) -> str | None:
     """Return the problem of resume=auto without a fixed run directory.
 
-    Args:
-        config: the run.
-        hydra_overrides: overrides of Hydra's own config.
-        key: of the directory: hydra.run.dir, or hydra.sweep.dir in a sweep.
+    `key` is hydra.run.dir, or hydra.sweep.dir in a sweep.
     """
     given = any(text.lstrip("+").startswith(f"{key}=") for text in hydra_overrides)
     if config.resume != AUTO or given:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridrl.config.annotations import Unusable
@@ -11,7 +12,6 @@ from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
 from hybridrl.config.data_schema import SOURCE_KEYS
 from hybridrl.config.estimators import SETTINGS, Estimator, estimator_of, taking, uses_critic
-from hybridrl.config.keys import value_of
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -38,7 +38,7 @@ class Idle(NamedTuple):
         """Return whether the keys have no effect."""
         if callable(self.when):
             return bool(self.when(config))
-        return bool(value_of(config, self.cause) == self.when)
+        return bool(attrgetter(self.cause)(config) == self.when)
 
 
 def _estimator(config: RunConfig) -> Estimator:
@@ -192,5 +192,5 @@ def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
 
 def _setting(config: RunConfig, key: str) -> str:
     """Return "key = value"; of a mapping only the key."""
-    value = value_of(config, key)
+    value = attrgetter(key)(config)
     return key if isinstance(value, Mapping) else f"{key} = {shown(value)}"

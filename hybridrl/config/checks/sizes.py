@@ -1,9 +1,9 @@
 """Checks of sizes against each other: ranks, shards, batches, lengths, parallelism."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from hybridrl.config.estimators import uses_critic
-from hybridrl.config.keys import value_of
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
@@ -67,7 +67,7 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
 def link_problems(config: RunConfig) -> Iterator[str]:
     """Check that keys have the value of the key that they link to."""
     for key, target, why in LINKED:
-        found, expected = value_of(config, key), value_of(config, target)
+        found, expected = attrgetter(key, target)(config)
         if found != expected:
             yield (
                 f"{key} = {found}, expected {target} = {expected}, its default: {why}.\n"

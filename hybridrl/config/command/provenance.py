@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,17 +54,7 @@ def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> l
     names = [chosen] if isinstance(chosen, str) else list(chosen or [])
     found = []
     for name in names:
-        for source in config_sources:
-            if source.schema == "file":
-                text = Path(source.path, "recipe", f"{name}.yaml")
-            elif source.schema == "pkg" and source.provider != "hydra":
-                package, *folders = source.path.split("/")
-                text = Path(str(files(package).joinpath(*folders, "recipe", f"{name}.yaml")))
-            else:
-                continue
-            if text.is_file():
-                recipe = OmegaConf.load(text)
-                assert isinstance(recipe, DictConfig)
-                found.append(recipe)
-                break
-    return found
+        folders = [source.path for source in config_sources if source.schema == "file"]
+        texts = [Path(folder, "recipe", f"{name}.yaml") for folder in folders]
+        found += [OmegaConf.load(text) for text in texts if text.is_file()][:1]
+    return cast(list[DictConfig], found)

@@ -52,16 +52,6 @@ class Machine:
     nodes: tuple[Node, ...]
 
     @property
-    def cores(self) -> int:
-        """Cores of all nodes."""
-        return sum(node.cores for node in self.nodes)
-
-    @property
-    def memory_bytes(self) -> int:
-        """RAM of all nodes, in bytes."""
-        return sum(node.memory_bytes for node in self.nodes)
-
-    @property
     def gpus(self) -> tuple[GPU, ...]:
         """GPUs of all nodes, node by node."""
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
@@ -78,8 +68,9 @@ class Machine:
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
         none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
-        cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
-        return f"{nodes}{gpus}, {cores}, {self.memory_bytes / GIB:.0f} GiB RAM"
+        cores = sum(node.cores for node in self.nodes)
+        ram = sum(node.memory_bytes for node in self.nodes) / GIB
+        return f"{nodes}{gpus}, {cores} core{'s' if cores != 1 else ''}, {ram:.0f} GiB RAM"
 
 
 def local_machine() -> Machine:

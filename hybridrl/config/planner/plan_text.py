@@ -7,7 +7,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybridrl.config.choices import Accelerator, Init, Layout
-from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
@@ -82,17 +81,8 @@ def _heading(
             f"{reward_shape.backbone_parameters + reward_shape.hidden:,} parameters, "
             f"weight {reward.weight:g}",
         )
-    yield "data", _data(config.data)
-
-
-def _data(data: DataConfig) -> str:
-    """Return the source of the problems; of a mixture, each data set's source and weight."""
-    if not data.mixture:
-        return str(data.train_files or data.name)
-    return ", ".join(
-        f"{name} (weight {part.weight:g}): {part.train_files or part.name}"
-        for name, part in data.mixture.items()
-    )
+    data = config.data
+    yield "data", ", ".join(data.mixture) or str(data.train_files or data.name)
 
 
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
