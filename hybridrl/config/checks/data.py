@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 
 from hybridrl.config.checks.resources import file_problems
-from hybridrl.config.data_schema import MixturePart
 from hybridrl.config.schema import RunConfig
 
 # Names are part of metrics and config keys.
@@ -30,7 +29,14 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}: the name {name} is not allowed, expected letters, digits and _, beginning "
                 f"with a letter: it is part of metrics (reward/mean_<name>).\nRename it."
             )
-        yield from _source_problems(key, part)
+        if (part.name is None) == (part.train_files is None):
+            found = "neither" if part.name is None else "both"
+            yield (
+                f"{key} has {found} of name and train_files, expected one: they are the source of "
+                f"the training problems.\nSet {key}.name or {key}.train_files."
+            )
+        yield from file_problems(f"{key}.train_files", part.train_files)
+        yield from file_problems(f"{key}.eval_files", part.eval_files)
         source = f"{part.name} {part.train_files}"
         if source in seen:
             yield (
@@ -38,14 +44,3 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
                 f"({part.train_files or part.name}).\nRemove one and add its weight to the other."
             )
         seen[source] = key
-
-
-def _source_problems(key: str, part: MixturePart) -> Iterator[str]:
-    if (part.name is None) == (part.train_files is None):
-        found = "neither" if part.name is None else "both"
-        yield (
-            f"{key} has {found} of name and train_files, expected one: they are the source of the "
-            f"training problems.\nSet {key}.name or {key}.train_files."
-        )
-    for name, value in (("train_files", part.train_files), ("eval_files", part.eval_files)):
-        yield from file_problems(f"{key}.{name}", value)

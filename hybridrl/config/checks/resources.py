@@ -19,14 +19,11 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Check the number of nodes."""
-    nodes = config.cluster.nodes
-    if nodes > len(machine.nodes):
-        there = f"{len(machine.nodes)} node{'s' if len(machine.nodes) != 1 else ''}"
+    nodes, there = config.cluster.nodes, len(machine.nodes)
+    if nodes > there:
         yield (
-            f"cluster.nodes = {nodes}, expected at most {len(machine.nodes)}: there is {there} "
-            f"({machine.describe()}).\n"
-            f"Set cluster.nodes={len(machine.nodes)}, or start Ray on all nodes and set "
-            f"RAY_ADDRESS."
+            f"cluster.nodes = {nodes}, expected at most {there}: {machine.describe()}.\n"
+            f"Set cluster.nodes={there}, or start Ray on all nodes and set RAY_ADDRESS."
         )
 
 

@@ -40,9 +40,8 @@ def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -
         shape = model_shape(config)
     except ConfigError as error:
         raise ConfigError(*map(as_reward_model, error.problems)) from error
-    problems = list(_head_problems(path, config))
-    if problems:
-        raise ConfigError(*problems)
+    if problem := _head_problem(path, config):
+        raise ConfigError(problem)
     return shape
 
 
@@ -59,27 +58,25 @@ def as_reward_model(problem: str) -> str:
     )
 
 
-def _head_problems(path: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Check that the checkpoint has a head with one output."""
+def _head_problem(path: str, config: Mapping[str, Any]) -> str | None:
+    """Return the problem of a checkpoint without a head with one output."""
     names = config.get("architectures") or []
     if not any(str(name).endswith(ARCHITECTURE) for name in names):
         kinds = ", ".join(f"{kind.capitalize()}{ARCHITECTURE}" for kind in SUPPORTED)
-        yield (
+        return (
             f"{named(path)} is a {' or '.join(map(str, names)) or 'model without a class'}, "
             f"expected one of {kinds}: its score head gives the reward.\n"
             f"Set {REWARD_MODEL_PATH}=<such a checkpoint>. {OTHER_WAYS}."
         )
-        return
-    labels = config.get("id2label")
-    number = (
-        len(labels) if isinstance(labels, Mapping) else config.get("num_labels", DEFAULT_LABELS)
+    labels, number = config.get("id2label"), config.get("num_labels", DEFAULT_LABELS)
+    if isinstance(labels, Mapping):
+        number = len(labels)
+    if number == 1:
+        return None
+    return (
+        f"{named(path)} has {number} labels, expected 1: the score of its only label is the "
+        f"reward.\nSet {REWARD_MODEL_PATH}=<a checkpoint with num_labels = 1>. {OTHER_WAYS}."
     )
-    if number != 1:
-        yield (
-            f"{named(path)} has {number} labels, expected 1: the score of its only label is the "
-            f"reward.\n"
-            f"Set {REWARD_MODEL_PATH}=<a checkpoint with num_labels = 1>. {OTHER_WAYS}."
-        )
 
 
 def reward_model_problems(config: RunConfig) -> Iterator[str]:
