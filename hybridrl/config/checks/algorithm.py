@@ -8,12 +8,6 @@ from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
 
-# Estimator with the gradient of k2 -> estimator with the same value.
-STRAIGHT_THROUGH = {
-    KLEstimator.k1_straight_through: KLEstimator.k1,
-    KLEstimator.k3_straight_through: KLEstimator.k3,
-}
-
 
 def kl_problems(config: RunConfig) -> Iterator[str]:
     """Find estimators that do not fit the placement, and a horizon that is too short."""
@@ -27,8 +21,8 @@ def kl_problems(config: RunConfig) -> Iterator[str]:
             "Set algorithm.kl.estimator=k2 (its gradient is that of the KL), k1_straight_through "
             "(k1's value with that gradient) or k3, or algorithm.kl.placement=reward."
         )
-    base = STRAIGHT_THROUGH.get(kl.estimator)
-    if kl.placement is KLPlacement.reward and base is not None:
+    base = kl.estimator.removesuffix("_straight_through")
+    if kl.placement is KLPlacement.reward and base != kl.estimator:
         yield (
             f"algorithm.kl.estimator = {kl.estimator} with algorithm.kl.placement = reward: only "
             f"its gradient differs from that of {base}, and a reward has no gradient.\n"

@@ -159,7 +159,7 @@ def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
         with suppress(Unusable):
             if not rule.applies(config):
                 continue
-            for key in sorted(provenance.sources.keys() - reported):
+            for key in sorted(provenance.keys() - reported):
                 source = provenance.source(key)
                 if (
                     source >= Source.recipe

@@ -1,6 +1,7 @@
 """Checks of predicted memory (planner/memory.py) against GPUs and nodes."""
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.planner.machine import Machine
@@ -19,6 +20,12 @@ from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
+
+# Keys that decide the memory of a phase; of others it is the model.
+DECISIVE = {
+    "rollout": "rollout.gpu_memory_utilization",
+    REWARD_PHASE: "reward_model.model.path",
+}
 
 
 def memory_problems(
@@ -83,9 +90,10 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
             worst = max(phases, key=lambda phase: phase.total)
             others = [f"{p.name} {gib(p.total)}" for p in phases if p is not worst]
             also = f"; also too large: {', '.join(others)}" if others else ""
+            key = DECISIVE.get(worst.name, "model.path")
             yield (
-                f"{_setting_of(config, worst)}: {worst.name} needs {describe(worst)}, the GPU has "
-                f"{gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
+                f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
+                f"has {gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
             )
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
     weights = case.phases()[0].parts["rollout weights"]
@@ -95,15 +103,6 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
             f"{gib(budget)}, but its weights alone take {gib(weights)}.\n"
             f"Raise it or rollout.tensor_parallel_size."
         )
-
-
-def _setting_of(config: RunConfig, phase: Phase) -> str:
-    """Return "key = value" of the setting that decides a phase's memory, mostly the model."""
-    if phase.name == "rollout":
-        return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
-    if phase.name == REWARD_PHASE:
-        return f"reward_model.model.path = {config.reward_model.model.path}"
-    return f"model.path = {config.model.path}"
 
 
 def _host_problems(

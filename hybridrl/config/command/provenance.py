@@ -1,7 +1,6 @@
 """Provenance of the config's values: keys set on the command line or in a recipe, and defaults."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
@@ -19,33 +18,26 @@ class Source(IntEnum):
     command_line = 2
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Keys that the user set, with their sources; all other keys are defaults.
-
-    Attributes:
-        sources: dotted key of a leaf or section -> its source.
-    """
-
-    sources: Mapping[str, Source] = field(default_factory=dict)
+class Provenance(dict[str, Source]):
+    """Dotted key of a leaf or section that the user set -> its source; others are defaults."""
 
     def source(self, key: str) -> Source:
         """Return the last source that sets `key` or a section around it."""
         parts = key.split(".")
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        return max(self.sources.get(prefix, Source.default) for prefix in prefixes)
+        return max(self.get(prefix, Source.default) for prefix in prefixes)
 
 
 def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Provenance:
     """Return the provenance of a config from overrides as typed and YAML of chosen recipes."""
-    sources: dict[str, Source] = {}
+    sources = Provenance()
     for recipe in recipes:
         tree = raw_tree(recipe)
         tree.pop("defaults", None)
         sources |= dict.fromkeys(leaves(tree), Source.recipe)
     for override in overrides:
         sources[override.split("=")[0].lstrip("+~")] = Source.command_line
-    return Provenance(sources)
+    return sources
 
 
 def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> list[DictConfig]:
