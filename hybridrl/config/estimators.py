@@ -48,25 +48,22 @@ class Estimator(NamedTuple):
         return "baseline_rewards" in self.takes
 
 
-_ALONE = "hybridrl.algorithms.advantages"
-_GROUPS = "hybridrl.algorithms.group_advantages"
 _COMPARED = ("rewards", "response_mask", "group_id")
+_FUNCTIONS = (
+    Estimator("advantages.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
+    Estimator(
+        "advantages.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
+    ),
+    Estimator("advantages.remax", ("rewards", "response_mask", "baseline_rewards")),
+    Estimator("group_advantages.grpo", _COMPARED),
+    Estimator("group_advantages.dr_grpo", _COMPARED),
+    Estimator("group_advantages.rloo", _COMPARED),
+    Estimator("group_advantages.opo", _COMPARED),
+    Estimator("group_advantages.reinforce_plus_plus_baseline", _COMPARED, whitens=True),
+    Estimator("pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
+)
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "gae": Estimator(f"{_ALONE}.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
-        "reinforce_plus_plus": Estimator(
-            f"{_ALONE}.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
-        ),
-        "remax": Estimator(f"{_ALONE}.remax", ("rewards", "response_mask", "baseline_rewards")),
-        "grpo": Estimator(f"{_GROUPS}.grpo", _COMPARED),
-        "dr_grpo": Estimator(f"{_GROUPS}.dr_grpo", _COMPARED),
-        "rloo": Estimator(f"{_GROUPS}.rloo", _COMPARED),
-        "opo": Estimator(f"{_GROUPS}.opo", _COMPARED),
-        "reinforce_plus_plus_baseline": Estimator(
-            f"{_GROUPS}.reinforce_plus_plus_baseline", _COMPARED, whitens=True
-        ),
-        "pass_at_k": Estimator("hybridrl.algorithms.pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
-    }
+    {e.path.split(".")[1]: e._replace(path=f"hybridrl.algorithms.{e.path}") for e in _FUNCTIONS}
 )
 
 

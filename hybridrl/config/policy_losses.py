@@ -64,42 +64,39 @@ _TAU = above_zero("the gate is scaled by 4 / tau")
 _RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
-_CLIPPED = "hybridrl.algorithms.clipped_losses"
-_TRUST = "hybridrl.algorithms.trust_region_losses"
-_COVARIANCE = "hybridrl.algorithms.covariance_losses"
-
+_FUNCTIONS = (
+    PolicyLoss("clipped_losses.ppo_clip", _BASE, _CLIP),
+    PolicyLoss("clipped_losses.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
+    PolicyLoss("clipped_losses.gspo", (*_BASE, "sequence_id"), _CLIP),
+    PolicyLoss("clipped_losses.cispo", _BASE, _CLIP),
+    PolicyLoss("trust_region_losses.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
+    PolicyLoss(
+        "trust_region_losses.dppo_tv",
+        _SAMPLED,
+        {"max_divergence": BETWEEN_0_AND_1, "max_ratio": _RATIO},
+    ),
+    PolicyLoss(
+        "trust_region_losses.dppo_kl",
+        _SAMPLED,
+        {"max_divergence": above_zero("a divergence is not negative"), "max_ratio": _RATIO},
+    ),
+    PolicyLoss(
+        "covariance_losses.clip_cov",
+        (*_BASE, "selected"),
+        _CLIP,
+        "hybridrl.algorithms.covariance_losses.some_in_band",
+        {"fraction": _SHARE, "cov_low": None, "cov_high": None},
+    ),
+    PolicyLoss(
+        "covariance_losses.kl_cov",
+        (*_BASE, "selected"),
+        {"coef": Range("a negative penalty drives the policy away", 0)},
+        "hybridrl.algorithms.covariance_losses.largest",
+        {"fraction": _SHARE},
+    ),
+)
 BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
-    {
-        "ppo_clip": PolicyLoss(f"{_CLIPPED}.ppo_clip", _BASE, _CLIP),
-        "dual_clip": PolicyLoss(f"{_CLIPPED}.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
-        "gspo": PolicyLoss(f"{_CLIPPED}.gspo", (*_BASE, "sequence_id"), _CLIP),
-        "cispo": PolicyLoss(f"{_CLIPPED}.cispo", _BASE, _CLIP),
-        "sapo": PolicyLoss(f"{_TRUST}.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
-        "dppo_tv": PolicyLoss(
-            f"{_TRUST}.dppo_tv",
-            _SAMPLED,
-            {"max_divergence": BETWEEN_0_AND_1, "max_ratio": _RATIO},
-        ),
-        "dppo_kl": PolicyLoss(
-            f"{_TRUST}.dppo_kl",
-            _SAMPLED,
-            {"max_divergence": above_zero("a divergence is not negative"), "max_ratio": _RATIO},
-        ),
-        "clip_cov": PolicyLoss(
-            f"{_COVARIANCE}.clip_cov",
-            (*_BASE, "selected"),
-            _CLIP,
-            f"{_COVARIANCE}.some_in_band",
-            {"fraction": _SHARE, "cov_low": None, "cov_high": None},
-        ),
-        "kl_cov": PolicyLoss(
-            f"{_COVARIANCE}.kl_cov",
-            (*_BASE, "selected"),
-            {"coef": Range("a negative penalty drives the policy away", 0)},
-            f"{_COVARIANCE}.largest",
-            {"fraction": _SHARE},
-        ),
-    }
+    {f.path.split(".")[1]: f._replace(path=f"hybridrl.algorithms.{f.path}") for f in _FUNCTIONS}
 )
 
 

@@ -1,6 +1,6 @@
 """Checks of predicted memory (planner/memory.py) against GPUs and nodes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridrl.config.choices import Accelerator, Offload
@@ -12,8 +12,7 @@ from hybridrl.config.planner.memory import (
     gib,
     host_parts,
     listed_parts,
-    node_peak,
-    node_ram,
+    on_node,
     rank_phases,
 )
 from hybridrl.config.planner.memory_advice import MemoryCase, advice
@@ -42,16 +41,15 @@ def memory_problems(
         yield from _host_problems(config, shape, machine, reward_shape)
 
 
-def _tightest(
-    config: RunConfig, machine: Machine, need: Callable[[int], int]
-) -> tuple[int, int, int]:
+def _tightest(config: RunConfig, machine: Machine, per_rank: int) -> tuple[int, int, int]:
     """Return (ranks, needed bytes, available bytes) of the node with the least spare memory.
 
     The largest demand is placed on the largest node.
     """
     demand = sorted(slots_on_nodes(config), reverse=True)
     largest = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
-    pairs = [(slots, need(slots), there) for slots, there in zip(demand, largest, strict=False)]
+    nodes = zip(demand, largest, strict=False)
+    pairs = [(slots, on_node(config, per_rank, slots), there) for slots, there in nodes]
     return max(pairs, key=lambda pair: pair[1] - pair[2])
 
 
@@ -66,11 +64,9 @@ def offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:
-    slots, needed, available = _tightest(
-        config, machine, lambda slots: node_peak(config, phases, slots)
-    )
+    worst = max(phases, key=lambda phase: phase.total)
+    slots, needed, available = _tightest(config, machine, worst.total)
     if needed > available:
-        worst = max(phases, key=lambda phase: phase.total)
         yield (
             f"cluster.gpus_per_node = {slots} CPU slots need at least "
             f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
@@ -108,12 +104,10 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
 def _host_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[str]:
-    slots, needed, available = _tightest(
-        config, machine, lambda slots: node_ram(config, shape, reward_shape, slots)
-    )
+    parts = host_parts(config, shape, reward_shape)
+    slots, needed, available = _tightest(config, machine, sum(parts.values()))
     if needed <= available:
         return
-    parts = host_parts(config, shape, reward_shape)
     causes = [
         f"{key} page-locks {gib(parts[part])}"
         for key, part in (

@@ -173,16 +173,17 @@ def node_ram(
     reward_shape: ModelShape | None = None,
     slots: int | None = None,
 ) -> int:
-    """Return the RAM of GPU workers and driver on a node; by default the node with most slots."""
-    return _on_node(config, sum(host_parts(config, shape, reward_shape).values()), slots)
+    """Return `on_node` of workers with GPUs."""
+    return on_node(config, sum(host_parts(config, shape, reward_shape).values()), slots)
 
 
 def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
-    """Return the RAM of CPU workers and driver on a node; by default the node with most slots."""
-    return _on_node(config, max(phase.total for phase in phases), slots)
+    """Return `on_node` of workers without GPU."""
+    return on_node(config, max(phase.total for phase in phases), slots)
 
 
-def _on_node(config: RunConfig, per_rank: int, slots: int | None) -> int:
+def on_node(config: RunConfig, per_rank: int, slots: int | None) -> int:
+    """Return the RAM of workers and driver on a node; by default the node with most slots."""
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
     return slots * per_rank + CPU_DRIVER_BYTES
