@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import signature_of
+from hybridrl.config.user_code.importing import check_import
 
 # Parameters that an estimator may have: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
@@ -94,6 +95,15 @@ def taking(setting: str) -> list[str]:
 def uses_critic(config: RunConfig) -> bool:
     """Return whether the run trains a value function."""
     return estimator_of(config.algorithm.advantage).uses_critic
+
+
+def estimator_problems(config: RunConfig) -> Iterator[str]:
+    """Check that the estimator exists and that its parameters are known."""
+    try:
+        check_import(KEY, config.algorithm.advantage)
+        estimator_of(config.algorithm.advantage)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def group_problems(config: RunConfig) -> Iterator[str]:

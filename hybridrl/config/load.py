@@ -29,7 +29,7 @@ from hybridrl.config.typed import (
     plain_hints,
 )
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
-from hybridrl.config.validate import Checks, run_checks
+from hybridrl.config.validate import run_checks
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def examine(
     machine: Machine,
     read_model: Callable[[str], dict[str, Any]],
     provenance: Provenance,
-    checks: Checks = run_checks,
+    trains: bool = True,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
 
@@ -64,7 +64,7 @@ def examine(
         machine: nodes that the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
         provenance: keys that the user set.
-        checks: checks of the typed config.
+        trains: false for an evaluation.
     """
     report = Report()
     report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
@@ -78,7 +78,7 @@ def examine(
         report,
         broken=REWARD_MODEL_PATH,
     )
-    checks(config, machine, shape, reward_shape, provenance, report)
+    run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
     return Examined(config, shape, reward_shape, report)
 
 

@@ -12,6 +12,7 @@ from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
+from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.importing import check_import
 
@@ -121,8 +122,9 @@ def policy_loss_of(function: str) -> PolicyLoss:
     return PolicyLoss(function, tensors, settings)
 
 
-def loss_problems(config: FunctionConfig) -> Iterator[str]:
+def loss_problems(run: RunConfig) -> Iterator[str]:
     """Check the policy loss and its settings."""
+    config = run.algorithm.loss
     try:
         check_import(f"{KEY}.function", config.function)
         loss = policy_loss_of(config.function)

@@ -4,9 +4,8 @@ A check ends at the first value that it reads and that has no usable value (`Unu
 need not handle wrong types, and one error does not cause another message.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
@@ -15,14 +14,12 @@ from hybridrl.config.checks.memory import memory_problems, offload_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.estimators import estimator_of, group_problems
+from hybridrl.config.estimators import estimator_problems, group_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.policy_losses import loss_problems
 from hybridrl.config.schema import RunConfig
 from hybridrl.config.user_code.classes import environment_problems, reward_problems
-from hybridrl.config.user_code.importing import check_import
 
 # Checks of runs and evaluations.
 COMMON_CHECKS = (
@@ -62,10 +59,6 @@ MACHINE_CHECKS = (
 COMMON_MODEL_CHECKS = (sizes.length_problems, sizes.tensor_parallel_problems)
 TRAINING_MODEL_CHECKS = (sizes.sequence_head_problems, algorithm.lora_problems)
 
-Checks = Callable[
-    [RunConfig, Machine, ModelShape | None, ModelShape | None, Provenance, Report], None
-]
-
 
 def run_checks(
     config: RunConfig,
@@ -75,15 +68,18 @@ def run_checks(
     provenance: Provenance,
     report: Report,
     *,
-    trains: bool = True,
+    trains: bool,
 ) -> None:
     """Add every problem of a typed config to `report`; `trains` is false for an evaluation.
 
     The shapes of models are None if they could not be read, which is reported already.
     """
     if trains:
-        _run([_estimator_problems(config)], report)
-        _run([_loss_problems(config)], report)
+        for key, problems_of in (("advantage", estimator_problems), ("loss", loss_problems)):
+            before = len(report.problems)
+            _run([problems_of(config)], report)
+            if len(report.problems) > before:  # other checks do not use a wrong one
+                delattr(config.algorithm, key)
     checks = [check(config) for check in COMMON_CHECKS]
     checks += [check(config, machine) for check in MACHINE_CHECKS]
     if shape is not None:
@@ -101,30 +97,9 @@ def run_checks(
         _run([problems], report, broken=key)
 
 
-run_evaluation_checks = partial(run_checks, trains=False)
-
-
 def _run(checks: Iterable[Iterable[str]], report: Report, *, broken: str | None = None) -> None:
     """Add the problems of checks, each as far as its keys have usable values."""
     for problems in checks:
         with suppress(Unusable):
             for problem in problems:
                 report.add(problem, broken=broken)
-
-
-def _loss_problems(config: RunConfig) -> Iterator[str]:
-    """Check the policy loss; a wrong one is not used by other checks."""
-    problems = list(loss_problems(config.algorithm.loss))
-    if problems:
-        del config.algorithm.loss
-    yield from problems
-
-
-def _estimator_problems(config: RunConfig) -> Iterator[str]:
-    """Check the estimator; a wrong one is not used by other checks."""
-    try:
-        check_import("algorithm.advantage", config.algorithm.advantage)
-        estimator_of(config.algorithm.advantage)
-    except ConfigError as error:
-        del config.algorithm.advantage
-        yield from error.problems
