@@ -10,7 +10,7 @@ from contextlib import suppress
 from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks import algorithm, checkpoint, data, resources, sizes
 from hybridrl.config.checks.effects import effect_problems
-from hybridrl.config.checks.memory import memory_problems, offload_problems
+from hybridrl.config.checks.memory import memory_problems
 from hybridrl.config.checks.reward_model import reward_model_problems, reward_shape_problems
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
@@ -28,8 +28,7 @@ COMMON_CHECKS = (
     sizes.engine_problems,
     sizes.link_problems,
     sizes.port_problems,
-    offload_problems,
-    resources.kv_cache_problems,
+    resources.cpu_problems,
     environment_problems,
     reward_problems,
 )
@@ -47,7 +46,6 @@ TRAINING_CHECKS = (
     algorithm.sampling_problems,
     sizes.betas_problems,
     sizes.step_problems,
-    sizes.profile_problems,
     resources.package_problems,
     reward_model_problems,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from hybridrl.config.choices import Accelerator, Offload
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
     REWARD_PHASE,
@@ -51,16 +51,6 @@ def _tightest(config: RunConfig, machine: Machine, per_rank: int) -> tuple[int, 
     nodes = zip(demand, largest, strict=False)
     pairs = [(slots, on_node(config, per_rank, slots), there) for slots, there in nodes]
     return max(pairs, key=lambda pair: pair[1] - pair[2])
-
-
-def offload_problems(config: RunConfig) -> Iterator[str]:
-    """Check that only runs on GPUs offload."""
-    if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
-        yield (
-            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu, where there "
-            f"is no GPU memory to free.\n"
-            f"Set fsdp.offload=none."
-        )
 
 
 def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:

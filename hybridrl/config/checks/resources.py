@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.choices import Accelerator
+from hybridrl.config.choices import Accelerator, Offload
 from hybridrl.config.command.input_errors import is_address, reason_of
 from hybridrl.config.command.report import shown
 from hybridrl.config.planner.machine import Machine
@@ -86,13 +86,20 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def kv_cache_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a run without GPU sets the size of the KV cache."""
-    if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
+def cpu_problems(config: RunConfig) -> Iterator[str]:
+    """Check that a run without GPU sets the size of the KV cache, and does not offload."""
+    if config.hardware.accelerator is not Accelerator.cpu:
+        return
+    if config.rollout.kv_cache_mb is None:
         yield (
             "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU "
             "rollout.gpu_memory_utilization has no effect.\n"
             "Set rollout.kv_cache_mb=64 or more."
+        )
+    if config.fsdp.offload is not Offload.none:
+        yield (
+            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu, where there "
+            f"is no GPU memory to free.\nSet fsdp.offload=none."
         )
 
 

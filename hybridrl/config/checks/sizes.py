@@ -153,7 +153,7 @@ def warm_ups(config: RunConfig) -> dict[str, int]:
 
 
 def step_problems(config: RunConfig) -> Iterator[str]:
-    """Check that warm-ups end before the run does."""
+    """Check that warm-ups end before the run does, and that it has the steps to profile."""
     total = config.trainer.total_steps
     for key, steps in warm_ups(config).items():
         if steps >= total and steps > 0:
@@ -162,11 +162,6 @@ def step_problems(config: RunConfig) -> Iterator[str]:
                 f"end during the warm-up.\n"
                 f"Lower {key} or raise trainer.total_steps."
             )
-
-
-def profile_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the run has the steps to profile."""
-    total = config.trainer.total_steps
     never = [step for step in config.trainer.profile_steps if step > total]
     if never:
         yield (

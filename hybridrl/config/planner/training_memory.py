@@ -136,14 +136,12 @@ class TrainingMemory:
     def end(self) -> dict[str, int]:
         """Return memory as embedding and head are reduced, after all layers."""
         several = self.work.micro_batches > 1
-        full = several and self.fsdp.accumulation is Accumulation.full
-        unreduced = self.reduced * self.trained_root if full else 0
         return {
             "activations": self.layer_kept,
             # A single backward drops weights as it gets their gradients.
             "gathered weights": self._gathered() if several else self._gathered_at_work(),
             "reduce-scatter buffers": self._reduce_buffers(self.trained_root),
-            "gradients": MASTER_BYTES * self.trained // self.shards + unreduced,
+            "gradients": MASTER_BYTES * self.trained // self.shards,
         }
 
     def _kept(self) -> int:
