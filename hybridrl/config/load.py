@@ -26,7 +26,6 @@ from hybridrl.config.typed import (
     Builder,
     optional_class,
     partial_section,
-    plain_hints,
 )
 from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 from hybridrl.config.validate import run_checks
@@ -101,30 +100,25 @@ def _typed(cfg: DictConfig, report: Report) -> RunConfig:
     """Return the config as dataclasses; roles with their workers' config classes."""
     classes, problems = role_classes(cfg)
     report.problems += problems
-    known = known_keys(cfg, classes)
-    builder = Builder(report, known)
+    builder = Builder(report, known_keys(cfg, classes))
+    hints = typing.get_type_hints(RunConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
-        name, hint = field.name, plain_hints(RunConfig)[field.name]
+        name, hint = field.name, hints[field.name]
+        node = OmegaConf.select(cfg, name, throw_on_resolution_failure=False)
         section = classes.get(name) or optional_class(hint) or hint
         may_lack = name in OPTIONAL or optional_class(hint) is not None
         if not dataclasses.is_dataclass(section):
             with suppress(Unusable):
                 sections[name] = builder.field(field, RunConfig, cfg, name)
-        elif _at(cfg, name) is None and may_lack:
+        elif node is None and may_lack:
             sections[name] = None
         else:
             shared = {link: sections[link] for link in LINKS.get(name, ())}
-            sections[name] = builder.section(
-                typing.cast(type, section), _at(cfg, name), name, shared
-            )
+            sections[name] = builder.section(typing.cast(type, section), node, name, shared)
     if report.broken and not report.problems:
         report.add(f"{', '.join(sorted(report.broken))} link to each other.\nSet one of them.")
     return partial_section(RunConfig, sections)
-
-
-def _at(cfg: DictConfig, key: str) -> Any:
-    return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
 
 
 def _top_level_problems(cfg: DictConfig) -> list[str]:

@@ -83,6 +83,12 @@ class FSDPConfig(Section):
     offload: Annotated[Offload, FREE]
     compile: Annotated[bool, FREE]
 
+    @property
+    def shards(self) -> int:
+        """dp_shard, derived."""
+        assert self.dp_shard is not None
+        return self.dp_shard
+
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):

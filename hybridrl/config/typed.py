@@ -71,7 +71,7 @@ class Builder:
         Raises:
             Unusable: it has none; the problem is in the report.
         """
-        name, hint = field.name, plain_hints(cls)[field.name]
+        name, hint = field.name, typing.get_type_hints(cls)[field.name]
         if OmegaConf.is_missing(node, name):
             self._refuse(key, f"{key} is missing.\nSet {key}=<{type_name(hint)}>.")
         if name not in node:
@@ -93,7 +93,7 @@ class Builder:
 
     def _element(self, cls: type[T], value: Any, path: str) -> T:
         """Build an entry of a mapping; absent optional fields are None, as YAML has no defaults."""
-        hints = plain_hints(cls)
+        hints = typing.get_type_hints(cls)
         given = value if isinstance(value, DictConfig) else {}
         absent = [name for name in hints if name not in given and _may_be_null(hints[name])]
         return self.section(cls, value, path, dict.fromkeys(absent))
@@ -149,11 +149,6 @@ def partial_section(cls: type[T], values: Mapping[str, Any]) -> T:
     instance = object.__new__(cls)
     vars(instance).update(values)
     return instance
-
-
-def plain_hints(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields without annotations."""
-    return typing.get_type_hints(cls)
 
 
 def annotations_of(cls: Any, name: str) -> tuple[Any, ...]:

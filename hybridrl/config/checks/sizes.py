@@ -26,11 +26,10 @@ LINKED = (
 def mesh_problems(config: RunConfig) -> Iterator[str]:
     """Check dp_replicate * dp_shard against the number of ranks."""
     world, fsdp = world_size(config), config.fsdp
-    assert fsdp.dp_shard is not None
-    if fsdp.dp_replicate * fsdp.dp_shard != world:
+    if fsdp.dp_replicate * fsdp.shards != world:
         yield (
             f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
-            f"{fsdp.dp_replicate * fsdp.dp_shard}, expected the {world_text(config)}: every rank "
+            f"{fsdp.dp_replicate * fsdp.shards}, expected the {world_text(config)}: every rank "
             f"holds one shard.\n"
             f"Set fsdp.dp_shard=null to derive it, or change cluster.*."
         )
@@ -112,8 +111,7 @@ def mini_batch_problems(config: RunConfig) -> Iterator[str]:
 
 def sequence_problems(config: RunConfig) -> Iterator[str]:
     """Check that whole sequence-parallel groups share a copy of the weights."""
-    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.dp_shard
-    assert dp_shard is not None
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
     if dp_shard % size:
         yield (
             f"fsdp.ulysses_size = {size} does not divide fsdp.dp_shard = {dp_shard}: the ranks of "
@@ -206,8 +204,7 @@ def sequence_head_problems(
     config: RunConfig, shape: ModelShape, owner: str = "model.path"
 ) -> Iterator[str]:
     """Check that attention heads divide over the ranks of a sequence-parallel group."""
-    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.dp_shard
-    assert dp_shard is not None
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
     if wrong := _undivided_heads(size, shape):
         fitting = [n for n in divisors(dp_shard) if not _undivided_heads(n, shape)]
         yield (

@@ -131,23 +131,21 @@ def pinned_bytes(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> int:
     """Return the page-locked host memory of one rank for fsdp.offload."""
-    assert config.fsdp.dp_shard is not None
     total = 0
     for role in roles_of(config, shape, reward_shape):
         weights = role.held if config.fsdp.offload is Offload.idle_all else 0
         moments = role.trained if config.fsdp.offload is not Offload.none else 0
         for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
-            total += -(-size // config.fsdp.dp_shard // MIB) * MIB
+            total += -(-size // config.fsdp.shards // MIB) * MIB
     return total
 
 
 def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return a rank's host memory of the checkpoints' staging buffer; page-locked with GPUs."""
-    assert config.fsdp.dp_shard is not None
     if not config.checkpoint.every_steps:
         return 0
     trained = sum(role.trained for role in roles_of(config, shape))
-    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
+    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.shards
 
 
 def host_parts(
@@ -157,11 +155,10 @@ def host_parts(
 
     Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
     """
-    assert config.fsdp.dp_shard is not None
     largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
     return {
         "process": GPU_PROCESS_RAM_BYTES,
-        "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
+        "loading": MASTER_BYTES * largest // config.fsdp.shards,
         "offload": pinned_bytes(config, shape, reward_shape),
         "checkpoint staging": staged_bytes(config, shape),
     }
@@ -193,8 +190,7 @@ def _resident(
     config: RunConfig, roles: list[Role], active: str | None, *, updates: bool = False
 ) -> dict[str, int]:
     """Return the shards on the device while the `active` role (None: the rollout) runs."""
-    offload, shards = config.fsdp.offload, config.fsdp.dp_shard
-    assert shards is not None
+    offload, shards = config.fsdp.offload, config.fsdp.shards
     parts = {}
     for role in roles:
         if role.name == active or offload is not Offload.idle_all:

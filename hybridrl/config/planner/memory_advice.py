@@ -144,15 +144,13 @@ def _settings_that_fit(case: MemoryCase) -> list[Change] | None:
 def _more_gpus(case: MemoryCase) -> Iterator[tuple[MemoryCase, list[Change]]]:
     """Yield the same run on 2, 4, 8... times as many GPUs, nodes filled first; and its settings."""
     config = case.config
-    cluster, shards = config.cluster, config.fsdp.dp_shard
-    nodes, gpus = cluster.nodes, cluster.gpus_per_node
-    assert gpus is not None and shards is not None
-    copies = config.fsdp.dp_replicate
+    nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
+    assert gpus is not None
     while 2 * nodes * gpus <= MOST_GPUS:
         nodes, gpus = (nodes, 2 * gpus) if 2 * gpus <= NODE_GPUS else (2 * nodes, gpus)
         sizes = [Change("cluster.nodes", nodes), Change("cluster.gpus_per_node", gpus)]
         sizes = [size for size in sizes if with_changes(config, [size]) != config]
         if config.placement.slots_on_nodes is not None:
             sizes.append(Change("placement.slots_on_nodes", None))
-        mesh = Change("fsdp.dp_shard", nodes * gpus // copies)
+        mesh = Change("fsdp.dp_shard", nodes * gpus // config.fsdp.dp_replicate)
         yield case._replace(config=with_changes(config, [*sizes, mesh])), sizes

@@ -88,7 +88,6 @@ def _heading(
 def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     """Return the ranks in order of (node, slot), with their copy and shard of the weights."""
     fsdp, tp = config.fsdp, config.rollout.tensor_parallel_size
-    assert fsdp.dp_shard is not None
     device = "GPU" if config.hardware.accelerator is Accelerator.gpu else "CPU slot"
     title = (
         f"Placement: {world_text(config)}; mesh dp_replicate {fsdp.dp_replicate} x dp_shard "
@@ -102,7 +101,7 @@ def _placement(config: RunConfig, machine: Machine) -> tuple[str, Table]:
     places = [(names[node], slot) for node, count in counts for slot in range(count)]
     rows = []
     for rank, (node, slot) in enumerate(places[:MAX_RANKS_LISTED]):
-        copy, shard = rank // fsdp.dp_shard, order.index(rank % fsdp.dp_shard)
+        copy, shard = rank // fsdp.shards, order.index(rank % fsdp.shards)
         rows.append([str(rank), node, *map(str, (slot, copy, shard, rank // tp, rank % tp))])
     columns = ("rank", "node", device, "dp_replicate", "dp_shard", "engine", "tp")
     if len(places) > len(rows):

@@ -53,7 +53,7 @@ class TrainingMemory:
     """Forward and backward of one role.
 
     Args:
-        fsdp: the sharding spec, dp_shard resolved.
+        fsdp: the sharding spec.
         shape: the model's.
         work: the largest forward.
         has_head: true for log-probs (actor, ref), false for values (critic).
@@ -70,9 +70,8 @@ class TrainingMemory:
         has_head: bool,
         lora: LoRAConfig | None = None,
     ) -> None:
-        assert fsdp.dp_shard is not None
         self.fsdp, self.shape, self.work, self.has_head = fsdp, shape, work, has_head
-        self.shards = fsdp.dp_shard
+        self.shards = fsdp.shards
         self.size, self.reduced = BYTES[fsdp.param_dtype], BYTES[fsdp.reduce_dtype]
         base = shape.parameters if has_head else shape.backbone_parameters
         adapters = shape.adapter_parameters(lora.rank, lora.target_modules) if lora else 0

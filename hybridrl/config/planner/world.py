@@ -47,16 +47,14 @@ def data_shards(config: RunConfig) -> int:
 
 def is_nested(fsdp: FSDPConfig) -> bool:
     """Return whether shards lie inside tensor-parallel slices."""
-    assert fsdp.dp_shard is not None
     tp = fsdp.tensor_parallel_size
-    return fsdp.layout is Layout.aligned and tp > 1 and fsdp.dp_shard % tp == 0
+    return fsdp.layout is Layout.aligned and tp > 1 and fsdp.shards % tp == 0
 
 
 def ranks_by_shard(fsdp: FSDPConfig) -> list[int]:
     """Return the ranks of the first copy of the weights, in the order of their shards."""
-    assert fsdp.dp_shard is not None
     if not is_nested(fsdp):
-        return list(range(fsdp.dp_shard))
+        return list(range(fsdp.shards))
     tp = fsdp.tensor_parallel_size
-    per_slice = fsdp.dp_shard // tp
+    per_slice = fsdp.shards // tp
     return [engine * tp + t for t in range(tp) for engine in range(per_slice)]
