@@ -144,6 +144,7 @@ RULES = (
         "environment.function",
         lambda config: config.environment is not None,
         ", which gives the rewards",
+        "set environment=none",
     ),
 )
 
