@@ -11,7 +11,7 @@ from hybridrl.config.choices import Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
 from hybridrl.config.command.report import shown
 from hybridrl.config.data_schema import SOURCE_KEYS
-from hybridrl.config.estimators import SETTINGS, Estimator, estimator_of, taking, uses_critic
+from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
 from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
@@ -41,17 +41,13 @@ class Idle(NamedTuple):
         return bool(attrgetter(self.cause)(config) == self.when)
 
 
-def _estimator(config: RunConfig) -> Estimator:
-    return estimator_of(config.algorithm.advantage)
-
-
 def _is_plain(config: RunConfig) -> bool:
     """Return whether shards could be aligned to slices, and are not."""
     return config.fsdp.layout is Layout.plain and config.rollout.tensor_parallel_size > 1
 
 
 def _lacks(setting: str) -> Callable[[RunConfig], bool]:
-    return lambda config: setting not in _estimator(config).takes
+    return lambda config: setting not in estimator_of(config.algorithm.advantage).takes
 
 
 _CORRECTION, _ADVANTAGE = "algorithm.rollout_correction", "algorithm.advantage"
@@ -71,7 +67,7 @@ RULES = (
     Idle(
         "algorithm.whiten_advantages",
         _ADVANTAGE,
-        lambda config: _estimator(config).whitens,
+        lambda config: estimator_of(config.algorithm.advantage).whitens,
         ", which always whitens",
     ),
     Idle(

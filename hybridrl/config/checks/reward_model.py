@@ -26,11 +26,7 @@ OTHER_WAYS = (
 
 
 def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -> ModelShape:
-    """Return the sizes of a reward model's backbone.
-
-    Args:
-        path: of the checkpoint.
-        read_model: path -> its config.json; may raise ConfigError.
+    """Return the sizes of a reward model's backbone; `read_model` gives its config.json.
 
     Raises:
         ConfigError: the model cannot be read, or its head does not give a single score.
