@@ -75,7 +75,8 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        resume = None if resume is None else resume.quarantine(run_dir)
+        if resume is not None:
+            resume.quarantine(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found

@@ -6,13 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
+from hybridrl.checkpoint.files import remove, sync_file, sync_folder
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.checkpoint.names import (
     MANIFEST,
     PARTIAL,
     REMOVED,
-    REPLACED,
     STATE,
     checkpoints_folder,
     hidden_name,
@@ -51,8 +50,6 @@ def begin(run_dir: Path, step: int) -> Path:
 def commit(partial: Path, manifest: Manifest) -> Path:
     """Publish a written checkpoint; after the return it survives a power cut.
 
-    A checkpoint of the same step is replaced. It is removed after its successor is durable.
-
     Args:
         partial: returned by `begin`, with every file that the manifest lists.
         manifest: of these files.
@@ -62,7 +59,8 @@ def commit(partial: Path, manifest: Manifest) -> Path:
 
     Raises:
         DamagedCheckpoint: files in the folder differ from the manifest.
-        OSError: the disk is full, read-only or broken. Earlier checkpoints are untouched.
+        OSError: the disk is full, read-only or broken, or the step has a checkpoint. Earlier
+            checkpoints are untouched.
     """
     step = hidden_step_of(partial.name, PARTIAL)
     assert step is not None, f"{partial} is no folder that begin() made"
@@ -70,10 +68,9 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     manifests.write(partial, manifest)
     verify(partial, checksums=False)
     _sync(partial, manifest)
-    final, aside = folder / step_name(step), folder / hidden_name(step, REPLACED)
-    put_in_place(partial, final, aside)
+    final = folder / step_name(step)
+    os.rename(partial, final)
     sync_folder(folder)
-    remove(aside)
     return final
 
 
@@ -93,7 +90,6 @@ def clean(folder: Path) -> None:
     """
     for step in hidden_steps_in(folder, PARTIAL):
         remove(folder / hidden_name(step, PARTIAL))
-    restore_replaced(folder)
     with suppress(OSError):
         finish_deletions(folder)
 
@@ -112,21 +108,6 @@ def finish_deletions(folder: Path) -> None:
             failures.append(failure)
     if failures:
         raise failures[0]
-
-
-def restore_replaced(folder: Path) -> None:
-    """Rename replaced checkpoints back if they have no successor, else remove them.
-
-    Raises:
-        OSError: something cannot be renamed or removed.
-    """
-    for step in hidden_steps_in(folder, REPLACED):
-        aside, final = folder / hidden_name(step, REPLACED), folder / step_name(step)
-        if exists(final):
-            remove(aside)
-        else:
-            os.rename(aside, final)
-            sync_folder(folder)
 
 
 def _sync(partial: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -136,20 +136,16 @@ def read(folder: Path) -> Manifest:
     try:
         body = json.loads(data)
         problem = _problem(body)
-        if problem is not None:
-            raise DamagedCheckpoint(folder, MANIFEST, problem)
-        manifest = _manifest(body)
-        unchanged = encode(manifest) == data
-    except RecursionError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, "is nested too deeply") from error
-    except DamagedCheckpoint:
-        raise
+        if problem is None:
+            manifest = _manifest(body)
+            if encode(manifest) == data:
+                return manifest
+            problem = "is not as it was written: its own sha256 does not match"
+    except RecursionError:
+        problem = "is nested too deeply"
     except ValueError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, f"is not JSON: {error}") from error
-    if not unchanged:
-        reason = "is not as it was written: its own sha256 does not match"
-        raise DamagedCheckpoint(folder, MANIFEST, reason)
-    return manifest
+        problem = f"is not JSON: {error}"
+    raise DamagedCheckpoint(folder, MANIFEST, problem)
 
 
 def _text(body: dict[str, Any]) -> bytes:
@@ -189,7 +185,7 @@ def _problem(body: Any) -> str | None:
         if not is_right(body[name]):
             return f"has {name} = {_shown(body[name])}, expected {expected}"
     for name, record in body["files"].items():
-        if not _is_path(name):
+        if name == MANIFEST or not _PATH.fullmatch(name):
             return (
                 f"lists {_shown(name)}, expected {DRIVER}, {STATE}/... or another plain path "
                 f"inside the folder"
@@ -206,7 +202,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+    return type(value) is int and 0 <= value < 10**18
 
 
 def _is_time(value: Any) -> bool:
@@ -219,12 +215,9 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_metric(value: Any) -> bool:
-    if value is None:
-        return True
     # Not math.isfinite, which fails on integers that are no float.
     limit = sys.float_info.max
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -limit <= value <= limit
+    return value is None or (type(value) in (int, float) and -limit <= value <= limit)
 
 
 def _is_text(value: Any) -> bool:
@@ -235,12 +228,8 @@ def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-def _is_path(name: str) -> bool:
-    return name != MANIFEST and _PATH.fullmatch(name) is not None
-
-
 def _is_record(value: Any) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != {"size", "sha256"}:
+    if not isinstance(value, dict) or value.keys() != {"size", "sha256"}:
         return False
     return _is_count(value["size"]) and _is_sha256(value["sha256"])
 

@@ -2,7 +2,6 @@
 
 <run>/checkpoints/step_00000020/             a complete checkpoint
 <run>/checkpoints/.step_00000040.partial/    being written, or left by a crash
-<run>/checkpoints/.step_00000020.replaced/   the old one while a new one of its step is renamed
 <run>/checkpoints/.step_00000010.removed/    being deleted
 <run>/checkpoints/damaged_step_00000060/     quarantined: resume=auto does not use it
 <run>/checkpoints/superseded_step_00000060/  quarantined: later than the step resumed from
@@ -20,7 +19,6 @@ DRIVER = "driver.json"
 STATE = "state"
 
 PARTIAL = ".partial"
-REPLACED = ".replaced"
 REMOVED = ".removed"
 
 DAMAGED = "damaged_"
@@ -41,7 +39,7 @@ def step_name(step: int) -> str:
 
 
 def hidden_name(step: int, suffix: str) -> str:
-    """Return the name of a checkpoint in transition: PARTIAL, REPLACED or REMOVED."""
+    """Return the name of a checkpoint in transition: PARTIAL or REMOVED."""
     return f".{step_name(step)}{suffix}"
 
 
@@ -60,7 +58,7 @@ def hidden_step_of(name: str, suffix: str) -> int | None:
 
 def promised_step(name: str) -> int | None:
     """Parse the name of a checkpoint in transition or in quarantine; None for any other name."""
-    hidden = (hidden_step_of(name, suffix) for suffix in (PARTIAL, REPLACED, REMOVED))
+    hidden = (hidden_step_of(name, suffix) for suffix in (PARTIAL, REMOVED))
     shown = (step_of(name.removeprefix(prefix)) for prefix in (DAMAGED, SUPERSEDED))
     return next((step for step in (*hidden, *shown) if step is not None), None)
 

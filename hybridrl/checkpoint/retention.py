@@ -6,11 +6,10 @@ renamed at once; a thread removes their files, which may be many gigabytes.
 
 import itertools
 import os
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
-from hybridrl.checkpoint.commit import finish_deletions, restore_replaced
+from hybridrl.checkpoint.commit import finish_deletions
 from hybridrl.checkpoint.files import UnreadableFile, exists, sync_folder
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
@@ -46,7 +45,6 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int
     """
     assert keep_last >= 0 and keep_best >= 0, (keep_last, keep_best)
     folder = checkpoints_folder(run_dir)
-    restore_replaced(folder)
     if keep_last == 0:
         return []
     complete = _complete(folder)
@@ -70,13 +68,13 @@ class Removal:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = checkpoints_folder(run_dir)
-        self._ended: Future[None] | None = None
+        self._thread: Thread | None = None
+        self._failure: OSError | None = None
 
     def begin(self) -> None:
         """Start the deletion; the one before has been waited for."""
-        assert self._ended is None or self._ended.done(), "one removal at a time"
-        self._ended = Future()
-        Thread(target=self._run, args=(self._ended,), name="removal", daemon=True).start()
+        self._thread = Thread(target=self._run, name="removal", daemon=True)
+        self._thread.start()
 
     def failure(self, *, wait: bool) -> OSError | None:
         """Return the error of a finished deletion, once; None without one or while it runs.
@@ -84,22 +82,17 @@ class Removal:
         Args:
             wait: for its end.
         """
-        if self._ended is None or not (wait or self._ended.done()):
+        if self._thread is None or (self._thread.is_alive() and not wait):
             return None
-        ended, self._ended = self._ended, None
-        try:
-            ended.result()
-        except OSError as failure:
-            return failure
-        return None
+        self._thread.join()
+        failure, self._failure = self._failure, None
+        return failure
 
-    def _run(self, ended: Future[None]) -> None:
+    def _run(self) -> None:
         try:
             finish_deletions(self._folder)
-        except BaseException as error:  # raised or returned by `failure`
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
+        except OSError as failure:
+            self._failure = failure
 
 
 def best_steps(manifests: dict[int, Manifest], metric: str) -> list[int]:
@@ -117,7 +110,7 @@ def best_steps(manifests: dict[int, Manifest], metric: str) -> list[int]:
 def quarantine(run_dir: Path, found: Found) -> list[Path]:
     """Quarantine checkpoints that the resumed run will not descend from.
 
-    These are the damaged ones in `found` (damaged_step_...) and all of later steps
+    These are the damaged ones in `found` (damaged_step_...) and others of its step or later
     (superseded_step_...). They are kept, but no resume finds them and later saves reuse the steps.
 
     Args:
@@ -135,12 +128,12 @@ def quarantine(run_dir: Path, found: Found) -> list[Path]:
     moved = []
     for step in steps_in(folder):
         one = folder / step_name(step)
-        is_damaged = one.resolve() in damaged
-        if is_damaged or step > found.manifest.step:
-            moved.append(_rename(one, DAMAGED if is_damaged else SUPERSEDED))
+        if one.resolve() in damaged:
+            moved.append(_rename(one, DAMAGED))
+        elif step >= found.manifest.step and one.resolve() != found.folder.resolve():
+            moved.append(_rename(one, SUPERSEDED))
     if moved:
         sync_folder(folder)
-        restore_replaced(folder)
     return moved
 
 

@@ -5,7 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
 from hybridrl.checkpoint import manifest as manifests
@@ -22,20 +22,11 @@ _LOOK_S = 0.2
 # Progress callback: (checkpoint's folder, bytes read, bytes in all), several times a second. An
 # exception from it ends the verification.
 Watch = Callable[[Path, int, int], None]
-
-
 # Remote verification: (checkpoint's folder, its files, watch) -> names of the files that other
 # nodes found intact. The rest is read here.
 Confirm = Callable[[Path, Mapping[str, FileRecord], Watch], set[str]]
-
-
-def unconfirmed(folder: Path, files: Mapping[str, FileRecord], watch: Watch) -> set[str]:
-    """Confirm no file: all are read here."""
-    return set()
-
-
-def unwatched(folder: Path, read: int, size: int) -> None:
-    """Ignore progress."""
+# `verify`, with its options set.
+Verify = Callable[[Path], Manifest]
 
 
 def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileRecord:
@@ -80,8 +71,8 @@ def verify(
     folder: Path,
     *,
     checksums: bool = True,
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
+    watch: Watch = lambda *_: None,
+    confirm: Confirm = lambda *_: set(),
 ) -> Manifest:
     """Verify a checkpoint; return its manifest.
 
@@ -165,75 +156,44 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
                 raise DamagedCheckpoint(folder, shown, "is not in the manifest")
 
 
-class _Stopped(Exception):
-    """The reader was stopped."""
-
-
-class _Readers:
-    """Shared state of the reader threads: bytes read, and a stop flag."""
-
-    def __init__(self) -> None:
-        self.bytes_read = 0
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-
-    def digest(self, path: Path) -> FileRecord:
-        """Compute size and SHA-256 of a file; after a failure its bytes do not count."""
-        read = 0
-
-        def note(count: int) -> None:
-            nonlocal read
-            if self._stopped.is_set():
-                raise _Stopped
-            read += count
-            self._count(count)
-
-        try:
-            return digest(path, note)
-        except OSError:
-            self._count(-read)
-            raise
-
-    def wait(self, seconds: float) -> None:
-        """Wait, or raise if the readers were stopped."""
-        if self._stopped.wait(seconds):
-            raise _Stopped
-
-    def stop(self) -> None:
-        """Stop every reader after its current block."""
-        self._stopped.set()
-
-    def _count(self, count: int) -> None:
-        with self._lock:
-            self.bytes_read += count
-
-
 def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: set[str]) -> None:
     """Read and hash the unconfirmed files in threads; an exception stops them.
 
     A file that is damaged on another node is read here, because that node may see another disk.
     """
-    readers, names = _Readers(), sorted(manifest.files.keys() - confirmed)
-    readers.bytes_read = sum(manifest.files[name].size for name in confirmed)
-    size = sum(record.size for record in manifest.files.values())
+    files, stopped = manifest.files, threading.Event()
+    size = sum(record.size for record in files.values())
+    # Bytes read of each file.
+    read = {name: record.size if name in confirmed else 0 for name, record in files.items()}
+
+    def check(name: str) -> None:
+        def attempt(path: Path) -> FileRecord:
+            read[name] = 0
+            return digest(path, note)
+
+        def note(count: int) -> None:
+            pause(0)
+            read[name] += count
+
+        def pause(seconds: float) -> None:
+            if stopped.wait(seconds):
+                raise CancelledError
+
+        try:
+            found = retried(attempt, folder / name, pause)
+        except FileNotFoundError as error:
+            raise _missing(folder, name, files[name]) from error
+        if found.sha256 != files[name].sha256:
+            reason = f"has the sha256 {found.sha256}, the manifest says {files[name].sha256}"
+            raise DamagedCheckpoint(folder, name, reason)
+
     pool = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
     try:
-        for check in [pool.submit(_check, folder, name, manifest, readers) for name in names]:
-            watch(folder, readers.bytes_read, size)
-            while wait([check], _LOOK_S).not_done:
-                watch(folder, readers.bytes_read, size)
-            check.result()
+        for checking in [pool.submit(check, name) for name in sorted(files.keys() - confirmed)]:
+            watch(folder, sum(read.values()), size)
+            while wait([checking], _LOOK_S).not_done:
+                watch(folder, sum(read.values()), size)
+            checking.result()
     finally:
-        readers.stop()
+        stopped.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _check(folder: Path, name: str, manifest: Manifest, readers: _Readers) -> None:
-    expected = manifest.files[name]
-    try:
-        found = retried(readers.digest, folder / name, readers.wait)
-    except FileNotFoundError as error:
-        raise _missing(folder, name, expected) from error
-    if found.sha256 != expected.sha256:
-        reason = f"has the sha256 {found.sha256}, the manifest says {expected.sha256}"
-        raise DamagedCheckpoint(folder, name, reason)

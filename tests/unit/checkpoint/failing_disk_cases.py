@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hybridrl.checkpoint import files
@@ -76,7 +77,7 @@ def mended_meanwhile(disk: Path) -> tuple[str, list[Path]]:
         if next(looks) == 2:
             _mend(newest / EMPTY)
 
-    found = newest_good(disk, watch=watch)
+    found = newest_good(disk, partial(verify, watch=watch))
     assert found is not None
     return found.folder.name, quarantine(disk, found)
 
