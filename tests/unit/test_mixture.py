@@ -8,7 +8,7 @@ import torch
 from hybridrl.config.choices import Repeated
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.mixture import load_problem_sets
+from hybridrl.data.sources.problem_sets import load_problem_sets
 from hybridrl.data.sources.prompt_sets import examine_prompts, load_prompts, prompt_source
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.evaluate import tag_groups

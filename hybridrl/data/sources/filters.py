@@ -1,7 +1,9 @@
-"""Filters of training problems: held-out problems and duplicates."""
+"""Filters of training problems: held-out problems, duplicates and few-shot examples."""
 
-from collections.abc import Collection, Iterable
+import random
+from collections.abc import Collection, Iterable, Sequence
 
+from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.rows import SourceProblem
 
 # Normalised texts of a question: one per chat message, without system messages.
@@ -33,3 +35,12 @@ def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> l
             seen.add(question)
             kept.append(problem)
     return kept
+
+
+def choose_examples(
+    problems: Sequence[SourceProblem], held_out: Collection[Question], number: int
+) -> list[SourceProblem]:
+    """Draw few-shot examples that are not held out, the same in every run; fewer if too few."""
+    usable = without_repeats(problems, set(held_out))
+    rng = random.Random(derive_seed("few_shot"))
+    return rng.sample(usable, min(number, len(usable)))

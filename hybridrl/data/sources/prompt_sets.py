@@ -2,19 +2,16 @@
 
 import logging
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.mixture import (
+from hybridrl.data.sources.problem_sets import (
+    ProblemSets,
     left_out_text,
     load_problem_sets,
-    parts_of,
     too_few,
     weights_of,
-    with_mixture_keys,
 )
-from hybridrl.data.sources.problem_sets import ProblemSets
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt, prompts_of, too_long, unused_system_prompt
 from hybridrl.data.sources.rows import SourceProblem
@@ -72,21 +69,27 @@ def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) ->
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
     """
     sets = load_problem_sets(config)
-    rendered = _rendered(config, sets, Renderer(load_tokenizer(model_path)))
-    _check_lengths(config, sets, rendered, max_prompt_tokens)
-    kept = {name: halves.within(max_prompt_tokens) for name, halves in rendered.items()}
-    summaries = [
-        _summary(config, name, of_set, rendered[name], kept[name], max_prompt_tokens)
-        for name, of_set in sets.items()
+    train, held_out = _rendered(config, sets, Renderer(load_tokenizer(model_path)))
+    faults = [
+        text
+        for name in sets
+        for half in (train, held_out)
+        for text in too_long([p for p in half if p.dataset == name], config, max_prompt_tokens)
     ]
-    faults = [text for of_set in summaries for text in _too_few(config, of_set, max_prompt_tokens)]
     if faults:
         raise ConfigError(*faults)
-    notes = [text for of_set in summaries for text in _notes(of_set, sets[of_set.name])]
+    summaries = [_summary(each, train, held_out, max_prompt_tokens) for each in sets.values()]
+    for each in summaries:
+        faults += _too_few(each, sets[each.name], max_prompt_tokens)
+    if faults:
+        raise ConfigError(*faults)
+    notes = [text for each in summaries for text in _notes(each, sets[each.name])]
     for note in notes:
         log.info("%s", note)
-    train = [prompt for halves in kept.values() for prompt in halves.train]
-    held_out = [prompt for halves in kept.values() for prompt in halves.held_out]
+    train, held_out = (
+        [prompt for prompt in half if len(prompt.token_ids) <= max_prompt_tokens]
+        for half in (train, held_out)
+    )
     return PromptSets(train, held_out, summaries, notes)
 
 
@@ -112,95 +115,70 @@ def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptS
     )
 
 
-class _Halves(NamedTuple):
-    """Prompts of one data set by split."""
-
-    train: list[Prompt]
-    held_out: list[Prompt]
-
-    def within(self, limit: int) -> "_Halves":
-        """Return the prompts of at most `limit` tokens."""
-        return _Halves(*([p for p in half if len(p.token_ids) <= limit] for half in self))
-
-
 def _rendered(
     config: DataConfig, sets: dict[str, ProblemSets], renderer: Renderer
-) -> dict[str, _Halves]:
-    """Render the prompts of each data set; ids of training prompts precede held-out ones.
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Render training and held-out prompts, of all data sets, with consecutive ids.
 
     Raises:
         ConfigError: the chat template raises, or a system prompt has no effect.
     """
-    parts, faults = parts_of(config), _unused_system_prompts(config, sets)
-    train = [(name, of_set.train) for name, of_set in sets.items()]
-    held_out = [(name, of_set.held_out) for name, of_set in sets.items()]
-    rendered = []
+    faults = _unused_system_prompts(config, sets)
+    train: list[Prompt] = []
+    held_out: list[Prompt] = []
     next_id = 0
-    for name, problems in train + held_out:
-        prompts, refused = prompts_of(
-            problems,
-            sets[name].examples,
-            parts[name],
-            renderer,
-            dataset=name,
-            first_id=next_id,
-        )
-        next_id += len(problems)
-        rendered.append(prompts)
-        faults += [with_mixture_keys(name, text) for text in refused]
+    of_train = [(each, each.train) for each in sets.values()]
+    of_held_out = [(each, each.held_out) for each in sets.values()]
+    for half, of_sets in ((train, of_train), (held_out, of_held_out)):
+        for each, problems in of_sets:
+            prompts, refused = prompts_of(each, problems, renderer, next_id)
+            next_id += len(problems)
+            half += prompts
+            faults += map(each.with_own_keys, refused)
     if faults:
         raise ConfigError(*faults)
-    both = zip(rendered[: len(sets)], rendered[len(sets) :], strict=True)
-    return {name: _Halves(*halves) for name, halves in zip(sets, both, strict=True)}
+    return train, held_out
 
 
 def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
     """Report system prompts without effect: a data set's own, or the shared one."""
     faults = []
     sharing: list[SourceProblem] = []
-    for name, part in parts_of(config).items():
-        problems = sets[name].train + sets[name].held_out
+    for name, each in sets.items():
+        problems = each.train + each.held_out
         if name and config.mixture[name].system_prompt is not None:
-            faults += [
-                with_mixture_keys(name, text) for text in unused_system_prompt(part, problems)
-            ]
+            faults += map(each.with_own_keys, unused_system_prompt(each.config, problems))
         else:
             sharing += problems
     return faults + (unused_system_prompt(config, sharing) if sharing else [])
 
 
-def _check_lengths(
-    config: DataConfig, sets: dict[str, ProblemSets], rendered: dict[str, _Halves], limit: int
-) -> None:
-    faults = []
-    for name, halves in rendered.items():
-        faults += too_long(halves.train, sets[name].train, config, limit)
-        faults += too_long(halves.held_out, sets[name].held_out, config, limit)
-    if faults:
-        raise ConfigError(*faults)
-
-
 def _summary(
-    config: DataConfig, name: str, problems: ProblemSets, all_: _Halves, kept: _Halves, limit: int
+    sets: ProblemSets, train: list[Prompt], held_out: list[Prompt], limit: int
 ) -> DataSetSummary:
-    weights = weights_of(config)
+    """Count a data set's prompts, and those left out, now also the longer ones."""
     reason = f"longer than {limit} tokens"
+    longer, longer_held_out = (
+        [len(prompt.token_ids) > limit for prompt in half if prompt.dataset == sets.name]
+        for half in (train, held_out)
+    )
+    sets.left_out[reason] = sum(longer)
     return DataSetSummary(
-        name=name,
-        source=problems.source,
-        share=weights[name] / sum(weights.values()),
-        train=len(kept.train),
-        held_out=len(kept.held_out),
-        left_out=problems.left_out | {reason: len(all_.train) - len(kept.train)},
-        held_out_left_out={reason: len(all_.held_out) - len(kept.held_out)},
+        name=sets.name,
+        source=sets.source,
+        share=sets.share,
+        train=longer.count(False),
+        held_out=longer_held_out.count(False),
+        left_out=sets.left_out,
+        held_out_left_out={reason: sum(longer_held_out)},
     )
 
 
-def _too_few(config: DataConfig, summary: DataSetSummary, limit: int) -> list[str]:
+def _too_few(summary: DataSetSummary, sets: ProblemSets, limit: int) -> list[str]:
     """Check that enough prompts are left after dropping too long ones."""
-    faults = too_few(config, summary.name, summary.train, summary.left_out)
+    faults = too_few(sets, summary.train)
     if not summary.held_out:
-        of_set = f" of data.mixture.{summary.name}" if summary.name else ""
+        of_set = f" of data.mixture.{sets.name}" if sets.name else ""
         faults.append(
             f"data.too_long_prompts = drop leaves no held-out prompt{of_set} of at most "
             f"rollout.max_prompt_tokens = {limit} tokens.\nRaise rollout.max_prompt_tokens."
@@ -208,13 +186,13 @@ def _too_few(config: DataConfig, summary: DataSetSummary, limit: int) -> list[st
     return faults
 
 
-def _notes(summary: DataSetSummary, problems: ProblemSets) -> list[str]:
+def _notes(summary: DataSetSummary, sets: ProblemSets) -> list[str]:
     """Return remarks on a data set's split and left-out problems."""
-    notes = [with_mixture_keys(summary.name, note) for note in problems.notes]
+    notes = [sets.with_own_keys(note) for note in sets.notes]
     for half, left_out in (
         ("training", summary.left_out),
         ("held-out", summary.held_out_left_out),
     ):
         if reasons := left_out_text(left_out):
             notes.append(f"{half} problems left out: {reasons}")
-    return [f"{summary.name}: {note}" if summary.name else note for note in notes]
+    return [f"{sets.name}: {note}" if sets.name else note for note in notes]

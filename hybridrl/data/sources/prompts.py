@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.data_schema import DataConfig
-from hybridrl.data.sources.few_shot import with_examples
+from hybridrl.data.sources.problem_sets import ProblemSets
 from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
 from hybridrl.data.sources.tokenizer import Renderer
 
@@ -39,22 +40,14 @@ class Prompt:
 
 
 def prompts_of(
-    problems: Sequence[SourceProblem],
-    examples: Sequence[SourceProblem],
-    config: DataConfig,
-    renderer: Renderer,
-    *,
-    dataset: str,
-    first_id: int,
+    sets: ProblemSets, problems: Sequence[SourceProblem], renderer: Renderer, first_id: int
 ) -> tuple[list[Prompt], list[str]]:
     """Render and tokenise problems; return prompts and messages for a ConfigError.
 
     Args:
-        problems: of one data set.
-        examples: few-shot examples.
-        config: of the data set.
+        sets: the data set.
+        problems: its training or held-out problems.
         renderer: of the model.
-        dataset: name of the data set.
         first_id: id of the first prompt; ids are consecutive.
     """
     # jinja2 is optional: only chat templates need it.
@@ -63,7 +56,7 @@ def prompts_of(
     texts, refused = [], []
     for problem in problems:
         try:
-            messages = with_examples(_messages(problem, config.system_prompt), examples)
+            messages = with_examples(_messages(problem, sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
         except TemplateError as error:
             refused.append(f"{problem.where}: {error}")
@@ -84,7 +77,7 @@ def prompts_of(
             problem.question,
             problem.example,
             problem.tags,
-            dataset,
+            sets.name,
             problem.difficulty,
             problem.where,
         )
@@ -103,22 +96,16 @@ def unused_system_prompt(config: DataConfig, problems: Sequence[SourceProblem]) 
     ]
 
 
-def too_long(
-    prompts: Sequence[Prompt], problems: Sequence[SourceProblem], config: DataConfig, limit: int
-) -> list[str]:
+def too_long(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
     """Report prompts of more than `limit` tokens, unless data.too_long_prompts = drop."""
-    lengths = [
-        (problem.where, len(prompt.token_ids))
-        for problem, prompt in zip(problems, prompts, strict=True)
-        if len(prompt.token_ids) > limit
-    ]
-    if not lengths or config.too_long_prompts is TooLongPrompts.drop:
+    longer = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    if not longer or config.too_long_prompts is TooLongPrompts.drop:
         return []
-    listed = first_faults([f"{where}: {length} tokens" for where, length in lengths])
-    longest = max(length for _, length in lengths)
+    listed = first_faults([f"{p.where}: {len(p.token_ids)} tokens" for p in longer])
+    longest = max(len(prompt.token_ids) for prompt in longer)
     examples = f" with the {config.few_shot} examples of data.few_shot" if config.few_shot else ""
     return [
-        f"rollout.max_prompt_tokens = {limit}, but {len(lengths)} of {len(prompts)} prompts "
+        f"rollout.max_prompt_tokens = {limit}, but {len(longer)} of {len(prompts)} prompts "
         f"are longer{examples}.\n{listed}\n"
         f"Set rollout.max_prompt_tokens={longest}, or drop these prompts: "
         "data.too_long_prompts=drop"
@@ -131,3 +118,22 @@ def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message
         return problem.prompt
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": problem.prompt}]
+
+
+def with_examples(messages: list[Message], examples: Sequence[SourceProblem]) -> list[Message]:
+    """Insert few-shot examples as earlier turns after the system messages."""
+    first = len(_system(messages))
+    turns = [turn for example in examples for turn in _turns(example)]
+    return [*messages[:first], *turns, *messages[first:]]
+
+
+def _turns(example: SourceProblem) -> list[Message]:
+    """Return a solved problem as a user turn and an assistant turn."""
+    solution = {"role": "assistant", "content": example.solution or example.answer}
+    asked = _messages(example, None)
+    return [*asked[len(_system(asked)) :], solution]
+
+
+def _system(messages: list[Message]) -> list[Message]:
+    """Return the system messages at the beginning."""
+    return list(takewhile(lambda message: message["role"] == "system", messages))
