@@ -1,24 +1,15 @@
 """Partition of items into parts of nearly equal cost, with bounds on counts or sizes."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Partition items into parts of equal count (to 1) with nearly equal sums of `cost[item]`.
-
-    Greedy, most expensive item first, each to the cheapest part with room.
-
-    Source: Graham 1969 (LPT), with a bound on counts
-    """
+    """Partition items into parts of equal count (to 1) with nearly equal sums of `cost[item]`."""
     counts = [len(items) // num_parts + (p < len(items) % num_parts) for p in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap = [(0.0, part) for part in range(num_parts) if counts[part]]
-    for item in sorted(items, key=lambda i: (-cost[i], i)):
-        total, part = heapq.heappop(heap)
+    for item, part in _cheapest(items, cost, num_parts, lambda p, _: len(parts[p]) < counts[p]):
         parts[part].append(item)
-        if len(parts[part]) < counts[part]:
-            heapq.heappush(heap, (total + cost[item], part))
     return parts
 
 
@@ -27,30 +18,18 @@ def balance_totals(
 ) -> list[list[int]]:
     """Partition items into parts of nearly equal sums of `cost[item]`, with a minimum count.
 
-    Greedy, most expensive item first, each to the cheapest part. The largest sum is at most
-    4/3 - 1 / (3 num_parts) times the optimum. The last items are reserved for parts below the
-    minimum count.
-
-    Args:
-        items: at least num_parts * at_least.
-        cost: by item, > 0.
-        num_parts: number of parts.
-        at_least: minimum number of items of a part.
-
-    Source: Graham 1969 (LPT)
+    Without the minimum, the largest sum is at most 4/3 - 1 / (3 num_parts) times the optimum. The
+    last items are reserved for parts below it. Items are at least num_parts * at_least.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [0.0] * num_parts
-    lacking = num_parts * at_least
-    for assigned, item in enumerate(sorted(items, key=lambda i: (-cost[i], i))):
-        reserved = len(items) - assigned == lacking
-        part = min(
-            (p for p in range(num_parts) if not reserved or len(parts[p]) < at_least),
-            key=lambda p: totals[p],
-        )
-        lacking -= len(parts[part]) < at_least
+    spare = len(items) - num_parts * at_least
+
+    def is_open(part: int, _: int) -> bool:
+        return spare > 0 or len(parts[part]) < at_least
+
+    for item, part in _cheapest(items, cost, num_parts, is_open):
+        spare -= len(parts[part]) >= at_least
         parts[part].append(item)
-        totals[part] += cost[item]
     return parts
 
 
@@ -63,47 +42,48 @@ def pack_evenly(
 ) -> list[list[int]] | None:
     """Pack items into bins with nearly equal sums of cost, within capacity, no bin empty.
 
-    Most expensive first, each to the cheapest bin with room (Graham 1969). If that fails, best fit
-    decreasing: largest first, each to the fullest bin with room. An item larger than the capacity
-    gets its own bin.
-
-    Args:
-        items: at least one per bin.
-        cost: by item, > 0.
-        size: by item.
-        num_bins: number of bins.
-        capacity: of each bin, in the unit of size.
+    Each to the cheapest bin with room. If that fails, best fit decreasing: largest first, each to
+    the fullest bin with room. An item larger than the capacity gets its own bin. Items are at
+    least one per bin; cost and size are by item.
 
     Returns:
         The bins, or None if both rules fail.
     """
-    return _cheapest_bin(items, cost, size, num_bins, capacity) or _best_fit(
-        items, size, num_bins, capacity
-    )
-
-
-def _cheapest_bin(
-    items: Sequence[int],
-    cost: Sequence[float],
-    size: Sequence[int],
-    num_bins: int,
-    capacity: int,
-) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [capacity] * num_bins
-    heap = [(0.0, index) for index in range(num_bins)]
-    for item in sorted(items, key=lambda i: (-cost[i], i)):
-        too_full = []
-        while heap and bins[heap[0][1]] and room[heap[0][1]] < size[item]:
-            too_full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        total, index = heapq.heappop(heap)
+
+    def has_room(index: int, item: int) -> bool:
+        return not bins[index] or room[index] >= size[item]
+
+    for item, index in _cheapest(items, cost, num_bins, has_room):
         bins[index].append(item)
         room[index] -= size[item]
-        for entry in [*too_full, (total + cost[item], index)]:
+    return bins if sum(map(len, bins)) == len(items) else _best_fit(items, size, num_bins, capacity)
+
+
+def _cheapest(
+    items: Sequence[int],
+    cost: Sequence[float],
+    num_parts: int,
+    is_open: Callable[[int, int], bool],
+) -> Iterator[tuple[int, int]]:
+    """Yield items, most expensive first, each with the cheapest part that is open to it.
+
+    It ends at the first item to which no part is open: `is_open(part, item)`.
+
+    Source: Graham 1969 (LPT)
+    """
+    heap = [(0.0, part) for part in range(num_parts)]
+    for item in sorted(items, key=lambda i: (-cost[i], i)):
+        closed = []
+        while heap and not is_open(heap[0][1], item):
+            closed.append(heapq.heappop(heap))
+        if not heap:
+            return
+        total, part = heapq.heappop(heap)
+        yield item, part
+        for entry in [*closed, (total + cost[item], part)]:
             heapq.heappush(heap, entry)
-    return bins
 
 
 def _best_fit(

@@ -13,6 +13,7 @@ Units:   log-probs in nats; scores, rewards, values, advantages and returns in t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from hybridrl.data.balance import balance
 from hybridrl.data.ragged import Ragged, concat
-from hybridrl.data.shardable import Shardable
+from hybridrl.data.shardable import Piece, Shardable
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class PromptBatch(Shardable):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def shard(self, num_shards: int) -> list["PromptBatch"]:
+    def pieces(self, num_shards: int) -> list[list[Piece]]:
         """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
-        return [self._select(part) for part in self._partition(num_shards)]
+        return [[partial(self._select, part)] for part in self._partition(num_shards)]
 
     def join(self, results: Sequence["Rollout"]) -> "Rollout":
         """Return the engines' responses, those of each prompt together, in order of `prompts`."""
@@ -87,18 +88,9 @@ class PromptBatch(Shardable):
         )
 
     def _select(self, part: list[int]) -> "PromptBatch":
-        def of_part(field: Tensor | None) -> Tensor | None:
-            return None if field is None else field[part]
-
-        return replace(
-            self,
-            prompts=self.prompts.select(part),
-            prompt_id=self.prompt_id[part],
-            expected_tokens=of_part(self.expected_tokens),
-            first_sample=of_part(self.first_sample),
-            max_tokens=of_part(self.max_tokens),
-            engine=of_part(self.engine),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        selected = {name: value[part] for name, value in tensors.items()}
+        return replace(self, prompts=self.prompts.select(part), **selected)
 
     def _partition(self, num_shards: int) -> list[list[int]]:
         if self.engine is not None:

@@ -13,12 +13,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Running mean of integers, exact in any order.
-
-    Attributes:
-        count: numbers so far.
-        total: their sum.
-    """
+    """Running mean of integers, exact in any order."""
 
     count: int = 0
     total: int = 0
@@ -43,14 +38,7 @@ def expected_tokens(
     """Predict the tokens that each prompt costs its engine: [P] float64.
 
     The prompt counts once (prefix caching). Each response is expected to have the mean length of
-    the prompt's earlier responses, or of all responses if the prompt is new.
-
-    Args:
-        prompt_lengths: tokens of each prompt.
-        prompt_ids: their ids.
-        seen: prompt id -> lengths of its responses so far.
-        overall: lengths of all responses so far.
-        responses_per_prompt: samples of each prompt.
+    the prompt's earlier responses (`seen`), or of all responses (`overall`) if the prompt is new.
     """
     responses = [seen.get(prompt_id, overall).value for prompt_id in prompt_ids]
     return torch.tensor(

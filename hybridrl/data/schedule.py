@@ -24,8 +24,6 @@ from hybridrl.data.shardable import Piece, Shardable
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
-
-
 # [epoch][mini]
 EpochTotals = list[list[Totals]]
 # One rank's part of each optimizer step: its micro-batches, and the totals over all ranks by which
@@ -140,10 +138,6 @@ class ScheduledBatch(Shardable):
         first, *added = contents
         fields = {name: value for more in added for name, value in more.items()}
         return replace(first, batch=first.batch.adding(**fields))
-
-    def shard(self, num_shards: int) -> list[RankBatch]:
-        """Return each rank's batch."""
-        return [self.assemble([piece() for piece in pieces]) for pieces in self.pieces(num_shards)]
 
     def join(self, results: Sequence[Ragged]) -> Ragged:
         """Return the ranks' results of `map_first_epoch` in the order of `batch`.

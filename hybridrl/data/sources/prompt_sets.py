@@ -142,7 +142,7 @@ def _rendered(
 
 def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
     """Report system prompts without effect: a data set's own, or the shared one."""
-    faults = []
+    faults: list[str] = []
     sharing: list[SourceProblem] = []
     for name, each in sets.items():
         problems = each.train + each.held_out
