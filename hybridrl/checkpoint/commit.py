@@ -25,14 +25,8 @@ from hybridrl.checkpoint.verification import verify
 def begin(run_dir: Path, step: int) -> Path:
     """Create an empty folder for a checkpoint, with state/ in it.
 
-    It also removes leftovers of earlier crashes, so only one process may save at a time.
-
-    Args:
-        run_dir: the run's directory; it exists.
-        step: after which the checkpoint is taken.
-
-    Returns:
-        The folder to write into, for `commit` or `abandon`.
+    It also removes leftovers of earlier crashes, so only one process may save at a time. The caller
+    writes into the folder, then calls `commit` or `abandon`.
 
     Raises:
         OSError: the disk is full, read-only or broken; complete checkpoints are untouched.
@@ -48,14 +42,11 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
-    """Publish a written checkpoint; after the return it survives a power cut.
+    """Publish a written checkpoint under its final name; then it survives a power cut.
 
     Args:
         partial: returned by `begin`, with every file that the manifest lists.
         manifest: of these files.
-
-    Returns:
-        The folder under its final name.
 
     Raises:
         DamagedCheckpoint: files in the folder differ from the manifest.
@@ -98,24 +89,24 @@ def finish_deletions(folder: Path) -> None:
     """Remove all leftovers of unfinished deletions that can be removed.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: the last one that cannot be removed.
     """
-    failures = []
+    failed = None
     for step in hidden_steps_in(folder, REMOVED):
         try:
             remove(folder / hidden_name(step, REMOVED))
         except OSError as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
+            failed = failure
+    if failed is not None:
+        raise failed
 
 
 def _sync(partial: Path, manifest: Manifest) -> None:
-    """Fsync all files and the folders that name them."""
-    folders = {partial, partial / STATE}
-    for name in (MANIFEST, *manifest.files):
-        path = partial / name
+    """Fsync all files, then the folders that name them."""
+    paths = [partial / name for name in (MANIFEST, *manifest.files)]
+    for path in paths:
         sync_file(path)
-        folders.update(p for p in path.parents if p.is_relative_to(partial))
-    for one in sorted(folders, reverse=True):
-        sync_folder(one)
+    folders = {partial / STATE, *(folder for path in paths for folder in path.parents)}
+    for folder in sorted(folders, reverse=True):
+        if folder.is_relative_to(partial):
+            sync_folder(folder)

@@ -24,11 +24,7 @@ class UnreadableFile(OSError):
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync a file; the caller syncs its folder.
-
-    Raises:
-        OSError: the disk is full, read-only or broken.
-    """
+    """Write and fsync a file; the caller syncs its folder."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -36,11 +32,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Fsync a file.
-
-    Raises:
-        OSError: fsync failed.
-    """
+    """Fsync a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,11 +41,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Fsync the names in a folder.
-
-    Raises:
-        OSError: fsync failed.
-    """
+    """Fsync the names in a folder."""
     try:
         sync_file(path)
     except OSError as error:
@@ -71,9 +59,6 @@ def remove(path: Path) -> None:
     """Remove a folder with its content, a file or a link, if it exists.
 
     Other processes may remove the same path concurrently.
-
-    Raises:
-        OSError: something in it cannot be removed.
     """
     while exists(path):
         try:
@@ -107,10 +92,7 @@ def retried(
 ) -> _T:
     """Return `read(path)`, retried for some seconds after an OSError.
 
-    Args:
-        read: reads a file or folder, from its beginning.
-        path: of it.
-        wait: waits the given seconds until the next attempt; an exception from it ends them.
+    An exception from `wait`, called between the attempts with the seconds to wait, ends them.
 
     Raises:
         FileNotFoundError: the name does not exist.

@@ -51,11 +51,7 @@ class UnreadableCheckpoint(ConfigError):
 
 @contextmanager
 def as_unreadable() -> Iterator[None]:
-    """Convert an OSError to an error for the user.
-
-    Raises:
-        UnreadableCheckpoint: the block raised an OSError.
-    """
+    """Convert an OSError of the block to UnreadableCheckpoint."""
     try:
         yield
     except OSError as error:

@@ -94,11 +94,7 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write and fsync a checkpoint's manifest.
-
-    Raises:
-        OSError: the disk is full, read-only or broken.
-    """
+    """Write and fsync a checkpoint's manifest."""
     write_file(folder / MANIFEST, encode(manifest))
 
 

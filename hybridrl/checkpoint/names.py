@@ -64,11 +64,7 @@ def promised_step(name: str) -> int | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """List the steps of complete checkpoints, ascending; empty if the folder does not exist.
-
-    Raises:
-        UnreadableFile: the folder cannot be read.
-    """
+    """List the steps of complete checkpoints, ascending; empty if the folder does not exist."""
     return sorted(s for s in map(step_of, names_in(folder)) if s is not None)
 
 

@@ -25,7 +25,7 @@ from hybridrl.checkpoint.names import (
 from hybridrl.checkpoint.verification import verify
 
 
-def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1) -> list[Path]:
+def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     """Rename checkpoints that need not stay; `Removal` deletes them.
 
     A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
@@ -33,9 +33,8 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int
     Args:
         run_dir: the run's directory.
         keep_last: number of newest ones that stay; 0 keeps all.
-        best: metric by which the best stay, too, larger is better; "-name" if smaller is. Of ties
+        best: metric by which the best stays, too, larger is better; "-name" if smaller is. Of ties
             the newer wins; checkpoints without the metric do not compete.
-        keep_best: number of best ones that stay.
 
     Returns:
         The folders that no longer exist, oldest first.
@@ -43,14 +42,11 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None, keep_best: int
     Raises:
         OSError: the folder cannot be read, or a rename failed; remaining checkpoints are intact.
     """
-    assert keep_last >= 0 and keep_best >= 0, (keep_last, keep_best)
-    folder = checkpoints_folder(run_dir)
     if keep_last == 0:
         return []
+    folder = checkpoints_folder(run_dir)
     complete = _complete(folder)
-    kept = set(sorted(complete)[-keep_last:])
-    if best is not None:
-        kept.update(best_steps(complete, best)[:keep_best])
+    kept = {*sorted(complete)[-keep_last:], _best_step(complete, best)}
     gone = sorted(complete.keys() - kept)
     for step in gone:
         os.rename(folder / step_name(step), folder / hidden_name(step, REMOVED))
@@ -61,9 +57,6 @@ class Removal:
     """Background deletion of pruned checkpoints.
 
     If the process ends meanwhile, the next one to save there finishes it.
-
-    Args:
-        run_dir: the run's directory.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -77,11 +70,7 @@ class Removal:
         self._thread.start()
 
     def failure(self, *, wait: bool) -> OSError | None:
-        """Return the error of a finished deletion, once; None without one or while it runs.
-
-        Args:
-            wait: for its end.
-        """
+        """Return the error of a finished deletion, once; None without one or while it runs."""
         if self._thread is None or (self._thread.is_alive() and not wait):
             return None
         self._thread.join()
@@ -95,16 +84,13 @@ class Removal:
             self._failure = failure
 
 
-def best_steps(manifests: dict[int, Manifest], metric: str) -> list[int]:
-    """Sort the steps of checkpoints that have a metric, best first; see `prune`."""
-    name = metric.removeprefix("-")
-    sign = -1.0 if metric.startswith("-") else 1.0
-    scores = []
-    for step, manifest in manifests.items():
-        value = manifest.metrics.get(name)
-        if value is not None:
-            scores.append((sign * value, step))
-    return [step for _, step in sorted(scores, reverse=True)]
+def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None:
+    if metric is None:
+        return None
+    name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
+    values = {step: manifest.metrics.get(name) for step, manifest in manifests.items()}
+    scores = [(sign * value, step) for step, value in values.items() if value is not None]
+    return max(scores)[1] if scores else None
 
 
 def quarantine(run_dir: Path, found: Found) -> list[Path]:
@@ -119,9 +105,6 @@ def quarantine(run_dir: Path, found: Found) -> list[Path]:
 
     Returns:
         The folders under their new names.
-
-    Raises:
-        OSError: a rename failed.
     """
     folder = checkpoints_folder(run_dir)
     damaged = {error.folder.resolve() for error in found.damaged}

@@ -9,6 +9,8 @@ Imports neither torch nor transformers; only the first conversion of SmolLM2 doe
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
+# Errors of a download; HfHubHTTPError is an OSError.
+HUB_ERRORS = (OSError, HFValidationError)
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin")
 # A tokenizer's vocabulary is in one of these.
@@ -44,10 +48,7 @@ _WAYS_OUT = (
 
 
 def resolve_model(path: str) -> Path:
-    """Return the absolute folder of a model, downloaded or converted if necessary.
-
-    Args:
-        path: model.path: `embedded`, `smollm2_135m`, a local folder or a name on the hub.
+    """Return the absolute folder of a model.path, downloaded or converted if necessary.
 
     Raises:
         ConfigError: the model does not exist, or cannot be fetched.
@@ -153,18 +154,33 @@ def _local_folder(path: str) -> Path:
     return folder
 
 
-def _hub_folder(name: str, files: list[str]) -> Path:
-    """Return the cached snapshot of a hub model, downloaded only if the cache lacks `files`."""
+def hub_snapshot(
+    name: str,
+    patterns: list[str],
+    is_complete: Callable[[Path], bool],
+    repo_type: str | None = None,
+) -> Path:
+    """Return the cached files of a repository on the hub, downloaded unless they are complete.
+
+    Raises:
+        HUB_ERRORS: they cannot be fetched.
+    """
+    fetch = partial(snapshot_download, name, repo_type=repo_type, allow_patterns=patterns)
     try:
-        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
-        if _is_complete(folder, files):
-            return folder
+        cached = Path(fetch(local_files_only=True))
+        if is_complete(cached):
+            return cached
     except (FileNotFoundError, HFValidationError):
         # Not cached, or no valid name: the second call reports which.
         pass
+    return Path(fetch())
+
+
+def _hub_folder(name: str, files: list[str]) -> Path:
+    """Return the cached snapshot of a hub model, downloaded only if the cache lacks `files`."""
     try:
-        folder = Path(snapshot_download(name, allow_patterns=files))
-    except (OSError, HFValidationError) as error:
+        folder = hub_snapshot(name, files, lambda cached: _is_complete(cached, files))
+    except HUB_ERRORS as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"model.path = {name}: no such local folder, not in the Hugging Face cache, and the "

@@ -4,6 +4,8 @@ import re
 from enum import StrEnum
 from pathlib import Path
 
+from hybridrl.models.resolve import HUB_ERRORS, hub_snapshot
+
 # Default folders, in order, of data sets with several folders.
 DEFAULT_FOLDERS = ("main", "default", "data")
 
@@ -28,9 +30,6 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
     Args:
         name: `owner/name`, or `owner/name/folder` for a data set with several folders.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     owner, _, rest = name.partition("/")
     short, _, folder = rest.partition("/")
     if not short:
@@ -39,20 +38,15 @@ def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
         ]
     wanted = [f"{folder}/*.parquet" if folder else "*.parquet"]
     try:
-        cached = snapshot_download(
-            f"{owner}/{short}", repo_type="dataset", allow_patterns=wanted, local_files_only=True
+        snapshot = hub_snapshot(
+            f"{owner}/{short}",
+            wanted,
+            lambda cached: not files_by_split(name, cached, folder)[1],
+            repo_type="dataset",
         )
-        splits, faults = files_by_split(name, Path(cached), folder)
-        if not faults:
-            return splits, []
-    except (FileNotFoundError, HFValidationError):
-        # Not cached, or not a valid name: the call below reports which.
-        pass
-    try:
-        snapshot = snapshot_download(f"{owner}/{short}", repo_type="dataset", allow_patterns=wanted)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except HUB_ERRORS as error:
         return {}, [_unreachable(name, error)]
-    return files_by_split(name, Path(snapshot), folder)
+    return files_by_split(name, snapshot, folder)
 
 
 def files_by_split(

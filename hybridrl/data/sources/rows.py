@@ -69,8 +69,7 @@ def problems_of(
     """Convert rows to problems; return them and messages for a ConfigError.
 
     Args:
-        key: the config key that names the source, for messages.
-        source: file or data set, for messages.
+        key, source: the config key that names the source, and its value, for messages.
         rows: of the source.
         columns: names of the columns to read.
         faults: messages on rows that could not be read.
@@ -125,28 +124,23 @@ def _problem(row: Row, columns: Columns) -> SourceProblem:
     Raises:
         _Fault: a value is missing, empty or of a wrong type.
     """
-    prompt = _prompt_of(_lookup(row.values, columns.prompt_key), columns.prompt_key)
-    answer = _answer_of(_lookup(row.values, columns.answer_key), columns.answer_key)
-    tagged = "tags" in row.values and isinstance(row.values["tags"], dict)
-    tags = row.values["tags"] if tagged else {}
-    solution, difficulty = "", 0.0
-    if columns.solution_key is not None:
-        column = columns.solution_key
-        solution = _answer_of(_lookup(row.values, column), column)
-    if columns.curriculum is not None:
-        difficulty = _number_of(_lookup(row.values, columns.curriculum), columns.curriculum)
+    values, solution, difficulty = row.values, columns.solution_key, columns.curriculum
+    prompt = _prompt_of(values, columns.prompt_key)
+    answer = _answer_of(values, columns.answer_key)
+    tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
     return SourceProblem(
         prompt,
         answer,
-        row.values | {"answer": answer},
+        values | {"answer": answer},
         {name: str(value) for name, value in tags.items() if value is not None},
         row.where,
-        solution,
-        difficulty,
+        "" if solution is None else _answer_of(values, solution),
+        0.0 if difficulty is None else _number_of(values, difficulty),
     )
 
 
-def _prompt_of(value: Any, column: str) -> str | list[Message]:
+def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:
+    value = _lookup(values, column)
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value and all(_is_message(message) for message in value):
@@ -156,15 +150,15 @@ def _prompt_of(value: Any, column: str) -> str | list[Message]:
     raise _Fault(f"`{column}` is {kind_of(value)}")
 
 
-def _answer_of(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _Fault(f"`{column}` is {kind_of(value)}")
-    if isinstance(value, str) and not value.strip():
+def _answer_of(values: dict[str, Any], column: str) -> str:
+    value = _lookup(values, column)
+    if type(value) not in (str, int, float) or not str(value).strip():
         raise _Fault(f"`{column}` is {kind_of(value)}")
     return str(value)
 
 
-def _number_of(value: Any, column: str) -> float:
+def _number_of(values: dict[str, Any], column: str) -> float:
+    value = _lookup(values, column)
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -218,12 +212,8 @@ def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 def kind_of(value: Any) -> str:
     """Describe a value for messages."""
-    if value is None:
-        return "null"
-    if isinstance(value, str | list | dict) and not (
-        value.strip() if isinstance(value, str) else value
-    ):
+    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
         return "empty"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "a list", dict: "an object"}
-    return names[type(value)] if type(value) in names else f"a {type(value).__name__}"
+    names |= {list: "a list", dict: "an object", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")

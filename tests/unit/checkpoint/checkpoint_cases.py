@@ -36,11 +36,9 @@ def save(run_dir: Path, step: int, phases: list[str] | None = None, **metrics: f
     return commit.commit(partial, manifest_of(partial, step, **metrics))
 
 
-def pruned(
-    run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1
-) -> list[Path]:
+def pruned(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     """Prune a run's checkpoints, and remove what has gone at once."""
-    gone = prune(run_dir, keep_last, best, keep_best)
+    gone = prune(run_dir, keep_last, best)
     finish_deletions(names.checkpoints_folder(run_dir))
     return gone
 
