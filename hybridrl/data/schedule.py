@@ -202,10 +202,7 @@ class UpdateSizes:
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
     """Return the sizes of a run's updates; cost is the time of a forward and backward.
 
-    Args:
-        config: sizes, shared with the critic.
-        num_shards: ranks that train, or groups of fsdp.ulysses_size of them.
-        shape: the model's.
+    The shards are the ranks that train, or groups of fsdp.ulysses_size of them.
     """
     return UpdateSizes(
         num_shards=num_shards,

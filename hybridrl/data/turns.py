@@ -117,15 +117,14 @@ def stop_tokens(
     """
     if not stop:
         return ()
-    wrong = []
-    for text in stop:
-        count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if count != 1:
-            wrong.append(
-                f"environment.stop has {text!r}, which is {count} tokens of this model; a turn can "
-                f"end at single tokens only.\nUse a shorter string (=, ?, ]), or only the model's "
-                f"end token: environment.stop=[]"
-            )
+    counts = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in stop}
+    wrong = [
+        f"environment.stop has {text!r}, which is {count} tokens of this model; a turn can "
+        f"end at single tokens only.\nUse a shorter string (=, ?, ]), or only the model's "
+        f"end token: environment.stop=[]"
+        for text, count in counts.items()
+        if count != 1
+    ]
     if wrong:
         raise ConfigError(*wrong)
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])

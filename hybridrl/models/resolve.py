@@ -53,13 +53,7 @@ def resolve_model(path: str) -> Path:
     Raises:
         ConfigError: the model does not exist, or cannot be fetched.
     """
-    if path == EMBEDDED:
-        return EMBEDDED_FOLDER
-    if path == smollm2.NAME:
-        return smollm2.converted_folder()
-    if _is_local(path):
-        return _local_folder(path)
-    return _hub_folder(path, _HUB_FILES)
+    return _folder(path, _HUB_FILES)
 
 
 def model_folder(model: ModelConfig) -> Path:
@@ -94,7 +88,7 @@ def plain_folder(path: str) -> Path:
     Raises:
         ConfigError: the model does not exist, or cannot be fetched.
     """
-    return _hub_folder(path, PLAIN_FILES) if is_on_hub(path) else resolve_model(path)
+    return _folder(path, PLAIN_FILES)
 
 
 def absolute_path(path: str) -> str:
@@ -109,8 +103,7 @@ def read_model_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the model does not exist, cannot be fetched, or the file is no JSON object.
     """
-    folder = _hub_folder(path, [_CONFIG]) if is_on_hub(path) else resolve_model(path)
-    file = folder / _CONFIG
+    file = _folder(path, [_CONFIG]) / _CONFIG
     try:
         config = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -124,6 +117,15 @@ def read_model_config(path: str) -> dict[str, Any]:
 def is_on_hub(path: str) -> bool:
     """Return whether `path` is a name on the hub."""
     return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
+
+
+def _folder(path: str, files: list[str]) -> Path:
+    """Return the absolute folder of a model; of one on the hub, with `files`."""
+    if path == EMBEDDED:
+        return EMBEDDED_FOLDER
+    if path == smollm2.NAME:
+        return smollm2.converted_folder()
+    return _local_folder(path) if _is_local(path) else _hub_folder(path, files)
 
 
 def _is_local(path: str) -> bool:

@@ -20,10 +20,6 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
     """Yield a problem if the reward model lacks tokens of the policy or has other ids for them.
 
     Further tokens of the reward model, such as one for padding, are no problem.
-
-    Args:
-        policy_path: model.path, which exists.
-        reward_path: path of the reward model.
     """
     try:
         policy = read_vocabulary(policy_path)
@@ -44,11 +40,7 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
-    """Return every token of a model's tokenizer.json by its id.
-
-    Args:
-        path: path of the model.
-        key: the config key of the path, for messages.
+    """Return every token of a model's tokenizer.json by its id; `key` is that of the path.
 
     Raises:
         ConfigError: the model or the file does not exist or cannot be read.

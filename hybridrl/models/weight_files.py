@@ -25,12 +25,7 @@ MAX_NAMED = 3
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """Yield the problems of the weights in a folder, each with the file's path.
-
-    Args:
-        folder: folder of the model.
-        shape: shape of the model in its config.json.
-    """
+    """Yield the problems of the weights in a model's folder, each with the file's path."""
     tensors: dict[str, list[int]] = {}
     try:
         files = weight_files(folder)
@@ -55,7 +50,6 @@ def weight_files(folder: Path, single: str = SINGLE, indexed: str = INDEX) -> li
         folder: folder of the model.
         single: name of the file that holds all weights.
         indexed: name of the index of several files.
-
 
     Raises:
         OSError: the index cannot be read.

@@ -44,13 +44,13 @@ class PromptSource:
         weights: Mapping[str, float] = ONE_SET,
         curriculum: int = 0,
     ) -> None:
-        self._weights = weights
-        self._distinct = distinct
+        self._weights = list(weights.values())
         self._seed = seed
         self._curriculum = curriculum
         self._members = {name: [p for p in prompts if p.dataset == name] for name in weights}
-        for index, (name, members) in enumerate(self._members.items()):
-            most = most_drawn(list(weights.values()), index, distinct)
+        # Of each data set, the length of windows in which its prompts differ.
+        self._distinct = [most_drawn(self._weights, k, distinct) for k in range(len(weights))]
+        for most, (name, members) in zip(self._distinct, self._members.items(), strict=True):
             if not 0 < most <= len(members):
                 of_set = f" of {name}" if name else ""
                 raise ValueError(f"cannot draw {most} of {len(members)} prompts{of_set}")
@@ -93,16 +93,14 @@ class PromptSource:
         self.take(position - self._position)
 
     def _draw(self) -> Iterator[Prompt]:
-        turns = [self._of_set(name) for name in self._weights]
-        for index in shares(list(self._weights.values())):
+        turns = [self._of_set(index, name) for index, name in enumerate(self._members)]
+        for index in shares(self._weights):
             yield next(turns[index])
 
-    def _of_set(self, name: str) -> Iterator[Prompt]:
+    def _of_set(self, index: int, name: str) -> Iterator[Prompt]:
         """Return the infinite stream of one data set's prompts."""
-        members, weights = self._members[name], list(self._weights.values())
-        index = list(self._weights).index(name)
-        parts = whole_weights(weights)
-        distinct = most_drawn(weights, index, self._distinct)
+        members, distinct = self._members[name], self._distinct[index]
+        parts = whole_weights(self._weights)
         length = Fraction(self._curriculum * parts[index], sum(parts))
         if self._curriculum:
             ties = self._permutation(len(members), "ties", name)

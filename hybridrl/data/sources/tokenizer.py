@@ -71,26 +71,33 @@ def _check_files(folder: Path) -> None:
             raise OSError("tokenizer.json does not describe a tokenizer")
 
 
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json; empty without such a file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / "tokenizer_config.json"
+    config = parse_json(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is not a JSON object")
+    return config
+
+
 def _brings_code(folder: Path) -> bool:
     """Return true if the tokenizer's class is defined by a Python file of the folder."""
-    path = folder / "tokenizer_config.json"
     try:
-        config = parse_json(path.read_bytes()) if path.is_file() else {}
+        return "auto_map" in _tokenizer_config(folder)
     except ValueError:
         return False
-    return isinstance(config, dict) and "auto_map" in config
 
 
 def _tokenizer_class(folder: Path) -> str | None:
     """Return the class in tokenizer_config.json, if it alone determines AutoTokenizer's choice."""
-    path = folder / "tokenizer_config.json"
-    if not (path.is_file() and (folder / "tokenizer.json").is_file()):
+    if not (folder / "tokenizer.json").is_file():
         return None
     # Absent in folders whose class follows from config.json's model type.
-    config = parse_json(path.read_bytes())
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json is not a JSON object")
-    return config.get("tokenizer_class")
+    return _tokenizer_config(folder).get("tokenizer_class")
 
 
 class Renderer:
