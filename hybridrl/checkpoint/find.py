@@ -64,23 +64,20 @@ def as_unreadable() -> Iterator[None]:
         ) from error
 
 
+@as_unreadable()
 def newest_good(run_dir: Path, verify: Verify = verification.verify) -> Found | None:
     """Find the newest intact checkpoint of a run, by step; None if the run has no checkpoint.
 
     Nothing is written, so the run may still be training.
 
-    Args:
-        run_dir: the run's directory.
-        verify: verifies a checkpoint.
-
     Raises:
         NoWholeCheckpoint: all are damaged; each is named.
         UnreadableCheckpoint: a file cannot be read.
     """
-    with as_unreadable():
-        return _newest_in(checkpoints_folder(run_dir), verify)
+    return _newest_in(checkpoints_folder(run_dir), verify)
 
 
+@as_unreadable()
 def named(path: Path, *, key: str = "resume", verify: Verify = verification.verify) -> Found:
     """Find the checkpoint at a user's path.
 
@@ -93,22 +90,17 @@ def named(path: Path, *, key: str = "resume", verify: Verify = verification.veri
     Raises:
         ConfigError: there is no checkpoint, the named one is damaged, or a file cannot be read.
     """
-    with as_unreadable():
-        return _named(path.expanduser(), key, verify)
-
-
-def _named(path: Path, key: str, verify: Verify) -> Found:
+    path = path.expanduser()
     if not path.is_dir():
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
     if _is_checkpoint(path):
         return _explicit(path, key, verify)
-    for folder in (checkpoints_folder(path), path):
-        found = _newest_in(folder, verify)
-        if found is not None:
-            return found
-    where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
-    raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
+    found = _newest_in(checkpoints_folder(path), verify) or _newest_in(path, verify)
+    if found is None:
+        where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
+        raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
+    return found
 
 
 def _newest_in(folder: Path, verify: Verify) -> Found | None:

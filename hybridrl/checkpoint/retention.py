@@ -31,7 +31,7 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
 
     Args:
-        run_dir: the run's directory.
+        run_dir: of the run.
         keep_last: number of newest ones that stay; 0 keeps all.
         best: metric by which the best stays, too, larger is better; "-name" if smaller is. Of ties
             the newer wins; checkpoints without the metric do not compete.
@@ -99,12 +99,8 @@ def quarantine(run_dir: Path, found: Found) -> list[Path]:
     These are the damaged ones in `found` (damaged_step_...) and others of its step or later
     (superseded_step_...). They are kept, but no resume finds them and later saves reuse the steps.
 
-    Args:
-        run_dir: directory of the resumed run.
-        found: the checkpoint it resumes from, of this run or another one.
-
-    Returns:
-        The folders under their new names.
+    `found` is the checkpoint it resumes from, of this run or another one. Returns the folders under
+    their new names.
     """
     folder = checkpoints_folder(run_dir)
     damaged = {error.folder.resolve() for error in found.damaged}

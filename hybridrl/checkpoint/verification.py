@@ -30,15 +30,7 @@ Verify = Callable[[Path], Manifest]
 
 
 def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileRecord:
-    """Compute size and SHA-256 of a file.
-
-    Args:
-        path: of the file.
-        note: called with the size of each block read; an exception from it ends the reading.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Compute size and SHA-256 of a file; `note` is called with the size of each block read."""
     content, size, block = hashlib.sha256(), 0, memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -49,12 +41,7 @@ def digest(path: Path, note: Callable[[int], None] = lambda _: None) -> FileReco
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-    """Hash files in several threads; unreadable ones are left out.
-
-    Args:
-        folder: of the checkpoint.
-        names: of files in it.
-    """
+    """Hash files of a checkpoint in several threads; unreadable ones are left out."""
 
     def record(name: str) -> FileRecord | None:
         try:

@@ -70,20 +70,15 @@ class PromptBatch(Shardable):
 
     def join(self, results: Sequence["Rollout"]) -> "Rollout":
         """Return the engines' responses, those of each prompt together, in order of `prompts`."""
-        parts = self._partition(len(results))
-        by_engine = [prompt for part in parts for prompt in part]
-        start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(by_engine)}
-        order = [
-            start[prompt] + sample
-            for prompt in range(len(self))
-            for sample in range(self.responses_per_prompt)
-        ]
+        each = self.responses_per_prompt
+        by_engine = [prompt for part in self._partition(len(results)) for prompt in part]
+        rows = torch.tensor([prompt * each + k for prompt in by_engine for k in range(each)])
         batches = [
             replace(result.batch, engine=torch.full((len(result.batch),), engine))
             for engine, result in enumerate(results)
         ]
         return Rollout(
-            RolloutBatch.concat(batches, torch.tensor(order)),
+            RolloutBatch.concat(batches, rows.argsort()),
             tuple(engine for result in results for engine in result.engines),
         )
 
@@ -210,13 +205,12 @@ class RolloutBatch:
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        present = {name: value for name, value in vars(self).items() if value is not None}
-        return RolloutBatch(
-            **{
-                name: value.select(rows) if isinstance(value, Ragged) else value[rows]
-                for name, value in present.items()
-            }
-        )
+        selected = {
+            name: value.select(rows) if isinstance(value, Ragged) else value[rows]
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return RolloutBatch(**selected)
 
     def adding(self, **new: Ragged) -> "RolloutBatch":
         """Return this batch with fields filled in.

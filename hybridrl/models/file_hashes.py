@@ -24,12 +24,10 @@ _READERS = 8
 def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
     """Return the SHA-256 of each file that transformers and vLLM read of a model, by name.
 
+    `weights` is false where they are drawn at random.
+
     Config, tokenizer and similar files are hashed whole. Of weights the size and sampled blocks are
     hashed, so a change between two blocks is missed: in a file of 5 GB blocks are 80 MB apart.
-
-    Args:
-        folder: folder of the model.
-        weights: hash the weights, too; false where they are drawn at random.
 
     Raises:
         OSError: a file cannot be read.

@@ -71,21 +71,13 @@ def _make(gguf: Path, folder: Path) -> None:
         # Under the lock no other process converts: a killed process left it.
         shutil.rmtree(left_behind)
     log.info("Converting %s into %s, once", gguf.name, folder)
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    try:
-        _convert(gguf, temporary)
-        _make_readable(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
-
-
-def _make_readable(folder: Path) -> None:
-    """Make files readable for all users; mkdtemp and safetensors restrict them to the owner."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as temporary:
+        new = Path(temporary) / folder.name
+        new.mkdir()
+        _convert(gguf, new)
+        for file in new.iterdir():  # safetensors restricts its files to the owner
+            file.chmod(0o644)
+        new.rename(folder)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -46,10 +46,7 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 def weight_files(folder: Path, single: str = SINGLE, indexed: str = INDEX) -> list[Path]:
     """Return the weight files of a model in one format, by default safetensors; [] if it has none.
 
-    Args:
-        folder: folder of the model.
-        single: name of the file that holds all weights.
-        indexed: name of the index of several files.
+    They are the file `single`, or those that the index `indexed` names.
 
     Raises:
         OSError: the index cannot be read.

@@ -16,30 +16,23 @@ if TYPE_CHECKING:
 def read_problems(
     key: str, paths: Sequence[Path], columns: Columns
 ) -> tuple[list[SourceProblem], list[str]]:
-    """Read the problems of all files; return them and messages for a ConfigError.
+    """Read the problems of JSONL or Parquet files; return them and messages for a ConfigError.
 
-    Args:
-        key: the config key that names the files, for messages.
-        paths: .jsonl or .parquet files.
-        columns: names of the columns to read.
+    `key` is the config key that names the files.
     """
     problems: list[SourceProblem] = []
     faults: list[str] = []
     for path in paths:
-        found, wrong = _read_file(key, path, columns)
+        if wrong := list(file_problems(key, str(path))):
+            faults += wrong
+            continue
+        read = _read_jsonl if path.suffix == ".jsonl" else _read_parquet
+        found, wrong = problems_of(key, path, *read(path), columns)
         problems += found
         faults += wrong
     if not problems and not faults:
         faults.append(f"{key} = {', '.join(map(str, paths)) or '[]'} has no problems.")
     return problems, faults
-
-
-def _read_file(key: str, path: Path, columns: Columns) -> tuple[list[SourceProblem], list[str]]:
-    wrong = list(file_problems(key, str(path)))
-    if wrong:
-        return [], wrong
-    rows, faults = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
-    return problems_of(key, path, rows, columns, faults)
 
 
 def _read_jsonl(path: Path) -> tuple[list[Row], list[str]]:

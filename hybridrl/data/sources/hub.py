@@ -25,11 +25,7 @@ _FILE_NAMES = {
 
 
 def hub_files(name: str) -> tuple[dict[Split, list[Path]], list[str]]:
-    """Return a data set's Parquet files by split, and messages for a ConfigError.
-
-    Args:
-        name: `owner/name`, or `owner/name/folder` for a data set with several folders.
-    """
+    """Return the Parquet files of `owner/name[/folder]` by split; messages for a ConfigError."""
     owner, _, rest = name.partition("/")
     short, _, folder = rest.partition("/")
     if not short:

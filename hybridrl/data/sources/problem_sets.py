@@ -53,10 +53,8 @@ class ProblemSets:
         config: conf/data with the data set's own keys.
         share: of the prompts drawn in training, in (0, 1].
         needed: training problems that a step may draw.
-        train: problems to train on.
-        held_out: problems to evaluate on.
+        train, held_out: problems to train on and to evaluate on.
         notes: remarks on the split, for the user.
-        examples: few-shot examples.
         left_out: number of training problems left out, by reason.
     """
 
@@ -221,7 +219,7 @@ def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[SourceP
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
         return [], [f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}."]
-    return problems_of("data.name", EMBEDDED, rows, columns)
+    return problems_of("data.name", EMBEDDED, rows, [], columns)
 
 
 @cache  # shared by the data sets of a mixture

@@ -58,12 +58,7 @@ class PromptSets:
 
 
 def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) -> PromptSets:
-    """Read, filter, render and tokenise a run's problems.
-
-    Args:
-        config: conf/data.
-        model_path: model.path, for tokenizer and chat template.
-        max_prompt_tokens: longest prompt allowed, in tokens.
+    """Read, filter, render and tokenise a run's problems, with the model's chat template.
 
     Raises:
         ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.

@@ -42,13 +42,9 @@ class Prompt:
 def prompts_of(
     sets: ProblemSets, problems: Sequence[SourceProblem], renderer: Renderer, first_id: int
 ) -> tuple[list[Prompt], list[str]]:
-    """Render and tokenise problems; return prompts and messages for a ConfigError.
+    """Render and tokenise problems of a data set; return prompts and messages for a ConfigError.
 
-    Args:
-        sets: the data set.
-        problems: its training or held-out problems.
-        renderer: of the model.
-        first_id: id of the first prompt; ids are consecutive.
+    Ids are consecutive from `first_id`.
     """
     # jinja2 is optional: only chat templates need it.
     from jinja2 import TemplateError

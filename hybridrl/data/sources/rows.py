@@ -64,20 +64,16 @@ class _Fault(ValueError):
 
 
 def problems_of(
-    key: str, source: Path | str, rows: list[Row], columns: Columns, faults: Sequence[str] = ()
+    key: str, source: Path | str, rows: list[Row], unreadable: Sequence[str], columns: Columns
 ) -> tuple[list[SourceProblem], list[str]]:
     """Convert rows to problems; return them and messages for a ConfigError.
 
-    Args:
-        key, source: the config key that names the source, and its value, for messages.
-        rows: of the source.
-        columns: names of the columns to read.
-        faults: messages on rows that could not be read.
+    Messages name the source by its config key and value, and list `unreadable` rows, too.
     """
     missing = _missing_columns(key, source, rows, columns)
     if missing:
         return [], missing
-    problems, faults = [], list(faults)
+    problems, faults = [], list(unreadable)
     for row in rows:
         try:
             problems.append(_problem(row, columns))
