@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.data.balance import balance
+from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged, concat
 from hybridrl.data.shardable import Piece, Shardable
 

@@ -1,4 +1,4 @@
-"""Batches that are split over ranks: split, sent in pieces, results joined."""
+"""Batches that are split over ranks: split, sent in pieces, results joined; without torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -11,9 +11,10 @@ Without a chat template such a message follows a blank line and ends with a newl
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,10 +64,7 @@ class TurnTokens:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts without adding special tokens."""
-        if not texts:
-            return []
-        encoded: Any = self._tokenizer(list(texts), add_special_tokens=False)
-        return encoded["input_ids"]
+        return token_ids(self._tokenizer, texts, special=False)
 
     @cached_property
     def _frame(self) -> tuple[str, str]:

@@ -136,24 +136,23 @@ def _is_local(path: str) -> bool:
 
 def _local_folder(path: str) -> Path:
     if is_address(path):
-        raise ConfigError(
-            f"model.path = {path} is an address, expected a folder, or a name on the hub such as "
-            f"Qwen/Qwen2.5-0.5B.\n{_WAYS_OUT}"
-        )
+        raise _no_model(path, "an address, not a folder or a name such as Qwen/Qwen2.5-0.5B")
     try:
         folder = expanded(path).resolve()
         there, is_folder = folder.exists(), folder.is_dir()
         has_config = (folder / _CONFIG).is_file()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path = {shown(path)}: it cannot be read: {reason_of(error)}.\n{_WAYS_OUT}"
-        ) from error
+        raise _no_model(shown(path), f"it cannot be read: {reason_of(error)}") from error
     if not is_folder:
         found = "is a file, not a folder" if there else "does not exist"
-        raise ConfigError(f"model.path = {path}: {folder} {found}.\n{_WAYS_OUT}")
+        raise _no_model(path, f"{folder} {found}")
     if not has_config:
-        raise ConfigError(f"model.path = {path}: {folder} has no {_CONFIG}.\n{_WAYS_OUT}")
+        raise _no_model(path, f"{folder} has no {_CONFIG}")
     return folder
+
+
+def _no_model(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"model.path = {path}: {reason}.\n{_WAYS_OUT}")
 
 
 def hub_snapshot(
@@ -184,13 +183,14 @@ def _hub_folder(name: str, files: list[str]) -> Path:
         folder = hub_snapshot(name, files, lambda cached: _is_complete(cached, files))
     except HUB_ERRORS as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"model.path = {name}: no such local folder, not in the Hugging Face cache, and the "
-            f"hub does not give it ({type(error).__name__}: {reason}).\n{_WAYS_OUT}"
+        raise _no_model(
+            name,
+            "no such local folder, not in the Hugging Face cache, and the hub does not give it "
+            f"({type(error).__name__}: {reason})",
         ) from error
     if not _is_complete(folder, files):
         lacks = "tokenizer" if files == PLAIN_FILES else "*.safetensors"
-        raise ConfigError(f"model.path = {name}: no {_CONFIG} or {lacks} there.\n{_WAYS_OUT}")
+        raise _no_model(name, f"no {_CONFIG} or {lacks} there")
     return folder
 
 

@@ -100,6 +100,16 @@ def _tokenizer_class(folder: Path) -> str | None:
     return _tokenizer_config(folder).get("tokenizer_class")
 
 
+def token_ids(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool
+) -> list[list[int]]:
+    """Tokenise texts, with the tokenizer's special tokens or without."""
+    if not texts:
+        return []
+    encoded: Any = tokenizer(list(texts), add_special_tokens=special)
+    return encoded["input_ids"]
+
+
 class Renderer:
     """Renderer of chat messages: to prompt text by the chat template, and to token ids.
 
@@ -134,10 +144,7 @@ class Renderer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts."""
-        if not texts:
-            return []
-        encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
-        return encoded["input_ids"]
+        return token_ids(self._tokenizer, texts, special=not self.has_template)
 
 
 def _plain_text(messages: list[Message]) -> str:
