@@ -6,8 +6,8 @@ from pathlib import Path
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import PromptSets, prompt_source
-from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 

@@ -31,7 +31,7 @@ from hybridrl.trainer.checkpointing.verification import ClusterVerification, Ver
 
 if TYPE_CHECKING:
     from hybridrl.app.inputs import RunInputs
-    from hybridrl.data.sources.prompt_sets import PromptSets
+    from hybridrl.data.sources.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
     """Return the prompts, if their keys are usable; add problems to the config's report."""
     if not result.report.usable(DATA_NEEDS):
         return None
-    from hybridrl.data.sources.prompt_sets import examine_prompts
+    from hybridrl.data.sources.prompts import examine_prompts
 
     config, report = result.config, result.report
     prompts, problems = examine_prompts(

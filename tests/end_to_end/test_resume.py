@@ -20,7 +20,7 @@ from hybridrl.checkpoint.find import NoWholeCheckpoint
 from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import PromptSets, examine_prompts
+from hybridrl.data.sources.prompts import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.tracking.provenance import versions

@@ -3,7 +3,7 @@
 import logging
 import random
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -13,15 +13,7 @@ from hybridrl.config.choices import Repeated
 from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig, MixturePart
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.seeds import derive_seed
-from hybridrl.data.sources.files import read_problems
-from hybridrl.data.sources.filters import (
-    Question,
-    choose_examples,
-    question_of,
-    without,
-    without_repeats,
-)
-from hybridrl.data.sources.hub import Split, hub_files
+from hybridrl.data.sources.files import Split, hub_files, read_problems
 from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import Problem, held_out_problems, train_problems
 from hybridrl.data.sources.rows import Columns, Row, SourceProblem, problems_of
@@ -42,6 +34,9 @@ HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as ex
 # Keys of data.* that each data set of a mixture may set for itself.
 _OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weight"]
 _OWN_KEY = re.compile(rf"\bdata\.({'|'.join(_OWN_KEYS)})\b")
+
+# Normalised texts of a question: one per chat message, without system messages.
+Question = tuple[str, ...]
 
 
 @dataclass
@@ -163,31 +158,31 @@ def _sets_of(config: DataConfig) -> dict[str, ProblemSets]:
 
 def _read(sets: ProblemSets) -> list[str]:
     """Read the problems of a data set before filters; return messages for a ConfigError."""
-    config, faults = sets.config, list[str]()
+    config = sets.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
     name, _, folder = config.name.partition("/") if train_files is None else ("", "", "")
-    files: dict[Split, tuple[str, list[Path]]] = {}
-    if train_files is not None:
-        files[Split.train] = ("data.train_files", train_files)
-    elif name != EMBEDDED:
-        found, faults = hub_files(config.name)
-        files = {split: ("data.name", paths) for split, paths in found.items() if paths}
-    if eval_files is not None:
-        files[Split.held_out] = ("data.eval_files", eval_files)
-    problems: dict[Split, list[SourceProblem]] = {split: [] for split in Split}
-    for split in Split:
-        wrong: list[str] = []
-        if split in files:
-            problems[split], wrong = read_problems(*files[split], _columns(config, split))
-        elif name == EMBEDDED:
-            problems[split], wrong = _embedded(split, folder, _columns(config, split))
-        faults += wrong
+    hub: dict[Split, list[Path]] = {}
+    faults: list[str] = []
+    if train_files is None and name != EMBEDDED:
+        hub, faults = hub_files(config.name)
     # Rewards and accuracies tell the data sets of a mixture apart.
     own = {"dataset": sets.name} if sets.name else {}
-    sets.train, sets.held_out = (
-        [replace(p, example=p.example | own, tags=p.tags | own) for p in problems[split]]
-        for split in (Split.train, Split.held_out)
-    )
+    found: dict[Split, list[SourceProblem]] = {}
+    for split, key, files in (
+        (Split.train, "data.train_files", train_files),
+        (Split.held_out, "data.eval_files", eval_files),
+    ):
+        columns, wrong = _columns(config, split), list[str]()
+        problems: list[SourceProblem] = []
+        if files is not None:
+            problems, wrong = read_problems(key, files, columns)
+        elif name == EMBEDDED:
+            problems, wrong = _embedded(split, folder, columns)
+        elif hub.get(split):
+            problems, wrong = read_problems("data.name", hub[split], columns)
+        faults += wrong
+        found[split] = [replace(p, example=p.example | own, tags=p.tags | own) for p in problems]
+    sets.train, sets.held_out = found[Split.train], found[Split.held_out]
     if train_files is not None and eval_files is None and not faults:
         faults += _hold_out_last(sets)
     return faults
@@ -290,3 +285,39 @@ def _sample(problems: list[SourceProblem], count: int | None) -> list[SourceProb
         return problems
     drawn = random.Random(derive_seed("held_out_sample")).sample(range(len(problems)), count)
     return [problems[index] for index in sorted(drawn)]
+
+
+def question_of(problem: SourceProblem) -> Question:
+    """Return the question for comparisons, with white space and case normalised."""
+    if isinstance(problem.prompt, str):
+        texts = [problem.prompt]
+    else:
+        texts = [m["content"] for m in problem.prompt if m["role"] != "system"]
+    return tuple(" ".join(text.split()).casefold() for text in texts)
+
+
+def without(
+    problems: Iterable[SourceProblem], questions: Collection[Question]
+) -> list[SourceProblem]:
+    """Return the problems whose question is not in `questions`."""
+    return [problem for problem in problems if question_of(problem) not in questions]
+
+
+def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> list[SourceProblem]:
+    """Return the first problem of each question not in `seen`; add these questions to `seen`."""
+    kept = []
+    for problem in problems:
+        question = question_of(problem)
+        if question not in seen:
+            seen.add(question)
+            kept.append(problem)
+    return kept
+
+
+def choose_examples(
+    problems: Sequence[SourceProblem], held_out: Collection[Question], number: int
+) -> list[SourceProblem]:
+    """Draw few-shot examples that are not held out, the same in every run; fewer if too few."""
+    usable = without_repeats(problems, set(held_out))
+    rng = random.Random(derive_seed("few_shot"))
+    return rng.sample(usable, min(number, len(usable)))

@@ -9,9 +9,11 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import count
 
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.order import most_drawn, pacing, shares, shuffled, whole_weights
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.problem_sets import weights_of
+from hybridrl.data.sources.prompts import Prompt, PromptSets
 
 # Weights without a mixture: the data set's name is empty.
 ONE_SET: Mapping[str, float] = {"": 1.0}
@@ -115,3 +117,15 @@ class PromptSource:
         order = list(range(size))
         random.Random(derive_seed(self._seed, *what)).shuffle(order)
         return order
+
+
+def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptSource:
+    """Return the training prompts in sampling order; the prompts of a step are distinct."""
+    steps = config.curriculum_steps if config.curriculum is not None else 0
+    return PromptSource(
+        prompts.train,
+        config.prompts_per_step,
+        seed,
+        weights_of(config),
+        steps * config.prompts_per_step,
+    )
