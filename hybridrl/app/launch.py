@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.app.run_lock import exclusive_run
 from hybridrl.app.setup_times import SetupTimes
-from hybridrl.checkpoint.names import checkpoints_folder, steps_in
+from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError

@@ -1,24 +1,40 @@
-"""Commit of a checkpoint: written under a hidden name, published by one rename; crash cleanup."""
+"""Checkpoints on disk: commit by one rename, clean-up after crashes, retention, quarantine.
 
+A checkpoint is written under a hidden name and published by one rename. The newest and the best
+stay; a resume quarantines damaged and later ones. Both depend on the files on disk alone, so a
+resumed run keeps the same checkpoints. Pruned ones are renamed at once; a thread removes their
+files, which may be many gigabytes.
+"""
+
+import itertools
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.files import remove, sync_file, sync_folder
-from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.names import (
+from hybridrl.checkpoint.files import (
+    DAMAGED,
     MANIFEST,
     PARTIAL,
     REMOVED,
     STATE,
+    SUPERSEDED,
+    UnreadableFile,
     checkpoints_folder,
+    exists,
+    hidden_in,
     hidden_name,
-    hidden_step_of,
-    hidden_steps_in,
+    promised_step,
+    remove,
     step_name,
+    steps_in,
+    sync_file,
+    sync_folder,
 )
+from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hybridrl.checkpoint.verification import verify
 
 
@@ -53,8 +69,8 @@ def commit(partial: Path, manifest: Manifest) -> Path:
         OSError: the disk is full, read-only or broken, or the step has a checkpoint. Earlier
             checkpoints are untouched.
     """
-    step = hidden_step_of(partial.name, PARTIAL)
-    assert step is not None, f"{partial} is no folder that begin() made"
+    step = promised_step(partial.name)
+    assert step is not None and partial.name.endswith(PARTIAL), f"begin() did not make {partial}"
     folder = partial.parent
     manifests.write(partial, manifest)
     verify(partial, checksums=False)
@@ -67,20 +83,20 @@ def commit(partial: Path, manifest: Manifest) -> Path:
 
 def abandon(partial: Path) -> None:
     """Remove a partial checkpoint as far as possible; never raises. `begin` removes the rest."""
-    assert hidden_step_of(partial.name, PARTIAL) is not None, f"{partial} is not being written"
+    assert partial.name.endswith(PARTIAL), f"{partial} is not being written"
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
     """Remove leftovers of unfinished saves and deletions; no process may be saving.
 
-    A failed deletion does not matter here: `retention.Removal` retries and reports it.
+    A failed deletion does not matter here: `Removal` retries and reports it.
 
     Raises:
         OSError: something of a save cannot be removed.
     """
-    for step in hidden_steps_in(folder, PARTIAL):
-        remove(folder / hidden_name(step, PARTIAL))
+    for left in hidden_in(folder, PARTIAL):
+        remove(left)
     with suppress(OSError):
         finish_deletions(folder)
 
@@ -92,9 +108,9 @@ def finish_deletions(folder: Path) -> None:
         OSError: the last one that cannot be removed.
     """
     failed = None
-    for step in hidden_steps_in(folder, REMOVED):
+    for left in hidden_in(folder, REMOVED):
         try:
-            remove(folder / hidden_name(step, REMOVED))
+            remove(left)
         except OSError as failure:
             failed = failure
     if failed is not None:
@@ -110,3 +126,106 @@ def _sync(partial: Path, manifest: Manifest) -> None:
     for folder in sorted(folders, reverse=True):
         if folder.is_relative_to(partial):
             sync_folder(folder)
+
+
+def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
+    """Rename checkpoints that need not stay; `Removal` deletes them.
+
+    A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
+
+    Args:
+        run_dir: of the run.
+        keep_last: number of newest ones that stay; 0 keeps all.
+        best: metric by which the best stays, too, larger is better; "-name" if smaller is. Of ties
+            the newer wins; checkpoints without the metric do not compete.
+
+    Returns:
+        The folders that no longer exist, oldest first.
+
+    Raises:
+        OSError: the folder cannot be read, or a rename failed; remaining checkpoints are intact.
+    """
+    if keep_last == 0:
+        return []
+    folder = checkpoints_folder(run_dir)
+    complete: dict[int, Manifest] = {}
+    for step in steps_in(folder):
+        with suppress(DamagedCheckpoint, UnreadableFile):
+            complete[step] = verify(folder / step_name(step), checksums=False)
+    kept = {*sorted(complete)[-keep_last:], _best_step(complete, best)}
+    gone = sorted(complete.keys() - kept)
+    for step in gone:
+        os.rename(folder / step_name(step), folder / hidden_name(step, REMOVED))
+    return [folder / step_name(step) for step in gone]
+
+
+class Removal:
+    """Background deletion of pruned checkpoints.
+
+    If the process ends meanwhile, the next one to save there finishes it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = checkpoints_folder(run_dir)
+        self._thread: Thread | None = None
+        self._failure: OSError | None = None
+
+    def begin(self) -> None:
+        """Start the deletion; the one before has been waited for."""
+        self._thread = Thread(target=self._run, name="removal", daemon=True)
+        self._thread.start()
+
+    def failure(self, *, wait: bool) -> OSError | None:
+        """Return the error of a finished deletion, once; None without one or while it runs."""
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _run(self) -> None:
+        try:
+            finish_deletions(self._folder)
+        except OSError as failure:
+            self._failure = failure
+
+
+def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None:
+    if metric is None:
+        return None
+    name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
+    values = {step: manifest.metrics.get(name) for step, manifest in manifests.items()}
+    scores = [(sign * value, step) for step, value in values.items() if value is not None]
+    return max(scores)[1] if scores else None
+
+
+def quarantine(run_dir: Path, found: Found) -> list[Path]:
+    """Quarantine checkpoints that the resumed run will not descend from.
+
+    These are the damaged ones in `found` (damaged_step_...) and others of its step or later
+    (superseded_step_...). They are kept, but no resume finds them and later saves reuse the steps.
+
+    `found` is the checkpoint it resumes from, of this run or another one. Returns the folders under
+    their new names.
+    """
+    folder = checkpoints_folder(run_dir)
+    damaged = {error.folder.resolve() for error in found.damaged}
+    moved = []
+    for step in steps_in(folder):
+        one = folder / step_name(step)
+        if one.resolve() in damaged:
+            moved.append(_rename(one, DAMAGED))
+        elif step >= found.manifest.step and one.resolve() != found.folder.resolve():
+            moved.append(_rename(one, SUPERSEDED))
+    if moved:
+        sync_folder(folder)
+    return moved
+
+
+def _rename(folder: Path, prefix: str) -> Path:
+    """Rename a folder to the first free name."""
+    name = prefix + folder.name
+    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
+    new = next(path for path in map(folder.with_name, names) if not exists(path))
+    os.rename(folder, new)
+    return new

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.files import exists
-from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
-from hybridrl.checkpoint.names import (
+from hybridrl.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
     STATE,
     checkpoints_folder,
+    exists,
     promised_step,
     step_name,
     steps_in,
 )
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.errors import ConfigError
 

@@ -18,8 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.files import retried, write_file
-from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
+from hybridrl.checkpoint.files import DRIVER, MANIFEST, STATE, retried, write_file
 
 FORMAT = "hybridrl checkpoint 3"
 

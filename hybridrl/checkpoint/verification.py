@@ -9,9 +9,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.files import names_in, retried
+from hybridrl.checkpoint.files import MANIFEST, STATE, names_in, promised_step, retried
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
-from hybridrl.checkpoint.names import MANIFEST, STATE, promised_step
 
 # Hashing needs a core per file; few readers saturate a disk.
 _READERS = 8

@@ -16,8 +16,8 @@ import pytest
 
 from hybridrl.app.inputs import read_inputs
 from hybridrl.checkpoint import manifest as manifests
+from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.checkpoint.find import NoWholeCheckpoint
-from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import PromptSets, examine_prompts

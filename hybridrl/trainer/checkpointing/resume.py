@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.files import retried
+from hybridrl.checkpoint.commit import quarantine
+from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, retried, steps_in
 from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, steps_in
-from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.files import PARTIAL, hidden_name
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.names import PARTIAL, hidden_name
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
 PAGE = 4096

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hybridrl.checkpoint import files
 from hybridrl.checkpoint import manifest as manifests
+from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 

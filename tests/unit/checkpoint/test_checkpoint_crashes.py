@@ -6,8 +6,8 @@ import sys
 import time
 
 from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.files import steps_in
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import steps_in
 from hybridrl.checkpoint.verification import verify
 from tests.namespaces import ROOT
 from tests.unit.checkpoint.checkpoint_cases import hidden, pruned, save

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.errors import ConfigError
 from tests.unit.checkpoint.checkpoint_cases import SHARDS, save

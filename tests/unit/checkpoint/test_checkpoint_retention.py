@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.commit import finish_deletions
-from hybridrl.checkpoint.retention import Removal, prune
+from hybridrl.checkpoint.commit import Removal, finish_deletions, prune
 from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
 
 METRIC = "eval/accuracy"
