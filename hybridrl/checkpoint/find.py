@@ -95,7 +95,13 @@ def named(path: Path, *, key: str = "resume", verify: Verify = verification.veri
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
     if _is_checkpoint(path):
-        return _explicit(path, key, verify)
+        try:
+            return Found(path, verify(path))
+        except DamagedCheckpoint as error:
+            raise ConfigError(
+                f"{key} = {path}: this checkpoint is damaged: {error.file} {error.reason}.\n"
+                f"Name another one, or the run's directory for the newest that is whole."
+            ) from error
     found = _newest_in(checkpoints_folder(path), verify) or _newest_in(path, verify)
     if found is None:
         where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
@@ -123,16 +129,6 @@ def _is_checkpoint(path: Path) -> bool:
     if promised_step(path.resolve().name) is not None:
         return True
     return exists(path / MANIFEST) and exists(path / STATE)
-
-
-def _explicit(folder: Path, key: str, verify: Verify) -> Found:
-    try:
-        return Found(folder, verify(folder))
-    except DamagedCheckpoint as error:
-        raise ConfigError(
-            f"{key} = {folder}: this checkpoint is damaged: {error.file} {error.reason}.\n"
-            f"Name another one, or the run's directory for the newest that is whole."
-        ) from error
 
 
 def _no_checkpoint(key: str, path: Path, what: str) -> ConfigError:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from hybridrl.checkpoint.files import DRIVER, MANIFEST, STATE, retried, write_fi
 FORMAT = "hybridrl checkpoint 3"
 
 _LARGEST = 64 * 2**20  # bytes: 400,000 files
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Paths stay inside the folder, and print as they are.
 _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+=@-]{1,255}"
 _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
@@ -132,7 +132,9 @@ def read(folder: Path) -> Manifest:
         body = json.loads(data)
         problem = _problem(body)
         if problem is None:
-            manifest = _manifest(body)
+            fields = {field.name: body[field.name] for field in dataclasses.fields(Manifest)}
+            files = {name: FileRecord(**record) for name, record in body["files"].items()}
+            manifest = Manifest(**fields | {"files": files})
             if encode(manifest) == data:
                 return manifest
             problem = "is not as it was written: its own sha256 does not match"
@@ -159,12 +161,6 @@ def _bytes(path: Path) -> bytes:
         reason = f"has {facts.st_size:,} bytes, expected at most {_LARGEST:,}"
         raise DamagedCheckpoint(path.parent, MANIFEST, reason)
     return path.read_bytes()
-
-
-def _manifest(body: dict[str, Any]) -> Manifest:
-    fields = {field.name: body[field.name] for field in dataclasses.fields(Manifest)}
-    files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(**fields | {"files": files})
 
 
 def _problem(body: Any) -> str | None:
@@ -196,16 +192,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 10**18
-
-
 def _is_time(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
     try:
         return datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
+    except (TypeError, ValueError):
         return False
 
 
@@ -215,26 +205,28 @@ def _is_metric(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and -limit <= value <= limit)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 10**18
 
 
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+def _is_text(value: Any, pattern: str = r"(?s:.*)") -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is_table(value: Any, of: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, dict) and all(map(of, value.values()))
+
+
+_is_sha256 = partial(_is_text, pattern="[0-9a-f]{64}")
 
 
 def _is_record(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"size", "sha256"}:
-        return False
-    return _is_count(value["size"]) and _is_sha256(value["sha256"])
-
-
-def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+    is_whole = _is_table(value) and value.keys() == {"size", "sha256"}
+    return is_whole and _is_count(value["size"]) and _is_sha256(value["sha256"])
 
 
 def _is_fingerprint(value: Any) -> bool:
-    return _is_table(_is_sha256)(value) and all(re.fullmatch(_PART, name) for name in value)
+    return _is_table(value, _is_sha256) and all(re.fullmatch(_PART, name) for name in value)
 
 
 _SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -242,11 +234,11 @@ _SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, "a step's number"),
     "created": (_is_time, "a time in ISO format with its zone"),
     "world_size": (_is_count, "a number of ranks"),
-    "metrics": (_is_table(_is_metric), "finite numbers or null by name"),
-    "versions": (_is_table(_is_text), "texts by name"),
-    "config": (_is_table(lambda _: True), "an object"),
+    "metrics": (partial(_is_table, of=_is_metric), "finite numbers or null by name"),
+    "versions": (partial(_is_table, of=_is_text), "texts by name"),
+    "config": (_is_table, "an object"),
     "config_hash": (_is_sha256, "64 hex digits"),
-    "models": (_is_table(_is_fingerprint), "64 hex digits by file by key"),
-    "files": (_is_table(lambda _: True), "size and sha256 by path"),
+    "models": (partial(_is_table, of=_is_fingerprint), "64 hex digits by file by key"),
+    "files": (_is_table, "size and sha256 by path"),
     "sha256": (_is_sha256, "64 hex digits"),
 }
