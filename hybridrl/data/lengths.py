@@ -28,6 +28,9 @@ class Mean:
         return self.total / self.count if self.count else 0.0
 
 
+NONE = Mean()
+
+
 def expected_tokens(
     prompt_lengths: Sequence[int],
     prompt_ids: Sequence[int],
@@ -41,13 +44,8 @@ def expected_tokens(
     the prompt's earlier responses (`seen`), or of all responses (`overall`) if the prompt is new.
     """
     responses = [seen.get(prompt_id, overall).value for prompt_id in prompt_ids]
-    return torch.tensor(
-        [
-            prompt + responses_per_prompt * response
-            for prompt, response in zip(prompt_lengths, responses, strict=True)
-        ],
-        dtype=torch.float64,
-    )
+    means = torch.tensor(responses, dtype=torch.float64)
+    return torch.tensor(prompt_lengths) + responses_per_prompt * means
 
 
 @dataclass
@@ -64,17 +62,17 @@ class ResponseLengths:
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
-    overall: Mean = field(default_factory=Mean)
+    overall: Mean = NONE
 
     def __post_init__(self) -> None:
-        self._learned: dict[int, Mean] = {}
-        self._known = ChainMap(self._learned, self.seen)
         self._overall = self.overall
+        # Lengths since the last commit, then the others.
+        self._known = ChainMap[int, Mean]({}, self.seen)
 
     def commit(self) -> None:
         """Merge the lengths of a finished step into `seen` and `overall`."""
-        self.seen.update(self._learned)
-        self._learned.clear()
+        self.seen.update(self._known.maps[0])
+        self._known.maps[0].clear()
         self.overall = self._overall
 
     def state(self) -> dict[str, Any]:
@@ -101,8 +99,7 @@ class ResponseLengths:
 
     def learn(self, batch: RolloutBatch) -> None:
         """Add the lengths of responses."""
-        for prompt_id, length in zip(
-            batch.group_id.tolist(), batch.responses.lengths.tolist(), strict=True
-        ):
-            self._learned[prompt_id] = self._known.get(prompt_id, Mean()).plus(length)
+        lengths = batch.responses.lengths.tolist()
+        for prompt_id, length in zip(batch.group_id.tolist(), lengths, strict=True):
+            self._known[prompt_id] = self._known.get(prompt_id, NONE).plus(length)
             self._overall = self._overall.plus(length)
