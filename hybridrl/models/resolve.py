@@ -5,6 +5,7 @@
     a local path    used as it is
     anything else   a name on the hub: first its local cache, then a download
 
+Functions that take a model raise ConfigError if it does not exist or cannot be fetched.
 Imports neither torch nor transformers; only the first conversion of SmolLM2 does.
 """
 
@@ -48,11 +49,7 @@ _WAYS_OUT = (
 
 
 def resolve_model(path: str) -> Path:
-    """Return the absolute folder of a model.path, downloaded or converted if necessary.
-
-    Raises:
-        ConfigError: the model does not exist, or cannot be fetched.
-    """
+    """Return the absolute folder of a model.path, downloaded or converted if necessary."""
     return _folder(path, _HUB_FILES)
 
 
@@ -60,7 +57,7 @@ def model_folder(model: ModelConfig) -> Path:
     """Return the absolute folder of a model; with weights unless model.init=random.
 
     Raises:
-        ConfigError: the model does not exist, cannot be fetched, or has no weights.
+        ConfigError: there are none.
     """
     if model.init is Init.random:
         return plain_folder(model.path)
@@ -74,20 +71,12 @@ def model_folder(model: ModelConfig) -> Path:
 
 
 def name_or_folder(model: ModelConfig) -> str:
-    """Return the name or path for libraries: the name on the hub, or the absolute folder.
-
-    Raises:
-        ConfigError: as for `model_folder`.
-    """
+    """Return the name or path for libraries: the name on the hub, or the absolute folder."""
     return model.path if is_on_hub(model.path) else str(model_folder(model))
 
 
 def plain_folder(path: str) -> Path:
-    """Return the absolute folder of a model's config.json and tokenizer; weights may be missing.
-
-    Raises:
-        ConfigError: the model does not exist, or cannot be fetched.
-    """
+    """Return the absolute folder of a model's config.json and tokenizer; weights may be missing."""
     return _folder(path, PLAIN_FILES)
 
 
@@ -101,7 +90,7 @@ def read_model_config(path: str) -> dict[str, Any]:
     """Return the model's config.json. Of a model on the hub only this file is fetched.
 
     Raises:
-        ConfigError: the model does not exist, cannot be fetched, or the file is no JSON object.
+        ConfigError: the file is no JSON object.
     """
     file = _folder(path, [_CONFIG]) / _CONFIG
     try:

@@ -115,22 +115,16 @@ def too_few(sets: ProblemSets, count: int) -> list[str]:
     """Check that a data set of `count` training problems suffices for one step."""
     if count >= sets.needed:
         return []
-    reasons, per_step = left_out_text(sets.left_out), sets.config.prompts_per_step
-    there = f"{count} training problems" + (f" (left out: {reasons})" if reasons else "")
-    if sets.name:
-        text = (
-            f"data.mixture.{sets.name} has {there}, but a step of data.prompts_per_step = "
-            f"{per_step} draws up to {sets.needed} of them; problems of a step must be "
-            f"different.\nAdd problems to {sets.name}, lower its weight, or set a smaller "
-            f"data.prompts_per_step."
-        )
-    else:
-        text = (
-            f"data.prompts_per_step = {per_step}, but there are {there}; problems of a step must "
-            f"be different.\n"
-            + (f"Set data.prompts_per_step={count} or less, or add" if count else "Add")
-            + " problems."
-        )
+    reasons = left_out_text(sets.left_out)
+    text = (
+        (f"data.mixture.{sets.name} has" if sets.name else "there are")
+        + f" {count} training problems"
+        + (f" (left out: {reasons})" if reasons else "")
+        + f", but a step of data.prompts_per_step = {sets.config.prompts_per_step} draws up to "
+        f"{sets.needed} of them; problems of a step must be different.\nAdd problems"
+        + (", lower its weight," if sets.name else "")
+        + " or set a smaller data.prompts_per_step."
+    )
     if HELD_OUT_AS_WELL in sets.left_out:
         text += " To train on held-out problems as well: data.held_out_overlap=keep."
     return [text]

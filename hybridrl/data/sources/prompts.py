@@ -136,33 +136,38 @@ def _rendered(
         ConfigError: the chat template raises, or a system prompt has no effect.
     """
     faults = _unused_system_prompts(config, sets)
-    train: list[Prompt] = []
-    held_out: list[Prompt] = []
+    halves: tuple[list[Prompt], list[Prompt]] = [], []
     next_id = 0
-    of_train = [(each, each.train) for each in sets.values()]
-    of_held_out = [(each, each.held_out) for each in sets.values()]
-    for half, of_sets in ((train, of_train), (held_out, of_held_out)):
-        for each, problems in of_sets:
+    for index, half in enumerate(halves):
+        for each in sets.values():
+            problems = (each.train, each.held_out)[index]
             prompts, refused = prompts_of(each, problems, renderer, next_id)
             next_id += len(problems)
             half += prompts
             faults += map(each.with_own_keys, refused)
     if faults:
         raise ConfigError(*faults)
-    return train, held_out
+    return halves
 
 
 def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
-    """Report system prompts without effect: a data set's own, or the shared one."""
-    faults: list[str] = []
-    sharing: list[SourceProblem] = []
+    """Report system prompts that no problem uses: a data set's own, or the shared one."""
+    sharing: dict[str, list[SourceProblem]] = {}
     for name, each in sets.items():
-        problems = each.train + each.held_out
-        if name and config.mixture[name].system_prompt is not None:
-            faults += map(each.with_own_keys, unused_system_prompt(each.config, problems))
-        else:
-            sharing += problems
-    return faults + (unused_system_prompt(config, sharing) if sharing else [])
+        has_own = name and config.mixture[name].system_prompt is not None
+        sharing.setdefault(name if has_own else "", []).extend(each.train + each.held_out)
+    faults: list[str] = []
+    for name, problems in sharing.items():
+        used = sets[name].config if name else config
+        if used.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
+            continue
+        text = (
+            f"data.system_prompt = {used.system_prompt!r} has no effect: data.prompt_key = "
+            f"{used.prompt_key} holds lists of chat messages, which are read as they are.\n"
+            "Set data.system_prompt=null, or put it into the messages."
+        )
+        faults.append(sets[name].with_own_keys(text) if name else text)
+    return faults
 
 
 def _summary(sets: ProblemSets, halves: list[list[Prompt]], limit: int) -> DataSetSummary:
@@ -197,13 +202,10 @@ def _too_few(summary: DataSetSummary, sets: ProblemSets, limit: int) -> list[str
 
 def _notes(summary: DataSetSummary, sets: ProblemSets) -> list[str]:
     """Return remarks on a data set's split and left-out problems."""
+    halves = {"training": summary.left_out, "held-out": summary.held_out_left_out}
+    reasons = {half: left_out_text(left_out) for half, left_out in halves.items()}
     notes = [sets.with_own_keys(note) for note in sets.notes]
-    for half, left_out in (
-        ("training", summary.left_out),
-        ("held-out", summary.held_out_left_out),
-    ):
-        if reasons := left_out_text(left_out):
-            notes.append(f"{half} problems left out: {reasons}")
+    notes += [f"{half} problems left out: {text}" for half, text in reasons.items() if text]
     return [f"{sets.name}: {note}" if sets.name else note for note in notes]
 
 
@@ -244,17 +246,6 @@ def prompts_of(
         )
         for index, (problem, text, tokens) in enumerate(zip(problems, texts, ids, strict=True))
     ], []
-
-
-def unused_system_prompt(config: DataConfig, problems: Sequence[SourceProblem]) -> list[str]:
-    """Report a system prompt that none of the problems uses."""
-    if config.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
-        return []
-    return [
-        f"data.system_prompt = {config.system_prompt!r} has no effect: data.prompt_key = "
-        f"{config.prompt_key} holds lists of chat messages, which are read as they are.\n"
-        "Set data.system_prompt=null, or put it into the messages."
-    ]
 
 
 def too_long(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
