@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
@@ -76,39 +76,48 @@ def verify(
         UnreadableFile: a file cannot be read, so it is unknown if the checkpoint is intact.
     """
     manifest = manifests.read(folder)
-    _check_step(folder, manifest)
-    for name in sorted(manifest.files):
-        _check_size(folder, name, manifest.files[name])
-    _check_unlisted(folder, manifest)
+    for file, reason in _differences(folder, manifest):
+        raise DamagedCheckpoint(folder, file, reason)
     if checksums:
         _check_content(folder, manifest, watch, confirm(folder, manifest.files, watch))
     return manifest
 
 
-def _check_step(folder: Path, manifest: Manifest) -> None:
+def _differences(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield damaged files and reasons, by names and sizes alone."""
     promised = promised_step(folder.name)
-    if promised is not None and promised != manifest.step:
-        reason = f"is of step {manifest.step}, the folder's name says {promised}"
-        raise DamagedCheckpoint(folder, MANIFEST, reason)
+    if promised not in (None, manifest.step):
+        yield MANIFEST, f"is of step {manifest.step}, the folder's name says {promised}"
+    for name, record in sorted(manifest.files.items()):
+        facts = _lstat(folder, name)
+        if facts is None:
+            yield name, _missing(record)
+        elif stat.S_ISLNK(facts.st_mode):
+            yield name, "is, or lies behind, a symbolic link; expected a file in the folder itself"
+        elif not stat.S_ISREG(facts.st_mode):
+            yield name, "is not a regular file"
+        elif facts.st_size != record.size:
+            yield name, f"has {facts.st_size:,} bytes, the manifest says {record.size:,}"
+    top = _lstat(folder, STATE)
+    if top is not None and stat.S_ISLNK(top.st_mode):
+        yield STATE, "is a symbolic link, expected a folder"
+    folders = [STATE]
+    while folders:
+        inside = folders.pop()
+        for name in sorted(names_in(folder / inside)):
+            relative = f"{inside}/{name}"
+            facts = None if relative in manifest.files else _lstat(folder, relative)
+            if facts is not None and stat.S_ISDIR(facts.st_mode):
+                folders.append(relative)
+            elif facts is not None:
+                yield (
+                    relative if relative.isprintable() else ascii(relative),
+                    "is not in the manifest",
+                )
 
 
-def _check_size(folder: Path, name: str, record: FileRecord) -> None:
-    facts = _lstat(folder, name)
-    if facts is None:
-        raise _missing(folder, name, record)
-    if stat.S_ISLNK(facts.st_mode):
-        reason = "is, or lies behind, a symbolic link; expected a file in the folder itself"
-    elif not stat.S_ISREG(facts.st_mode):
-        reason = "is not a regular file"
-    elif facts.st_size != record.size:
-        reason = f"has {facts.st_size:,} bytes, the manifest says {record.size:,}"
-    else:
-        return
-    raise DamagedCheckpoint(folder, name, reason)
-
-
-def _missing(folder: Path, name: str, record: FileRecord) -> DamagedCheckpoint:
-    return DamagedCheckpoint(folder, name, f"is missing, the manifest says {record.size:,} bytes")
+def _missing(record: FileRecord) -> str:
+    return f"is missing, the manifest says {record.size:,} bytes"
 
 
 def _lstat(folder: Path, name: str) -> os.stat_result | None:
@@ -123,23 +132,6 @@ def _lstat(folder: Path, name: str) -> os.stat_result | None:
         if stat.S_ISLNK(facts.st_mode):
             return facts
     return facts
-
-
-def _check_unlisted(folder: Path, manifest: Manifest) -> None:
-    top = _lstat(folder, STATE)
-    if top is not None and stat.S_ISLNK(top.st_mode):
-        raise DamagedCheckpoint(folder, STATE, "is a symbolic link, expected a folder")
-    folders = [STATE]
-    while folders:
-        inside = folders.pop()
-        for name in sorted(names_in(folder / inside)):
-            relative = f"{inside}/{name}"
-            facts = None if relative in manifest.files else _lstat(folder, relative)
-            if facts is not None and stat.S_ISDIR(facts.st_mode):
-                folders.append(relative)
-            elif facts is not None:
-                shown = relative if relative.isprintable() else ascii(relative)
-                raise DamagedCheckpoint(folder, shown, "is not in the manifest")
 
 
 def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: set[str]) -> None:
@@ -168,7 +160,7 @@ def _check_content(folder: Path, manifest: Manifest, watch: Watch, confirmed: se
         try:
             found = retried(attempt, folder / name, pause)
         except FileNotFoundError as error:
-            raise _missing(folder, name, files[name]) from error
+            raise DamagedCheckpoint(folder, name, _missing(files[name])) from error
         if found.sha256 != files[name].sha256:
             reason = f"has the sha256 {found.sha256}, the manifest says {files[name].sha256}"
             raise DamagedCheckpoint(folder, name, reason)
