@@ -74,14 +74,10 @@ def partition_by_total(
         ranks = [micros for micros in packed if micros is not None]
         if len(ranks) == num_ranks:
             median = statistics.median(_sum(cost, micro) for micros in ranks for micro in micros)
-            return [_median_at_both_ends(micros, cost, median) for micros in ranks]
+            for micros in ranks:
+                micros.sort(key=lambda micro: abs(_sum(cost, micro) - median))
+            return [[*micros[1:], micros[0]] for micros in ranks]
         count += 1
-
-
-def _median_at_both_ends(micros: Micros, cost: Sequence[float], median: float) -> Micros:
-    """Sort micro-batches by distance from the median cost, the nearest moved to the end."""
-    nearest, *rest = sorted(micros, key=lambda micro: abs(_sum(cost, micro) - median))
-    return [*rest, nearest]
 
 
 def _fewest(mini: list[int], tokens: Sequence[int], num_ranks: int, max_tokens: int) -> int:

@@ -53,22 +53,19 @@ class RankBatch:
             for micro in mini:
                 yield self.batch.select(micro)
 
-    def mini_batches(self) -> MiniBatches:
-        """Yield (micro-batches, totals) of each optimizer step; all sampled tokens count."""
-        return self._mini_batches(self.sampled)
+    def mini_batches(self, totals: EpochTotals | None = None) -> MiniBatches:
+        """Yield (micro-batches, totals) of each optimizer step; by default all sampled tokens."""
+        for epoch, of_epoch in zip(self.epochs, totals or self.sampled, strict=True):
+            for mini, of_mini in zip(epoch, of_epoch, strict=True):
+                yield [self.batch.select(micro) for micro in mini], of_mini
 
     def policy_mini_batches(self) -> MiniBatches:
         """Yield the same for the policy loss, in which the tokens of loss_mask count."""
-        return self._mini_batches(self.counted)
+        return self.mini_batches(self.counted)
 
     def map_first_epoch(self, compute: Callable[[RolloutBatch], Ragged]) -> Ragged:
         """Concatenate `compute` of each micro-batch of the first epoch, rows in that order."""
         return concat([compute(micro) for micro in self.micro_batches(epoch=0)])
-
-    def _mini_batches(self, totals: EpochTotals) -> MiniBatches:
-        for epoch, of_epoch in zip(self.epochs, totals, strict=True):
-            for mini, of_mini in zip(epoch, of_epoch, strict=True):
-                yield [self.batch.select(micro) for micro in mini], of_mini
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,8 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     cost = [sizes.cost(count) for count in tokens]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
-        order = _shuffled(len(batch), seed, step, epoch)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
+        order = torch.randperm(len(batch), generator=generator).tolist()
         minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
         partitions = [
             sizes.partition(mini, cost, tokens, sizes.num_shards, sizes.max_tokens)
@@ -244,8 +242,3 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         for rank, epochs in enumerate(ranks):
             epochs.append([per_rank[rank] for per_rank in partitions])
     return ScheduledBatch.of(batch, ranks)
-
-
-def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
-    return torch.randperm(size, generator=generator).tolist()
