@@ -11,17 +11,16 @@ import math
 import os
 import re
 import stat
-import sys
-from collections.abc import Callable
+import typing
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint.files import DRIVER, MANIFEST, STATE, retried, write_file
 
 FORMAT = "hybridrl checkpoint 3"
+# Fields of the file that are not those of `Manifest`.
+_WRITTEN = {"format", "config_hash", "sha256"}
 
 _LARGEST = 64 * 2**20  # bytes: 400,000 files
 # Paths stay inside the folder, and print as they are.
@@ -140,6 +139,8 @@ def read(folder: Path) -> Manifest:
             problem = "is not as it was written: its own sha256 does not match"
     except RecursionError:
         problem = "is nested too deeply"
+    except OverflowError as error:
+        problem = f"has a metric that is no float: {error}"
     except ValueError as error:
         problem = f"is not JSON: {error}"
     raise DamagedCheckpoint(folder, MANIFEST, problem)
@@ -170,75 +171,36 @@ def _problem(body: Any) -> str | None:
     found = body.get("format")
     if found != FORMAT:
         return f'has format {_shown(found)}, this version of hybridrl reads "{FORMAT}"'
-    if body.keys() != _SHAPE.keys():
-        return f"has the fields {_shown(sorted(body))}, expected {sorted(_SHAPE)}"
-    for name, (is_right, expected) in _SHAPE.items():
-        if not is_right(body[name]):
-            return f"has {name} = {_shown(body[name])}, expected {expected}"
-    for name, record in body["files"].items():
+    hints = typing.get_type_hints(Manifest)
+    if body.keys() != hints.keys() | _WRITTEN:
+        return f"has the fields {_shown(sorted(body))}, expected {sorted(hints.keys() | _WRITTEN)}"
+    for name, hint in hints.items():
+        if not _fits(body[name], hint):
+            return f"has {name} = {_shown(body[name])}, expected {hint}"
+    for name in body["files"]:
         if name == MANIFEST or not _PATH.fullmatch(name):
             return (
                 f"lists {_shown(name)}, expected {DRIVER}, {STATE}/... or another plain path "
                 f"inside the folder"
             )
-        if not _is_record(record):
-            return f"has {name} = {_shown(record)}, expected a size in bytes and a sha256"
     return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON has the type of a field."""
+    options = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        is_whole = isinstance(value, dict) and value.keys() == hints.keys()
+        return is_whole and all(_fits(value[name], hints[name]) for name in hints)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(one, options[1]) for one in value.values())
+    if options:
+        return any(_fits(value, option) for option in options)
+    return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 
 def _shown(value: Any) -> str:
     """Shorten an untrusted value to few, printable characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is_time(value: Any) -> bool:
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (TypeError, ValueError):
-        return False
-
-
-def _is_metric(value: Any) -> bool:
-    # Not math.isfinite, which fails on integers that are no float.
-    limit = sys.float_info.max
-    return value is None or (type(value) in (int, float) and -limit <= value <= limit)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 10**18
-
-
-def _is_text(value: Any, pattern: str = r"(?s:.*)") -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _is_table(value: Any, of: Callable[[Any], bool] = lambda _: True) -> bool:
-    return isinstance(value, dict) and all(map(of, value.values()))
-
-
-_is_sha256 = partial(_is_text, pattern="[0-9a-f]{64}")
-
-
-def _is_record(value: Any) -> bool:
-    is_whole = _is_table(value) and value.keys() == {"size", "sha256"}
-    return is_whole and _is_count(value["size"]) and _is_sha256(value["sha256"])
-
-
-def _is_fingerprint(value: Any) -> bool:
-    return _is_table(value, _is_sha256) and all(re.fullmatch(_PART, name) for name in value)
-
-
-_SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "format": (_is_text, "text"),
-    "step": (_is_count, "a step's number"),
-    "created": (_is_time, "a time in ISO format with its zone"),
-    "world_size": (_is_count, "a number of ranks"),
-    "metrics": (partial(_is_table, of=_is_metric), "finite numbers or null by name"),
-    "versions": (partial(_is_table, of=_is_text), "texts by name"),
-    "config": (_is_table, "an object"),
-    "config_hash": (_is_sha256, "64 hex digits"),
-    "models": (partial(_is_table, of=_is_fingerprint), "64 hex digits by file by key"),
-    "files": (_is_table, "size and sha256 by path"),
-    "sha256": (_is_sha256, "64 hex digits"),
-}
