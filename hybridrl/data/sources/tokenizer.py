@@ -50,8 +50,11 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     folder = plain_folder(model_path)
     config: dict[str, Any] = {}
     try:
-        config = _tokenizer_config(folder)
-        _check_files(folder)
+        if (file := folder / "tokenizer_config.json").is_file():
+            config = parse_json(file.read_bytes())
+        # transformers makes an empty tokenizer of a folder without files.
+        if not any((folder / name).is_file() for name in VOCABULARIES):
+            raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
         # Absent in folders whose class follows from config.json's model type.
         named = config.get("tokenizer_class")
         if named in _PLAIN_CLASSES and (folder / "tokenizer.json").is_file():
@@ -74,34 +77,6 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
             f"({reason[0] if reason else type(error).__name__}).\n"
             "The folder needs tokenizer.json and tokenizer_config.json; copy those of the model."
         ) from error
-
-
-def _check_files(folder: Path) -> None:
-    """Check the vocabulary: transformers makes an empty tokenizer of a folder without files.
-
-    Raises:
-        OSError: no vocabulary, or tokenizer.json is damaged.
-    """
-    if not any((folder / name).is_file() for name in VOCABULARIES):
-        raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        content = parse_json(path.read_bytes())
-        if not isinstance(content, dict) or "model" not in content:
-            raise OSError("tokenizer.json does not describe a tokenizer")
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; empty without such a file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    path = folder / "tokenizer_config.json"
-    config = parse_json(path.read_bytes()) if path.is_file() else {}
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json is not a JSON object")
-    return config
 
 
 def token_ids(
