@@ -58,11 +58,7 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
-    """Publish a written checkpoint under its final name; then it survives a power cut.
-
-    Args:
-        partial: returned by `begin`, with every file that the manifest lists.
-        manifest: of these files.
+    """Publish a folder of `begin` under its final name; then it survives a power cut.
 
     Raises:
         DamagedCheckpoint: files in the folder differ from the manifest.
@@ -134,7 +130,7 @@ def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         keep_last: number of newest ones that stay; 0 keeps all.
         best: metric by which the best stays, too, larger is better; "-name" if smaller is. Of ties
             the newer wins; checkpoints without the metric do not compete.
@@ -202,11 +198,9 @@ def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None
 def quarantine(run_dir: Path, found: Found) -> list[Path]:
     """Quarantine checkpoints that the resumed run will not descend from.
 
-    These are the damaged ones in `found` (damaged_step_...) and others of its step or later
-    (superseded_step_...). They are kept, but no resume finds them and later saves reuse the steps.
-
-    `found` is the checkpoint it resumes from, of this run or another one. Returns the folders under
-    their new names.
+    These are the damaged ones in `found`, from which it resumes (damaged_step_...), and others of
+    its step or later (superseded_step_...). No resume finds them, and later saves reuse the steps.
+    Returns the folders under their new names.
     """
     folder = checkpoints_folder(run_dir)
     damaged = {error.folder.resolve() for error in found.damaged}

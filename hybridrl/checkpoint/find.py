@@ -24,13 +24,7 @@ from hybridrl.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Found:
-    """Checkpoint that was found.
-
-    Attributes:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        damaged: newer ones that were skipped, newest first.
-    """
+    """Checkpoint that was found; `damaged` are newer ones that were skipped, newest first."""
 
     folder: Path
     manifest: Manifest
@@ -81,11 +75,8 @@ def newest_good(run_dir: Path, verify: Verify = verification.verify) -> Found | 
 def named(path: Path, *, key: str = "resume", verify: Verify = verification.verify) -> Found:
     """Find the checkpoint at a user's path.
 
-    Args:
-        path: a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
-            intact one.
-        key: the setting that holds the path, for messages.
-        verify: verifies a checkpoint.
+    `path` is a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
+    intact one. `key` is the setting that holds it, for messages.
 
     Raises:
         ConfigError: there is no checkpoint, the named one is damaged, or a file cannot be read.

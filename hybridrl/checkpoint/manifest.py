@@ -31,10 +31,8 @@ _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
 class DamagedCheckpoint(ValueError):
     """Checkpoint that is not as it was written.
 
-    Attributes:
-        folder: of the checkpoint.
-        file: damaged file, by its path in the folder.
-        reason: value found and value expected; follows the file's name in messages.
+    `file` is the damaged one by its path in `folder`; `reason`, the value found and the value
+    expected, follows its name in messages.
     """
 
     def __init__(self, folder: Path, file: str, reason: str) -> None:
@@ -49,12 +47,7 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of a file as it was written.
-
-    Attributes:
-        size: bytes.
-        sha256: of its content, 64 lower-case hex digits.
-    """
+    """Size in bytes and checksum of a file's content as it was written."""
 
     size: int
     sha256: str

@@ -65,11 +65,8 @@ def verify(
     An unlisted file in state/ is damage, because loading reads all files there. Links and devices
     are damage anywhere.
 
-    Args:
-        folder: of the checkpoint.
-        checksums: read every file; else only names and sizes are compared.
-        watch: progress callback, called from this thread.
-        confirm: verifies files on other nodes.
+    Without `checksums` only names and sizes are compared. `watch` is called from this thread;
+    `confirm` verifies files on other nodes.
 
     Raises:
         DamagedCheckpoint: the first damaged file.

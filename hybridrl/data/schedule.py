@@ -98,11 +98,7 @@ class ScheduledBatch(Shardable):
         return cls(batch, ranks, [rows for rows, _ in parts], pieces)
 
     def adding(self, **new: Ragged) -> "ScheduledBatch":
-        """Return the same schedule with fields filled in; only these are sent to the ranks.
-
-        Raises:
-            ValueError: a field's rows are not as long as the responses.
-        """
+        """Return the same schedule with fields filled in; only these are sent to the ranks."""
 
         def added(rows: list[int]) -> dict[str, Ragged]:
             return {name: value.select(rows) for name, value in new.items()}
@@ -214,10 +210,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
 def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
     """Draw mini-batches from `batch` and partition them over ranks and micro-batches.
 
-    Args:
-        batch: [B] responses; B must be a multiple of sizes.mini_batch_size.
-        sizes: of the update.
-        seed, step: with the epoch they determine the order.
+    Seed, step and epoch determine the order.
 
     Raises:
         ValueError: the sizes do not divide.

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 # Files that transformers and vLLM read beside the weights; others only document the model.
@@ -67,13 +68,12 @@ def _sha256(path: Path, *, is_sampled: bool) -> str:
 
 
 def _sha256_of_config(text: bytes) -> str:
-    try:
+    with suppress(ValueError):  # reported where the config is read
         config = json.loads(text)
-    except ValueError:  # reported where the config is read
-        return hashlib.sha256(text).hexdigest()
-    if isinstance(config, dict):
-        config.pop(_VERSION, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        if isinstance(config, dict):
+            config.pop(_VERSION, None)
+        text = json.dumps(config, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 def _block_starts(size: int) -> Iterable[int]:

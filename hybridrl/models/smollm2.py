@@ -10,8 +10,6 @@ import importlib.util
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config.errors import ConfigError
@@ -35,7 +33,8 @@ def converted_folder() -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # also ends with the process
         # Another process may have made it while this one waited.
         if not folder.is_dir():
             _make(gguf, folder)
@@ -54,14 +53,6 @@ def _gguf_file() -> Path:
             f"a local folder or a name in the hub's cache (model.path=), or model=embedded."
         )
     return Path(package.origin).with_name(_GGUF_FILE)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file`, which also ends with the process."""
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _make(gguf: Path, folder: Path) -> None:

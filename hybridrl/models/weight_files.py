@@ -120,10 +120,7 @@ def _differences(
 
 
 def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the matrices of a model and their shapes, without an untied head.
-
-    A reward model has another head.
-    """
+    """Yield the matrices of a model and their shapes; no head, which reward models replace."""
     yield EMBEDDING, (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         for name, sides in shape.linear_layers.items():

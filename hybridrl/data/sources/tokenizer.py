@@ -13,7 +13,6 @@ Without a chat template such a message follows a blank line and ends with a newl
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -148,7 +147,7 @@ class TurnTokens:
     Args:
         tokenizer: of the model.
         end_token_ids: tokens that end a response of the model.
-        stop: stop strings, which also end a turn.
+        stop: strings that also end a turn.
         role: of an answer in the chat template.
 
     Raises:
