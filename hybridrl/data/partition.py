@@ -7,6 +7,7 @@ costs must be balanced.
 """
 
 import heapq
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +43,9 @@ def partition_by_micro_batch(
     Micro-batches are sorted by cost, most expensive first, and assigned to ranks in alternating
     direction.
     """
-    count = _fewest(mini, tokens, num_ranks, max_tokens)
-    micros = None
-    while micros is None:
-        micros = pack_evenly(mini, cost, tokens, num_ranks * count, max_tokens)
-        count += 1
+    counts = itertools.count(_fewest(mini, tokens, num_ranks, max_tokens))
+    packed = (pack_evenly(mini, cost, tokens, num_ranks * n, max_tokens) for n in counts)
+    micros = next(micros for micros in packed if micros is not None)
     micros.sort(key=lambda micro: -_sum(cost, micro))
     ranks: list[Micros] = [[] for _ in range(num_ranks)]
     for k, micro in enumerate(micros):

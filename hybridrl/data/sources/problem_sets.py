@@ -299,13 +299,12 @@ def without(
 
 def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> list[SourceProblem]:
     """Return the first problem of each question not in `seen`; add these questions to `seen`."""
-    kept = []
+    first: dict[Question, SourceProblem] = {}
     for problem in problems:
-        question = question_of(problem)
-        if question not in seen:
-            seen.add(question)
-            kept.append(problem)
-    return kept
+        first.setdefault(question_of(problem), problem)
+    new = first.keys() - seen
+    seen |= new
+    return [problem for question, problem in first.items() if question in new]
 
 
 def choose_examples(

@@ -121,11 +121,6 @@ class PromptSource:
 
 def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptSource:
     """Return the training prompts in sampling order; the prompts of a step are distinct."""
-    steps = config.curriculum_steps if config.curriculum is not None else 0
-    return PromptSource(
-        prompts.train,
-        config.prompts_per_step,
-        seed,
-        weights_of(config),
-        steps * config.prompts_per_step,
-    )
+    distinct = config.prompts_per_step
+    curriculum = config.curriculum_steps * distinct if config.curriculum is not None else 0
+    return PromptSource(prompts.train, distinct, seed, weights_of(config), curriculum)
