@@ -6,7 +6,16 @@ Estimators that compare the responses to one prompt are in group_advantages.py a
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   rewards, values and returns share the reward's unit
-Errors:  NaN and infinity on the mask raise; values off the mask are never read
+Errors:  a ValueError if shapes do not fit, the mask is not bool, a setting is out of range, or a
+         number on the mask is NaN or infinite; values off the mask are never read
+
+    rewards           [B, T] per-token reward, KL penalty already applied
+    response_mask     [B, T] bool, true on tokens the policy sampled
+    values            [B, T] critic's estimate of the return from token t onward
+    baseline_rewards  [B] outcome of the greedy response to the same prompt, without KL penalty
+    group_id          [B] int, responses of one prompt share it
+    gamma             discount per response token, in (0, 1]
+    lam               bias-variance trade-off, in [0, 1]; 1 is Monte Carlo, 0 is one-step TD
 """
 
 from collections.abc import Callable
@@ -21,7 +30,6 @@ from torch import Tensor
 from hybridrl.algorithms.masked import (
     at_least_float32,
     check_finite,
-    check_mask,
     check_same_shape,
     masked_whiten,
 )
@@ -87,30 +95,14 @@ def gae(
     A response is a complete episode, so V and A after its last token are 0. A row without response
     tokens is 0.
 
-    Args:
-        rewards: [B, T] per-token reward, KL penalty already applied.
-        values: [B, T] critic's estimate of the return from token t onward.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        gamma: discount per response token, in (0, 1].
-        lam: bias-variance trade-off, in [0, 1]; 1 is Monte Carlo, 0 is one-step TD.
-
     Returns:
         Advantages in the reward's unit, and returns = advantages + values on the mask.
 
-    Raises:
-        ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward or
-            value on the mask is not finite, or gamma or lam is out of range.
-
     Source: Schulman et al. 2016, section 3, https://arxiv.org/abs/1506.02438
     """
-    check_same_shape("gae", rewards=rewards, values=values, response_mask=response_mask)
-    check_mask("gae", response_mask)
-    if rewards.dim() != 2:
-        raise ValueError(f"gae needs tensors [B, T]; got shape {tuple(rewards.shape)}")
+    check_rewards("gae", rewards, response_mask, values=values)
     if not (0 < gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gae needs 0 < gamma <= 1 and 0 <= lam <= 1; got {gamma=}, {lam=}")
-    check_finite("gae", response_mask, rewards=rewards, values=values)
-
     off_mask = ~response_mask
     rewards = at_least_float32(rewards).masked_fill(off_mask, 0.0)
     values = at_least_float32(values).masked_fill(off_mask, 0.0)
@@ -149,23 +141,12 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
     G_t = r_t + gamma * G_{t+1},   A_t = (G_t - mean) / std
 
     Here t+1 is the next response token: tokens off the mask are skipped. mean and std (over N, with
-    1e-8 added to the variance) are those of G over the batch (`whitened`). With the k1 penalty in
-    the reward and gamma = 1, G_t is the outcome minus the penalties from t on.
+    1e-8 added to the variance) are those of G over the batch (`whitened`); A is 0 if all G are
+    equal. With the k1 penalty in the reward and gamma = 1, G_t is the outcome minus the penalties
+    from t on.
 
     verl divides the variance by N - 1 and resets the return at tokens off the mask: tokens before
     tool output then ignore later rewards. OpenRLHF's estimator is the same for gamma = 1.
-
-    Args:
-        rewards: [B, T] per-token reward, KL penalty already applied.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        gamma: discount per response token, in (0, 1].
-
-    Returns:
-        Advantages without unit, 0 off the mask, 0 everywhere if all G are equal; no returns.
-
-    Raises:
-        ValueError: the tensors are not of one shape [B, T], the mask is not bool, a reward on the
-            mask is not finite, or gamma is out of range.
 
     Source: Hu et al. 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
@@ -187,18 +168,6 @@ def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> E
     All tokens t of a response share one advantage.
 
     verl sums the rewards from t on. The two differ with the KL penalty in the reward.
-
-    Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        baseline_rewards: [B] the greedy response's outcome, without KL penalty.
-
-    Returns:
-        Advantages in the reward's unit, 0 off the mask; no returns.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, or a reward on the mask or
-            a baseline is not finite.
 
     Source: Li et al. 2024, algorithm 1, https://arxiv.org/abs/2310.10505
     """

@@ -4,7 +4,13 @@ A rank calls these on the tokens of one micro-batch, with totals of the whole mi
 ranks. The losses of micro-batches and ranks, and their gradients, then add up to those of the
 mini-batch, however it was partitioned. FSDP must sum gradients over ranks, not average them.
 
-Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
+    values         [N] losses of tokens; N may be 0
+    response_mask  [N] bool, true on tokens that count
+    sequence_id    [N] int64, index of a token's response in the micro-batch, from 0
+    totals         tokens T and responses G of the mini-batch on all ranks that count
+    max_tokens     M, the longest response that may be sampled
+    returns        the scalar to minimise, float32 (float64 for float64 values)
+    raises         ValueError if shapes differ, the mask is not bool, or a count is not positive
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +19,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
+from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_sum
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 
-# (token losses, mask, sequence_id, totals, max_tokens) -> the scalar to minimise
 Aggregate = Callable[[Tensor, Tensor, Tensor, Totals, int], Tensor]
 
 
@@ -26,20 +31,7 @@ def token_mean(
 ) -> Tensor:
     """Average over tokens: every token has the same weight.
 
-    L = 1/T * sum_t l_t,   T = tokens of the mini-batch
-
-    Args:
-        values: [N] losses of tokens.
-        response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, index of a token's response; not read.
-        totals: of the mini-batch on all ranks.
-        max_tokens: not read.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values).
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a total is not positive.
+    L = 1/T * sum_t l_t
 
     Source: Yu et al. 2025, section 3.3, https://arxiv.org/abs/2503.14476
     """
@@ -54,21 +46,7 @@ def sequence_mean(
 
     L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}
 
-    Here |o_i| is the number of tokens of response i that count, and G the number of responses of
-    the mini-batch with such tokens.
-
-    Args:
-        values: [N] losses of tokens.
-        response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, index of a token's response in the micro-batch, from 0.
-        totals: of the mini-batch on all ranks.
-        max_tokens: not read.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values).
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a total is not positive.
+    Here |o_i| is the number of tokens of response i that count.
 
     Source: Shao et al. 2024, equation 3, https://arxiv.org/abs/2402.03300
     """
@@ -84,19 +62,6 @@ def sequence_sum(
     """Sum over tokens, divided by a constant: no division by response lengths (Dr. GRPO).
 
     L = 1/(G * M) * sum_i sum_t l_{i,t}
-
-    Args:
-        values: [N] losses of tokens.
-        response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, index of a token's response; not read.
-        totals: of the mini-batch on all ranks; G is the number of responses with tokens that count.
-        max_tokens: M, the longest response that may be sampled.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values).
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a total or max_tokens is not positive.
 
     Source: Liu et al. 2025 (Dr. GRPO), section 3.1, https://arxiv.org/abs/2503.20783
     """
@@ -129,7 +94,6 @@ def _check(
     totals: Totals,
     max_tokens: int,
 ) -> None:
-    check_same_shape(function, values=values, response_mask=response_mask, sequence_id=sequence_id)
-    check_mask(function, response_mask)
+    check_masked(function, response_mask, values=values, sequence_id=sequence_id)
     if not (totals.tokens > 0 and totals.responses > 0 and max_tokens > 0):
         raise ValueError(f"{function} needs positive counts; got {totals} and {max_tokens=}")

@@ -1,8 +1,8 @@
 """Policy losses that clip the policy ratio: PPO, dual-clip PPO, CISPO, GSPO.
 
 Each is computed token by token and returns a `TokenLoss`; aggregation.py computes the scalar.
+Tensors and errors are those of token_loss.py.
 
-Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
 Ratio:   r_t = exp(log_probs_t - old_log_probs_t), the exponent clamped to +-MAX_LOG_RATIO
 """
 
@@ -28,15 +28,8 @@ def ppo_clip(
     l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         clip_low: in (0, 1].
         clip_high: > 0.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
 
     Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347; Yu et al. 2025,
         equation 10, https://arxiv.org/abs/2503.14476
@@ -66,16 +59,9 @@ def dual_clip(
     l_t = -max(s_t, max_ratio A_t)   if A_t < 0
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         clip_low: in (0, 1].
         clip_high: > 0.
         max_ratio: c in the paper, > 1 + clip_high; 3 in the paper.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
 
     Source: Ye et al. 2020, equation 5, https://arxiv.org/abs/1912.09729
     """
@@ -110,15 +96,8 @@ def cispo(
     Only the gradient is meaningful: the value need not fall while training improves.
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         clip_low: in (0, 1]; 1 is no lower bound, as in the paper.
         clip_high: > 0.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5, https://arxiv.org/abs/2506.13585
     """
@@ -153,19 +132,11 @@ def gspo(
     one advantage and losses are aggregated by sequence_mean.
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
-        sequence_id: [N] int64, index of a token's response in the micro-batch, from 0.
         clip_low: in (0, 1]; 3e-4 in the paper.
         clip_high: > 0; 4e-4 in the paper.
 
     Returns:
         Token losses; the metrics `ratio` and `approx_kl` are computed from the token ratios.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
 
     Source: Zheng et al. 2025, equations 5, 7, 13 and 14, https://arxiv.org/abs/2507.18071
     """

@@ -6,7 +6,8 @@ tokens, from the log-probs before the step's updates. The selection then does no
 partition over ranks and micro-batches. (The paper's code selects within each micro-batch from the
 current log-probs, which are the same before the first update of a step.)
 
-Shapes:  N = tokens, concatenated responses; N may be 0
+Tensors and errors are those of token_loss.py.
+
 Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
 """
 
@@ -16,13 +17,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.clipped_losses import ppo_clip
-from hybridrl.algorithms.masked import (
-    at_least_float32,
-    check_finite,
-    check_mask,
-    check_same_shape,
-    masked_mean,
-)
+from hybridrl.algorithms.kl import check_coef
+from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked, masked_mean
 from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
 
 
@@ -31,23 +27,17 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
 
     Cov_t = (log_probs_t - mean log_probs) (A_t - mean A),   means over all tokens of the mask
 
-    Args:
-        log_probs: any shape, nats.
-        advantages: the same shape.
-        response_mask: the same shape, bool.
-
     Returns:
-        The same shape, float32 (float64 for float64 input), 0 off the mask.
+        [N] float32 (float64 for float64 input), 0 off the mask.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob or advantage
-            on the mask is not finite.
+        ValueError: as above, or the mask is true nowhere, or a log-prob or advantage on the mask is
+            not finite.
 
     Source: Cui et al. 2025, equation 10, https://arxiv.org/abs/2505.22617
     """
     tensors = {"log_probs": log_probs, "advantages": advantages}
-    check_same_shape("covariances", **tensors, response_mask=response_mask)
-    check_mask("covariances", response_mask)
+    check_masked("covariances", response_mask, **tensors)
     check_finite("covariances", response_mask, **tensors)
     product = _centred(log_probs, response_mask) * _centred(advantages, response_mask)
     return product.masked_fill(~response_mask, 0.0)
@@ -69,16 +59,13 @@ def some_in_band(
 
     Args:
         covariance: [N] as from `covariances`.
-        response_mask: [N] bool.
+        response_mask: [N] bool, the tokens to draw from.
         generator: random numbers of the draw.
         fraction: of all tokens, in (0, 1]; 2e-4 in the paper.
         cov_low, cov_high: the band; 1 and 5 in the paper.
 
     Returns:
         [N] bool.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
 
     Source: Cui et al. 2025, equation 11, https://arxiv.org/abs/2505.22617
     """
@@ -108,9 +95,6 @@ def largest(
     Returns:
         [N] bool.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or fraction is out of range.
-
     Source: Cui et al. 2025, equation 13, https://arxiv.org/abs/2505.22617
     """
     count = _count("largest", covariance, response_mask, fraction)
@@ -131,20 +115,12 @@ def clip_cov(
     """Compute Clip-Cov: PPO's clipped surrogate without gradient on the selected tokens.
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         selected: [N] bool, as from `some_in_band`.
         clip_low: in (0, 1].
         clip_high: > 0; the paper sets both to 1.
 
-    Raises:
-        ValueError: shapes differ, a mask is not bool, or a setting is out of range.
-
     Source: Cui et al. 2025, equation 12, https://arxiv.org/abs/2505.22617
     """
-    _check_selected("clip_cov", log_probs, selected)
     values, sums = ppo_clip(
         log_probs, old_log_probs, advantages, response_mask, clip_low=clip_low, clip_high=clip_high
     )
@@ -168,24 +144,15 @@ def kl_cov(
     KL_t is the k3 estimate of KL(old || current); the paper's code uses |log r_t|.
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         selected: [N] bool, as from `largest`.
         coef: beta in the paper, >= 0; 1 in the paper.
 
     Returns:
         Token losses; the metric clip_fraction counts the selected tokens.
 
-    Raises:
-        ValueError: shapes differ, a mask is not bool, or coef < 0.
-
     Source: Cui et al. 2025, equation 14, https://arxiv.org/abs/2505.22617
     """
-    if not (math.isfinite(coef) and coef >= 0):
-        raise ValueError(f"kl_cov needs a finite coef >= 0; got {coef=}")
-    _check_selected("kl_cov", log_probs, selected)
+    check_coef("kl_cov", coef)
     log_ratio = log_ratio_of("kl_cov", log_probs, old_log_probs, response_mask)
     advantages = advantages_of("kl_cov", advantages, response_mask)
     penalty = coef * (torch.expm1(log_ratio) - log_ratio)
@@ -201,14 +168,8 @@ def _centred(values: Tensor, mask: Tensor) -> Tensor:
 
 def _count(function: str, covariance: Tensor, response_mask: Tensor, fraction: float) -> int:
     """Return floor(fraction * tokens), but at least 1 if the mask is not empty."""
-    check_same_shape(function, covariance=covariance, response_mask=response_mask)
-    check_mask(function, response_mask)
+    check_masked(function, response_mask, covariance=covariance)
     if not 0 < fraction <= 1:
         raise ValueError(f"{function} needs 0 < fraction <= 1; got {fraction=}")
     tokens = int(response_mask.sum())
     return min(tokens, max(1, math.floor(fraction * tokens)))
-
-
-def _check_selected(function: str, log_probs: Tensor, selected: Tensor) -> None:
-    check_same_shape(function, log_probs=log_probs, selected=selected)
-    check_mask(function, selected)

@@ -4,19 +4,77 @@ A group is the n responses to one prompt. r_i is the outcome of response i: the 
 rewards, including the KL penalty if that acts in the reward. All tokens of response i share the
 advantage A_i. mean_g and std_g are over the outcomes of i's group.
 
-Shapes:  B = responses   T = response tokens, right-padded
-Units:   advantages have the reward's unit, unless divided by a standard deviation
-Errors:  groups of a single response raise; so do NaN and infinite rewards on the mask
+Arguments, shapes and errors are those of advantages.py; a group of a single response raises a
+ValueError, too. G = groups. Advantages have the reward's unit, unless divided by a standard
+deviation; there are no returns for a critic.
 """
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import Estimate, group_wise, whitened
-from hybridrl.algorithms.groups import grouped
 from hybridrl.algorithms.outcomes import on_every_token, outcomes
 
 # Added to a group's standard deviation before the division, in the reward's unit.
 GROUP_EPS = 1.0e-6
+
+
+class Groups(NamedTuple):
+    """Partition of responses into groups.
+
+    Attributes:
+        index: [B] int64, group of each response, 0 to G - 1.
+        sizes: [G] int64, responses of each group.
+    """
+
+    index: Tensor
+    sizes: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """[B] int64: number of responses of each response's group."""
+        return self.sizes[self.index]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return [B] the sum of `values` [B] over each response's group."""
+        total = values.new_zeros(len(self.sizes)).index_add_(0, self.index, values)
+        return total[self.index]
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return [B] the maximum of `values` [B] over each response's group."""
+        largest = values.new_zeros(len(self.sizes)).scatter_reduce(
+            0, self.index, values, "amax", include_self=False
+        )
+        return largest[self.index]
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Return [B] `values` [B] minus their group's mean; exactly 0 if a group's are equal."""
+        # Subtract a member of the group first: equal values are then 0 despite rounding.
+        relative = values - self.maximum(values)
+        return relative - self.sum(relative) / self.size
+
+
+def grouped(function: str, rewards: Tensor, group_id: Tensor, *, at_least: int = 2) -> Groups:
+    """Build the groups of a batch.
+
+    Raises:
+        ValueError: group_id is not [B], or a group has fewer than `at_least` responses; it begins
+            with the name of the calling `function`.
+    """
+    if group_id.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"{function} needs rewards [B, T] and group_id [B]; got shapes "
+            f"{tuple(rewards.shape)} and {tuple(group_id.shape)}"
+        )
+    names, index, sizes = group_id.unique(return_inverse=True, return_counts=True)
+    too_small = sizes < at_least
+    if bool(too_small.any()):
+        raise ValueError(
+            f"{function} needs at least {at_least} responses in every group; group "
+            f"{int(names[too_small][0])} has {int(sizes[too_small][0])}"
+        )
+    return Groups(index, sizes)
 
 
 @group_wise
@@ -28,18 +86,6 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     std_g divides by n - 1. A group of equal outcomes has advantages 0.
 
     verl and TRL use the same standard deviation; TRL adds 1e-4 to it.
-
-    Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
-
-    Returns:
-        Advantages without unit, 0 off the mask; no returns.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response.
 
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     """
@@ -62,18 +108,6 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimat
 
     Same as TRL's scale_rewards=False and verl's norm_adv_by_std_in_grpo=False.
 
-    Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
-
-    Returns:
-        Advantages in the reward's unit, 0 off the mask; no returns.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response.
-
     Source: Liu et al. 2025, section 3.2, https://arxiv.org/abs/2503.20783
     """
     outcome = outcomes("dr_grpo", rewards, response_mask)
@@ -91,18 +125,6 @@ def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     Same as verl and TRL, except for a single response: verl uses A_i = r_i, here it raises.
 
-    Args:
-        rewards: [B, T] per-token reward; the paper's has the KL penalty in it.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
-
-    Returns:
-        Advantages in the reward's unit, 0 off the mask; no returns.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response.
-
     Source: Ahmadian et al. 2024, the RLOO estimator, https://arxiv.org/abs/2402.14740
     """
     outcome = outcomes("rloo", rewards, response_mask)
@@ -118,23 +140,15 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     A_i = r_i - b_g,   b_g = sum_{j in g} l_j r_j / sum_{j in g} l_j
 
     l_j is the number of response tokens of j. The baseline minimises the gradient's variance if the
-    squared norm of a response's gradient is proportional to its length.
+    squared norm of a response's gradient is proportional to its length. The sum of the advantages
+    over the tokens of a group is 0.
 
     Same as verl, except for a single response: verl uses b_g = 0, here it raises. The paper trains
     exactly on-policy, with one update per rollout.
 
-    Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
-
     Returns:
-        Advantages in the reward's unit, 0 off the mask; no returns. Their sum over the tokens of a
+        Advantages in the reward's unit; no returns. Their sum over the tokens of a
         group is 0.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response.
 
     Source: Hao et al. 2025, the simplified optimal baseline, https://arxiv.org/abs/2505.23585
     """
@@ -157,23 +171,11 @@ def reinforce_plus_plus_baseline(
 
     mean and std (over N, with 1e-8 added to the variance) are over all tokens of the batch
     (`whitened`), so long responses have more weight. A group of equal outcomes has A' = 0 and
-    A = -mean / std.
+    A = -mean / std. If all A' are equal, A is 0.
 
     Same as verl, except that verl divides the variance by N - 1. OpenRLHF centres the reward alone
     and then sums the per-token KL penalties from each token on. Without a KL penalty in the reward,
     as in the paper (k2 in the loss), the two agree.
-
-    Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
-
-    Returns:
-        Advantages without unit, 0 off the mask, 0 everywhere if all A' are equal; no returns.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, or a group has a single response.
 
     Source: Hu et al. 2025, REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262
     """

@@ -12,7 +12,8 @@ Every estimator has the same signature:
     log_probs      log p of the sampled tokens, any shape, nats
     ref_log_probs  log q of the same tokens, the same shape, nats
     returns        the same shape, float32 (float64 for float64 input), nats; NaN in, NaN out
-    raises         ValueError if the shapes differ
+
+All raise a ValueError if shapes differ or an argument is out of range or not finite.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the values; Tang and Munos 2025,
     https://arxiv.org/abs/2506.09477, for the gradients
@@ -109,9 +110,6 @@ def kl_penalty_rewards(
     Returns:
         The same shape, float32 (float64 for float64 input), in the reward's unit; NaN in, NaN out.
 
-    Raises:
-        ValueError: the shapes differ, or coef is negative or not finite.
-
     Source: Ouyang et al. 2022, section 3.5, https://arxiv.org/abs/2203.02155
     """
     check_same_shape("kl_penalty_rewards", scores=scores, old_log_probs=old_log_probs)
@@ -138,11 +136,7 @@ def adapt_coef(
         num_responses: responses of the step, >= 1.
 
     Returns:
-        The next coefficient, > 0 if coef is.
-
-    Raises:
-        ValueError: an argument is out of range or not finite, or num_responses >= 5 * horizon,
-            with which the coefficient could become negative.
+        The next coefficient, > 0 if coef is: num_responses must be below 5 * horizon.
 
     Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
     """

@@ -8,13 +8,14 @@ token (aggregation.py).
 Shapes:  token fields have one shape, usually flat [N]; N may be 0
 Masks:   true on tokens the policy sampled; values off the mask, even NaN, have no effect
 Metrics: detached sums over tokens, to be summed over ranks and divided by the token count
+Errors:  a ValueError if shapes differ, the mask is not bool or a setting is out of range
 """
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import check_coef, estimate_kl
-from hybridrl.algorithms.masked import at_least_float32, check_mask, check_same_shape, masked_sum
+from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_sum
 from hybridrl.algorithms.token_loss import Sums, TokenLoss, log_ratio_of
 from hybridrl.config.choices import KLEstimator
 
@@ -36,7 +37,7 @@ def value_loss(
         values: V_t under the current weights, with graph, in the reward's unit.
         old_values: V_t before this step's updates.
         returns: R_t, the targets.
-        response_mask: bool.
+        response_mask: tokens that the policy sampled.
         value_clip: c, in the reward's unit, > 0; infinity disables clipping.
         num_tokens: response tokens of the mini-batch on all ranks (see `mean_over`).
 
@@ -45,25 +46,15 @@ def value_loss(
         unit; and sums over tokens: value_clip_fraction (tokens with gradient 0 due to clipping),
         value_error ((V_t - R_t)^2).
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, value_clip <= 0 or num_tokens <= 0.
-
     Source: Engstrom et al. 2020, section 3, https://arxiv.org/abs/2005.12729, on the reference
         implementation of https://arxiv.org/abs/1707.06347
     """
-    check_same_shape(
-        "value_loss",
-        values=values,
-        old_values=old_values,
-        returns=returns,
-        response_mask=response_mask,
-    )
-    check_mask("value_loss", response_mask)
+    tensors = {"values": values, "old_values": old_values, "returns": returns}
+    check_masked("value_loss", response_mask, **tensors)
     if not value_clip > 0:
         raise ValueError(f"value_loss needs value_clip > 0; got {value_clip=}")
     values, old_values, returns = (
-        at_least_float32(tensor).masked_fill(~response_mask, 0.0)
-        for tensor in (values, old_values, returns)
+        at_least_float32(tensor).masked_fill(~response_mask, 0.0) for tensor in tensors.values()
     )
     unclipped = (values - returns).square()
     inside = torch.clamp(values, old_values - value_clip, old_values + value_clip)
@@ -80,19 +71,15 @@ def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> Tok
 
     Args:
         entropy: [N] H_t of the policy's distribution at each token, with graph, nats.
-        response_mask: [N] bool.
+        response_mask: [N].
         coef: weight of the bonus, >= 0.
 
     Returns:
         Token losses; and the sum `entropy`, nats, without the weight.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or coef < 0.
-
     Source: Schulman et al. 2017, equation 9, https://arxiv.org/abs/1707.06347
     """
     check_coef("entropy_bonus", coef)
-    check_same_shape("entropy_bonus", entropy=entropy, response_mask=response_mask)
     sums = {"entropy": masked_sum(entropy.detach(), response_mask)}
     return TokenLoss(-coef * at_least_float32(entropy).masked_fill(~response_mask, 0.0), sums)
 
@@ -120,26 +107,17 @@ def kl_penalty(
     Args:
         log_probs: [N] the current weights', with graph, nats.
         ref_log_probs: [N] the frozen reference's, nats.
-        response_mask: [N] bool.
+        response_mask: [N].
         coef: weight of the penalty, >= 0.
         estimator: k2 or a straight-through form for an unbiased gradient.
 
     Returns:
         Token losses; and the sum `kl_loss`, nats, without the weight.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or coef < 0.
-
     Source: http://joschu.net/blog/kl-approx.html for the estimators; Tang and Munos 2025,
         https://arxiv.org/abs/2506.09477, for their gradients
     """
-    check_same_shape(
-        "kl_penalty",
-        log_probs=log_probs,
-        ref_log_probs=ref_log_probs,
-        response_mask=response_mask,
-    )
-    check_mask("kl_penalty", response_mask)
+    check_masked("kl_penalty", response_mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     check_coef("kl_penalty", coef)
     # Masked before exp: the gradient of 0 * exp(NaN) would be NaN.
     log_probs, ref_log_probs = (
@@ -152,22 +130,9 @@ def kl_penalty(
 def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return the largest |log_probs - old_log_probs|; exactly 0 before a step's first update.
 
-    Reduce it over micro-batches and ranks by max.
-
-    Args:
-        log_probs: the current weights', nats.
-        old_log_probs: those before this step's updates, the same shape, nats.
-        response_mask: bool, the same shape.
-
-    Returns:
-        Detached scalar, nats; 0 without response tokens.
-
-    Raises:
-        ValueError: shapes differ, or the mask is not bool.
+    A detached scalar, nats; 0 without response tokens. Reduce it over micro-batches and ranks by
+    max.
     """
-    check_same_shape("log_ratio_max", log_probs=log_probs, old_log_probs=old_log_probs)
-    check_same_shape("log_ratio_max", log_probs=log_probs, response_mask=response_mask)
-    check_mask("log_ratio_max", response_mask)
     difference = at_least_float32(log_probs.detach()) - at_least_float32(old_log_probs.detach())
     largest = difference.masked_fill(~response_mask, 0.0).abs()
     return largest.max() if largest.numel() else largest.sum()
@@ -176,18 +141,8 @@ def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tenso
 def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return the largest policy ratio exp(log_probs - old_log_probs), and at least 1.
 
-    Reduce it over micro-batches and ranks by max.
-
-    Args:
-        log_probs: the current weights', nats.
-        old_log_probs: those before this step's updates, the same shape, nats.
-        response_mask: bool, the same shape.
-
-    Returns:
-        Detached scalar; the exponent is clamped as in the policy losses.
-
-    Raises:
-        ValueError: shapes differ, or the mask is not bool.
+    A detached scalar; the exponent is clamped as in the policy losses. Reduce it over micro-batches
+    and ranks by max.
     """
     log_ratio = log_ratio_of("ratio_max", log_probs.detach(), old_log_probs, response_mask).detach()
     return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max().exp()
@@ -199,15 +154,14 @@ def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor)
     Args:
         num_tokens: response tokens of the mini-batch on all ranks. A tensor is clamped to at least
             1 instead of checked, which would synchronise with the device.
-        values: of this micro-batch's tokens, any shape.
-        response_mask: bool, the same shape.
+        values: of this micro-batch's tokens.
+        response_mask: of the same tokens.
 
     Returns:
         Scalar, float32 (float64 for float64 values).
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, or num_tokens is a number <= 0 or a tensor
-            of more than one element.
+        ValueError: as above, or num_tokens is a number <= 0 or a tensor of several elements.
     """
     total = masked_sum(values, response_mask)
     if isinstance(num_tokens, Tensor):

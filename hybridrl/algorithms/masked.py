@@ -1,6 +1,9 @@
 """Sums, means and whitening over the true positions of a mask; input checks of algorithms/.
 
-Values off the mask, even NaN, have no effect and gradient 0.
+Shapes:  values and masks have one shape, any
+Masks:   bool; values off the mask, even NaN, have no effect and gradient 0
+Returns: float32, or float64 for float64 values
+Errors:  a ValueError if shapes differ or a mask is not bool
 """
 
 from collections.abc import Sequence
@@ -22,10 +25,14 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
         raise ValueError(f"{function} needs tensors of one shape; got {found}")
 
 
-def check_mask(function: str, mask: Tensor) -> None:
-    """Raise a ValueError unless `mask` is bool: an integer tensor would index instead of mask."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{function} needs a bool mask; got {mask.dtype}")
+def check_masked(function: str, response_mask: Tensor, **tensors: Tensor) -> None:
+    """Raise a ValueError unless all shapes are the mask's and the mask is bool.
+
+    An integer tensor would index instead of mask.
+    """
+    check_same_shape(function, **tensors, response_mask=response_mask)
+    if response_mask.dtype != torch.bool:
+        raise ValueError(f"{function} needs a bool mask; got {response_mask.dtype}")
 
 
 def check_finite(function: str, mask: Tensor, **tensors: Tensor) -> None:
@@ -53,20 +60,8 @@ def on_mask(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum `values` over the mask; 0 if the mask is empty.
-
-    Args:
-        values: any shape.
-        mask: the same shape, bool.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values), in the unit of `values`.
-
-    Raises:
-        ValueError: the shapes differ, or the mask is not bool.
-    """
-    check_same_shape("masked_sum", values=values, mask=mask)
-    check_mask("masked_sum", mask)
+    """Sum `values` over the mask; 0 if the mask is empty."""
+    check_masked("masked_sum", mask, values=values)
     values = at_least_float32(values)
     return (values if bool(mask.all()) else values.masked_fill(~mask, 0.0)).sum()
 
@@ -74,15 +69,8 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Average `values` over the mask, over all dims.
 
-    Args:
-        values: any shape.
-        mask: the same shape, bool.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values), in the unit of `values`.
-
     Raises:
-        ValueError: the shapes differ, or the mask is not bool or true nowhere.
+        ValueError: the mask is true nowhere.
     """
     total = masked_sum(values, mask)
     count = int(mask.count_nonzero())
@@ -99,15 +87,12 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tenso
     Equal values become 0, and so does a single value.
 
     Args:
-        values: any shape.
-        mask: the same shape, bool.
-        eps: prevents division by 0; in the squared unit of `values`.
-
-    Returns:
-        The shape of `values`, float32 (float64 for float64 values), without unit.
+        values: of any unit; the result has none.
+        mask: true somewhere.
+        eps: prevents division by 0; in the squared unit of `values`, > 0.
 
     Raises:
-        ValueError: the shapes differ, the mask is not bool or empty, or eps <= 0.
+        ValueError: the mask is true nowhere, or eps <= 0.
 
     Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
@@ -121,8 +106,7 @@ def whiten_parts(
     if not eps > 0:
         raise ValueError(f"masked_whiten needs eps > 0; got {eps=}")
     for values, mask in zip(parts, masks, strict=True):
-        check_same_shape("masked_whiten", values=values, mask=mask)
-        check_mask("masked_whiten", mask)
+        check_masked("masked_whiten", mask, values=values)
     parts = [at_least_float32(values) for values in parts]
     count = sum(int(mask.count_nonzero()) for mask in masks)
     if count == 0:

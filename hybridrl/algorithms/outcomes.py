@@ -1,4 +1,4 @@
-"""Outcomes: the sum of a response's rewards, and a response's advantage spread over its tokens.
+"""Outcomes: the sum of a response's rewards, its penalty for length, its spread over tokens.
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   outcomes share the rewards' unit
@@ -7,29 +7,22 @@ Units:   outcomes share the rewards' unit
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked import check_finite, check_mask, check_same_shape
+from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked
 
 
-def check_rewards(function: str, rewards: Tensor, response_mask: Tensor) -> None:
-    """Raise a ValueError unless rewards and mask are [B, T] and rewards on the mask are finite."""
-    check_same_shape(function, rewards=rewards, response_mask=response_mask)
-    check_mask(function, response_mask)
+def check_rewards(function: str, rewards: Tensor, response_mask: Tensor, **others: Tensor) -> None:
+    """Raise a ValueError unless all are [B, T], the mask bool, and the rest finite on the mask."""
+    check_masked(function, response_mask, rewards=rewards, **others)
     if rewards.dim() != 2:
         raise ValueError(f"{function} needs tensors [B, T]; got shape {tuple(rewards.shape)}")
-    check_finite(function, response_mask, rewards=rewards)
+    check_finite(function, response_mask, rewards=rewards, **others)
 
 
 def outcomes(function: str, rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Return [B] float64, the sum of each response's token rewards; 0 without response tokens.
 
-    Args:
-        function: name of the caller, for errors.
-        rewards: [B, T] per-token reward.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-
     Raises:
-        ValueError: the shapes are not one [B, T], the mask is not bool, or a reward on the mask is
-            NaN or infinite.
+        ValueError: as `check_rewards`; it begins with the name of the calling `function`.
     """
     check_rewards(function, rewards, response_mask)
     return rewards.masked_fill(~response_mask, 0.0).sum(1, dtype=torch.float64)
@@ -42,3 +35,39 @@ def on_every_token(values: Tensor, rewards: Tensor, response_mask: Tensor) -> Te
     """
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return values.to(dtype)[:, None].expand_as(rewards).masked_fill(~response_mask, 0.0)
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Compute DAPO's soft overlong punishment, linear over the last `buffer` tokens.
+
+    0                      if         L <= M - C
+    ((M - C) - L) / C      if M - C < L <= M
+    -1                     if     M < L
+
+    Here L = lengths, M = max_tokens, C = buffer. A response truncated at M gets -1.
+
+    Args:
+        lengths: [B] tokens of each response, integer or floating.
+        max_tokens: length from which the penalty is -1; rollout.max_response_tokens or less.
+        buffer: tokens before max_tokens over which the penalty grows, 1 to max_tokens.
+
+    Returns:
+        [B] in [-1, 0], float32 (float64 for float64 lengths), in the unit of the reward.
+
+    Raises:
+        ValueError: lengths is no vector or holds NaN or a negative length, or buffer is out of
+            range.
+
+    Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise ValueError(
+            f"overlong_penalty needs 1 <= buffer <= max_tokens; got {buffer=}, {max_tokens=}"
+        )
+    if lengths.dim() != 1 or not (lengths >= 0).all():
+        raise ValueError(
+            f"overlong_penalty needs lengths [B] of at least 0 tokens; got shape "
+            f"{tuple(lengths.shape)} with {lengths[~(lengths >= 0)].tolist()}"
+        )
+    begins = max_tokens - buffer
+    return ((begins - at_least_float32(lengths)) / buffer).clamp(-1.0, 0.0)

@@ -1,14 +1,10 @@
-"""Advantage estimator of pass@k training: the reward of k responses is that of the best one.
-
-Shapes:  B = responses   T = response tokens, right-padded   G = groups (prompts)
-"""
+"""Advantage estimator of pass@k training: the reward of k responses is that of the best one."""
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import Estimate, group_wise
-from hybridrl.algorithms.group_advantages import GROUP_EPS
-from hybridrl.algorithms.groups import Groups, grouped
+from hybridrl.algorithms.group_advantages import GROUP_EPS, Groups, grouped
 from hybridrl.algorithms.outcomes import on_every_token, outcomes
 
 
@@ -33,18 +29,14 @@ def pass_at_k(rewards: Tensor, response_mask: Tensor, group_id: Tensor, *, pass_
     verl's grpo_passk is a different method: only the best response has an advantage, its distance
     from the second best.
 
+    Arguments, shapes and errors are those of group_advantages.py.
+
     Args:
-        rewards: [B, T] per-token reward; usually an outcome on the last token.
-        response_mask: [B, T] bool, true on tokens the policy sampled.
-        group_id: [B] int, responses of one prompt share it.
+        rewards, response_mask, group_id: of the batch.
         pass_k: k, at least 1, and less than the responses of every group.
 
     Returns:
-        Advantages without unit, 0 off the mask; no returns. The A_i of a group sum to 0.
-
-    Raises:
-        ValueError: the tensors' shapes do not fit, the mask is not bool, a reward on the mask is
-            not finite, pass_k < 1, or a group has no more than pass_k responses.
+        Advantages without unit; no returns. The A_i of a group sum to 0.
 
     Source: Chen et al. 2025, sections 2.3 (sets, for any rewards) and 2.4 (analytic, for rewards
         of 0 and 1), https://arxiv.org/abs/2508.10751

@@ -7,7 +7,8 @@ PPO's ratio (current over old policy).
 
 Shapes:  B = responses   T = response tokens, right-padded
 Units:   log-probs in nats; ratios and weights without unit
-Errors:  NaN and infinite log-probs on the mask raise; values off the mask are never read
+Errors:  a ValueError if shapes differ, the mask is not bool, a setting is out of range, or a
+         log-prob on the mask is NaN or infinite; values off the mask are never read
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,7 @@ from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.masked import (
     at_least_float32,
     check_finite,
-    check_mask,
-    check_same_shape,
+    check_masked,
     on_mask,
 )
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
@@ -51,13 +51,14 @@ def importance_ratios(
     Returns:
         [B, T] float32 (float64 for float64 input), 1 off the mask.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a log-prob on the mask is not finite.
-
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token); Liu, Li et al. 2025,
         https://richardli.xyz/rl-collapse (sequence and its geometric mean)
     """
-    difference = _differences(old_log_probs, rollout_log_probs, response_mask)
+    log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
+    check_masked("rollout correction", response_mask, **log_probs)
+    check_finite("rollout correction", response_mask, **log_probs)  # NaN would pass every clamp
+    difference = at_least_float32(old_log_probs) - at_least_float32(rollout_log_probs)
+    difference = difference.masked_fill(~response_mask, 0.0)
     log_ratios = LOG_RATIOS[level](difference, response_mask)
     ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratios.masked_fill(~response_mask, 1.0)
@@ -91,17 +92,7 @@ LOG_RATIOS: Mapping[CorrectionLevel, LogRatio] = MappingProxyType(
 def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
     """Compute weights of truncated importance sampling (TIS): min(rho, high).
 
-    Args:
-        ratios: [B, T] as from `importance_ratios`.
-        response_mask: [B, T] bool.
-        low: not read.
-        high: the cap, > 0.
-
-    Returns:
-        [B, T] weights of the policy loss, 0 off the mask.
-
-    Raises:
-        ValueError: the cap is not positive.
+    Takes and returns what `masked` does, but does not read `low`.
 
     Source: Yao et al. 2025 (TIS), https://fengyao.notion.site/off-policy-rl
     """
@@ -123,9 +114,6 @@ def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Te
     Returns:
         [B, T] weights of the policy loss, 0 off the mask.
 
-    Raises:
-        ValueError: low or high is out of range.
-
     Source: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
         https://richardli.xyz/rl-collapse
     """
@@ -137,25 +125,6 @@ def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Te
 WEIGHTS: Mapping[CorrectionMethod, Weigh] = MappingProxyType(
     {CorrectionMethod.truncate: truncated, CorrectionMethod.mask: masked}
 )
-
-
-def mismatch_metrics(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
-) -> dict[str, float]:
-    """Compute metrics of the mismatch of trainer and sampler; see `mismatch_from`.
-
-    Args:
-        old_log_probs: [B, T] the trainer's, nats.
-        rollout_log_probs: [B, T] the sampler's, nats.
-        response_mask: [B, T] bool, true somewhere.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool or true nowhere, or a log-prob on the mask
-            is not finite.
-    """
-    difference = _differences(old_log_probs, rollout_log_probs, response_mask)
-    lengths = torch.full((len(difference),), difference.shape[1])
-    return mismatch_from([mismatch_sums(lengths, difference.flatten(), response_mask.flatten())])
 
 
 def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) -> Tensor:
@@ -208,7 +177,7 @@ def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
     sums = torch.stack(list(parts)).sum(0)
     tokens, responses, log_ratio, k3, chi2, chi2_of_responses, ratio, squared = sums
     if not tokens:
-        raise ValueError("mismatch_metrics needs a response token")
+        raise ValueError("mismatch metrics need a response token")
     return {
         "kl": float(-log_ratio / tokens),
         "kl_k3": float(k3 / tokens),
@@ -216,16 +185,6 @@ def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
         "chi2_sequence": float(chi2_of_responses / responses),
         "ess": float(ratio.square() / (tokens * squared)),
     }
-
-
-def _differences(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return [B, T] old - rollout, 0 off the mask; raise on NaN, which would pass every clamp."""
-    log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
-    check_same_shape("rollout correction", **log_probs, response_mask=mask)
-    check_mask("rollout correction", mask)
-    check_finite("rollout correction", mask, **log_probs)
-    difference = at_least_float32(old_log_probs) - at_least_float32(rollout_log_probs)
-    return difference.masked_fill(~mask, 0.0)
 
 
 def _check_band(function: str, low: float, high: float) -> None:

@@ -1,9 +1,10 @@
 """Policy losses with a trust region other than a clipped ratio: SAPO, divergence PPO.
 
 Each is computed token by token and returns a `TokenLoss`; aggregation.py computes the scalar.
-
-Shapes:  N = tokens of a micro-batch, concatenated responses; N may be 0
+Tensors and errors are those of token_loss.py.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,18 +33,11 @@ def sapo(
     tau.
 
     Args:
-        log_probs: [N] the current weights', with graph, nats.
-        old_log_probs: [N] those before this step's updates, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         tau_positive: > 0; 1 in the paper.
         tau_negative: > 0; 1.05 in the paper.
 
     Returns:
         Token losses; the metric clip_fraction counts tokens whose gradient is less than half.
-
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a tau is not positive.
 
     Source: Gao et al. 2025, equations 5 and 6, https://arxiv.org/abs/2511.20347
     """
@@ -76,31 +70,15 @@ def dppo_tv(
     increases D_t if r_t > 1 and A_t > 0, or r_t < 1 and A_t < 0.
 
     Args:
-        log_probs: [N] log p, with graph, nats.
-        rollout_log_probs: [N] log q as the sampler reported it, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         max_divergence: delta, in (0, 1).
         max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
-
     Source: Qi et al. 2026, equations 11 to 13, https://arxiv.org/abs/2602.04879
     """
-    if not 0 < max_divergence < 1:
-        raise ValueError(f"dppo_tv needs 0 < max_divergence < 1; got {max_divergence=}")
-    log_ratio = log_ratio_of("dppo_tv", log_probs, rollout_log_probs, response_mask)
-    p, q = _probabilities(log_probs, rollout_log_probs, response_mask)
-    divergence = (p - q).abs()
-    return _masked_policy_gradient(
-        "dppo_tv",
-        log_ratio,
-        advantages,
-        response_mask,
-        too_far=divergence > max_divergence,
-        max_ratio=max_ratio,
-    )
+    if not max_divergence < 1:
+        raise ValueError(f"dppo_tv needs max_divergence < 1; got {max_divergence=}")
+    tensors = (log_probs, rollout_log_probs, advantages, response_mask)
+    return _dppo("dppo_tv", lambda p, q, _: (p - q).abs(), *tensors, max_divergence, max_ratio)
 
 
 def dppo_kl(
@@ -117,60 +95,47 @@ def dppo_kl(
     The loss is that of `dppo_tv` with D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
 
     Args:
-        log_probs: [N] log p, with graph, nats.
-        rollout_log_probs: [N] log q as the sampler reported it, nats.
-        advantages: [N] A_t.
-        response_mask: [N] bool, true on tokens that count.
         max_divergence: delta, > 0, nats.
         max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, or a setting is out of range.
-
     Source: Qi et al. 2026, equations 11, 12 and 14, https://arxiv.org/abs/2602.04879
     """
-    if not max_divergence > 0:
-        raise ValueError(f"dppo_kl needs max_divergence > 0; got {max_divergence=}")
-    log_ratio = log_ratio_of("dppo_kl", log_probs, rollout_log_probs, response_mask)
-    p, q = _probabilities(log_probs, rollout_log_probs, response_mask)
+    tensors = (log_probs, rollout_log_probs, advantages, response_mask)
+    return _dppo("dppo_kl", _binary_kl, *tensors, max_divergence, max_ratio)
+
+
+def _binary_kl(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
     rest = ((1 - q).clamp(min=MIN_REST) / (1 - p).clamp(min=MIN_REST)).log()
-    divergence = -q * log_ratio.detach() + (1 - q) * rest
-    return _masked_policy_gradient(
-        "dppo_kl",
-        log_ratio,
-        advantages,
-        response_mask,
-        too_far=divergence > max_divergence,
-        max_ratio=max_ratio,
-    )
+    return -q * log_ratio + (1 - q) * rest
 
 
-def _probabilities(log_p: Tensor, log_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [N] p and [N] q without graph; 1 off the mask."""
-    p, q = (log.detach().masked_fill(~mask, 0.0).exp() for log in (log_p, log_q))
-    return p, q
-
-
-def _masked_policy_gradient(
+def _dppo(
     function: str,
-    log_ratio: Tensor,
+    divergence: Callable[[Tensor, Tensor, Tensor], Tensor],
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    *,
-    too_far: Tensor,
+    max_divergence: float,
     max_ratio: float,
 ) -> TokenLoss:
     """Compute l_t = -M_t min(r_t, max_ratio) A_t with gradient -M_t min(...) A_t grad log p_t.
 
-    The bound max_ratio also applies to the weight in the gradient. `too_far` is [N] bool, true
-    where the divergence is above its limit.
+    The bound max_ratio also applies to the weight in the gradient. `divergence` computes D_t from
+    [N] p, q and log r, without graph.
     """
-    if not max_ratio >= 1:
-        raise ValueError(f"{function} needs max_ratio >= 1; got {max_ratio=}")
+    if not (max_divergence > 0 and max_ratio >= 1):
+        raise ValueError(
+            f"{function} needs max_divergence > 0 and max_ratio >= 1; got {max_divergence=}, "
+            f"{max_ratio=}"
+        )
+    log_ratio = log_ratio_of(function, log_probs, rollout_log_probs, response_mask)
     advantages = advantages_of(function, advantages, response_mask)
+    off_mask = ~response_mask
+    p, q = (x.detach().masked_fill(off_mask, 0.0).exp() for x in (log_probs, rollout_log_probs))
     ratio = log_ratio.detach().exp()
     away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
-    blocked = too_far & away
+    blocked = (divergence(p, q, log_ratio.detach()) > max_divergence) & away
     weight = ratio.clamp(max=max_ratio).masked_fill(blocked, 0.0)
     # Value 1, gradient of log p.
     anchored = (log_ratio - log_ratio.detach()).exp()

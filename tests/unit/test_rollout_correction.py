@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.rollout_correction import (
@@ -11,7 +12,8 @@ from hybridrl.algorithms.rollout_correction import (
     WEIGHTS,
     importance_ratios,
     masked,
-    mismatch_metrics,
+    mismatch_from,
+    mismatch_sums,
     truncated,
 )
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
@@ -69,6 +71,12 @@ def test_weighted_samples_have_the_trainers_expectation():
     found = importance_ratios(pi.log()[:, None], mu.log()[:, None], mask, CorrectionLevel.token)
     weights = truncated(found, mask, 0.0, 10.0)[:, 0]
     assert float((mu * weights * values).sum()) == pytest.approx(float((pi * values).sum()))
+
+
+def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
+    """Those of padded rows, [B, T]."""
+    lengths, difference = torch.full((len(old),), old.shape[1]), old - rollout
+    return mismatch_from([mismatch_sums(lengths, difference.flatten(), mask.flatten())])
 
 
 def test_mismatch_metrics_against_their_definitions():
@@ -157,5 +165,3 @@ def test_log_probs_that_are_not_finite_are_refused_by_name_and_place(name, value
     for level in CorrectionLevel:
         with pytest.raises(ValueError, match=message):
             importance_ratios(**tensors, response_mask=MASK, level=level)
-    with pytest.raises(ValueError, match=message):
-        mismatch_metrics(**tensors, response_mask=MASK)
