@@ -5,10 +5,14 @@ factor = [-] (number | ( sum ))
 """
 
 import re
+from decimal import Context, Decimal, Inexact, localcontext
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 _TOKEN = re.compile(r" *([0-9]+(?:\.[0-9]+)?|[-+*/()])")
 _CHARACTERS = "0123456789.+-*/() "
+_OPERATORS = ({"+": add, "-": sub}, {"*": mul, "/": truediv})
+_MAX_DIGITS = 4300  # as of Python's integers in texts
 # Maximum nesting of brackets and signs, far below Python's recursion limit.
 MAX_DEPTH = 50
 
@@ -39,63 +43,44 @@ def evaluate(expression: str) -> Fraction:
             raise ValueError(f"no number or sign: {expression[place:]!r}")
         tokens.append(match[1])
         place = match.end()
-    reader = _Reader(tokens)
-    value = reader.sum(0)
-    if reader.rest:
-        raise ValueError(f"unexpected {reader.rest[-1]!r}")
+    rest = tokens[::-1]
+    value = _value(rest, 0, 0)
+    if rest:
+        raise ValueError(f"unexpected {rest[-1]!r}")
     return value
+
+
+def _value(rest: list[str], level: int, depth: int) -> Fraction:
+    """Remove a sum (level 0), product (1) or factor (2) from the reversed tokens; return it."""
+    if level == len(_OPERATORS):
+        return _factor(rest, depth)
+    value = _value(rest, level + 1, depth)
+    while rest and rest[-1] in _OPERATORS[level]:
+        operator = _OPERATORS[level][rest.pop()]
+        value = operator(value, _value(rest, level + 1, depth))
+    return value
+
+
+def _factor(rest: list[str], depth: int) -> Fraction:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    token = rest.pop() if rest else ""
+    if token == "-":
+        return -_factor(rest, depth + 1)
+    if token == "(":
+        value = _value(rest, 0, depth + 1)
+        if not rest or rest.pop() != ")":
+            raise ValueError("a bracket is not closed")
+        return value
+    if not token[:1].isdigit():
+        raise ValueError(f"expected a number, found {token!r}")
+    return Fraction(token)
 
 
 def as_text(value: Fraction) -> str:
     """Format a number: 12, -0.25; as a fraction (7/3) if no decimal is exact."""
-    twos, fives, rest = 0, 0, value.denominator
-    while rest % 2 == 0:
-        twos, rest = twos + 1, rest // 2
-    while rest % 5 == 0:
-        fives, rest = fives + 1, rest // 5
-    digits = max(twos, fives)
-    if rest > 1 or digits == 0:
-        return str(value)
-    scaled = str(abs(value.numerator) * 10**digits // value.denominator).rjust(digits + 1, "0")
-    sign = "-" if value < 0 else ""
-    return f"{sign}{scaled[:-digits]}.{scaled[-digits:]}"
-
-
-class _Reader:
-    """Recursive descent parser of the grammar above; `rest` has the unread tokens, reversed."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.rest = tokens[::-1]
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self._next() in ("+", "-"):
-            sign, other = self.rest.pop(), self._product(depth)
-            value = value + other if sign == "+" else value - other
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._factor(depth)
-        while self._next() in ("*", "/"):
-            sign, other = self.rest.pop(), self._factor(depth)
-            value = value * other if sign == "*" else value / other
-        return value
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        token = self.rest.pop() if self.rest else ""
-        if token == "-":
-            return -self._factor(depth + 1)
-        if token == "(":
-            value = self.sum(depth + 1)
-            if self._next() != ")":
-                raise ValueError("a bracket is not closed")
-            self.rest.pop()
-            return value
-        if not token[:1].isdigit():
-            raise ValueError(f"expected a number, found {token!r}")
-        return Fraction(token)
-
-    def _next(self) -> str:
-        return self.rest[-1] if self.rest else ""
+    with localcontext(Context(prec=_MAX_DIGITS, traps=[Inexact])):
+        try:
+            return f"{Decimal(value.numerator) / value.denominator:f}"
+        except Inexact:
+            return str(value)

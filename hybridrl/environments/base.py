@@ -4,12 +4,11 @@ import base64
 import inspect
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards.base import finite_number, locate_anywhere
-from hybridrl.rewards.wire import visible
+from hybridrl.rewards.messages import FailureKind, visible
 
 KEY = "environment.function"
 
@@ -54,66 +53,59 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ResetRequest:
-    """Request to begin a conversation about an example."""
-
-    example: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     """Request to answer a turn: the pickled environment and the model's text."""
 
     state: str
     text: str
 
 
-class StepResponse(NamedTuple):
-    """Answer of an environment, and its new state.
+class EnvironmentReply(NamedTuple):
+    """Reply of an environment, or its failure.
 
     Attributes:
-        state: pickle in base64, read only by its own processes; empty at the end.
-        result: answer.
+        state: pickled environment in base64, read only by its own processes; empty at the end.
+        result: answer; after a failure, an empty one that ends the conversation.
+        failure: kind of failure, or None.
+        reason: reason of the failure in one line, or empty.
     """
 
     state: str
     result: StepResult
+    failure: FailureKind | None = None
+    reason: str = ""
 
 
 def environment_task(
     function: str, args: dict[str, Any]
-) -> Callable[[ResetRequest | StepRequest], StepResponse]:
-    """Return the function that a process runs on each request.
+) -> Callable[[dict[str, Any] | StepRequest], EnvironmentReply]:
+    """Return the function that a process runs on each example, to begin, and on each turn.
 
     Raises:
         ConfigError: no such class or function.
     """
     make = resolve_environment(function)
 
-    def answer(item: ResetRequest | StepRequest) -> StepResponse:
-        if isinstance(item, ResetRequest):
-            environment: Environment = make(item.example, **args)
-            result = StepResult(environment.reset(), 0.0, False)
-        else:
-            environment = pickle.loads(base64.b64decode(item.state))
+    def answer(item: dict[str, Any] | StepRequest) -> EnvironmentReply:
+        if isinstance(item, StepRequest):
+            environment: Environment = pickle.loads(base64.b64decode(item.state))
             result = environment.step(item.text)
+        else:
+            environment = make(item, **args)
+            result = StepResult(environment.reset(), 0.0, False)
         result = checked(result, function)
         state = b"" if result.done else pickle.dumps(environment)
-        return StepResponse(base64.b64encode(state).decode(), result)
+        return EnvironmentReply(base64.b64encode(state).decode(), result)
 
     return answer
 
 
-def parse_response(value: Any, function: str) -> StepResponse:
-    """Parse a StepResponse from JSON.
-
-    Raises:
-        TypeError, ValueError: the value is not a StepResponse.
-    """
+def read_reply(value: Any, function: str) -> EnvironmentReply:
+    """Parse an EnvironmentReply from JSON; raise a TypeError or ValueError if it is none."""
     match value:
-        case [str() as state, [str() as text, reward, done]]:
-            return StepResponse(state, checked(StepResult(visible(text), reward, done), function))
+        case [str() as state, [str() as text, reward, done], None, ""]:
+            result = checked(StepResult(visible(text), reward, done), function)
+            return EnvironmentReply(state, result)
     raise ValueError("not an answer of an environment")
 
 

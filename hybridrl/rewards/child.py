@@ -13,8 +13,7 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
-from hybridrl.rewards.messages import Chunk, FailureKind, ItemResult, Ready, Setup
-from hybridrl.rewards.wire import ChildEnd
+from hybridrl.rewards.messages import ChildEnd, Failure, FailureKind, Indexed, Ready
 
 _MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
 
@@ -33,7 +32,6 @@ def main(fd: int, parent: int) -> None:
     supervise(parent, fd)
     link = ChildEnd(fd)
     setup = link.receive()
-    assert isinstance(setup, Setup)
     try:
         task = locate("task", setup.task)(setup.function, setup.args)
     except ConfigError as error:
@@ -45,21 +43,23 @@ def main(fd: int, parent: int) -> None:
             chunk = link.receive()
         except EOFError:
             return
-        assert isinstance(chunk, Chunk)
-        for index, item in chunk.items:
+        for index, item in chunk:
             link.send(_result(index, task, item, setup.timeout_s))
 
 
-def _result(index: int, task: Callable[[Any], Any], item: Any, timeout_s: float) -> ItemResult:
+def _result(
+    index: int, task: Callable[[Any], Any], item: Any, timeout_s: float
+) -> Indexed | Failure:
     """Return the item's value or failure. A task may raise anything, including SystemExit."""
     try:
-        return ItemResult(index, _limited(task, item, timeout_s))
+        return index, _limited(task, item, timeout_s)
     except ItemTimeout:
         reason = f"took longer than {timeout_s:g} s"
-        return ItemResult(index, None, FailureKind.timeout, reason, traceback.format_exc())
+        return Failure(index, FailureKind.timeout, reason, traceback.format_exc())
     except BaseException as error:
-        text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-        return ItemResult(index, None, FailureKind.error, _one_line(error), text)
+        reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        trace = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
+        return Failure(index, FailureKind.error, reason[:_MAX_REASON_CHARS], trace)
 
 
 def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
@@ -75,8 +75,3 @@ def _limited(task: Callable[[Any], Any], item: Any, timeout_s: float) -> Any:
 
 def _raise_timeout(signum: int, frame: FrameType | None) -> None:
     raise ItemTimeout
-
-
-def _one_line(error: BaseException) -> str:
-    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
-    return lines[0][:_MAX_REASON_CHARS]

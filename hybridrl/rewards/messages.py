@@ -1,8 +1,33 @@
-"""Messages between a pool and its processes."""
+"""Messages between a pool and its processes, over a socket that user code can write to as well.
 
-from dataclasses import dataclass
+The pool sends pickles. The process sends lines of JSON, which is never executed; anything else that
+it sends is detected as an error:
+
+    [problem]                           once: it is ready (null), or cannot import the function
+    [index, value]                      for each item, in order
+    [index, kind, reason, traceback]    instead, if the item failed
+"""
+
+import fcntl
+import io
+import json
+import os
+import pickle
+import resource
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Any
+
+# An item and its index in the batch; from the process, its value or Failure.
+Indexed = tuple[int, Any]
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+# User code that closes or writes descriptors by number uses low numbers.
+_HIGH_DESCRIPTOR = 2**15
+
+
+class ProtocolError(ValueError):
+    """Invalid message."""
 
 
 class FailureKind(StrEnum):
@@ -17,7 +42,7 @@ class Setup:
     """To the process, once: the function to compute.
 
     Attributes:
-        task: dotted path of a factory, (function, args) -> (item -> value).
+        task: dotted path of a factory, (function, args) -> (item -> value, in types of JSON).
         function: dotted path of the user's function or class.
         args: its keyword arguments.
         timeout_s: seconds per item.
@@ -37,26 +62,71 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """To the process: items with their indices in the batch."""
-
-    items: list[tuple[int, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ItemResult:
-    """From the process, one for each item of a chunk, in order: a value or a failure.
+class Failure:
+    """Item that failed.
 
     Attributes:
         index: of the item in the batch.
-        value: in types of JSON; None for a failure.
-        kind: of the failure; None for a value.
-        reason: of the failure, one line.
-        traceback: of the failure.
+        kind: error (exception, not a finite number, process died) or timeout.
+        reason: one line.
+        traceback: of the exception; empty if the process was killed or died.
     """
 
     index: int
-    value: Any
-    kind: FailureKind | None = None
-    reason: str = ""
+    kind: FailureKind
+    reason: str
     traceback: str = ""
+
+
+class ChildEnd:
+    """Process's end of the connection, moved to a high descriptor out of the way of user code.
+
+    Args:
+        fd: inherited; closed here.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._process = os.getpid()
+        lowest = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
+        os.close(fd)
+        self._file = io.FileIO(moved, "r+")
+        self._buffered = io.BufferedReader(self._file)
+
+    def receive(self) -> Any:
+        """Return the next message; raise EOFError if the parent has closed its end."""
+        return pickle.load(self._buffered)
+
+    def send(self, message: Ready | Indexed | Failure) -> None:
+        """Send a message; end the process if it is a fork made by user code."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        fields = message if isinstance(message, tuple) else astuple(message)
+        rest = memoryview(json.dumps(fields).encode() + b"\n")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def visible(text: str) -> str:
+    r"""Escape lone surrogates (\ud800), which files and tokenizers cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def parsed(line: bytes | bytearray) -> Ready | Indexed:
+    """Parse a line from a process.
+
+    Raises:
+        ProtocolError: it is no message.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(str(error)) from error
+    match found:
+        case [None | str() as problem]:
+            return Ready(problem and visible(problem))
+        case [int() as index, value]:
+            return index, value
+        case [int() as index, "error" | "timeout" as kind, str() as reason, str() as trace]:
+            return index, Failure(index, FailureKind(kind), visible(reason), visible(trace))
+    raise ProtocolError("JSON, but no message")

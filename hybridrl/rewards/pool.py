@@ -12,13 +12,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
+from hybridrl.rewards.messages import Failure, FailureKind, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,
     RewardProcess,
@@ -58,7 +57,9 @@ class TaskPool:
     ) -> None:
         if not setup.timeout_s > 0:
             raise ConfigError(f"reward.timeout_s = {setup.timeout_s}, expected seconds > 0.")
-        count = num_processes if num_processes is not None else _default_processes()
+        count = num_processes
+        if count is None:
+            count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
         if count < 1:
             raise ConfigError(f"reward.num_processes = {count}, expected at least 1, or null.")
         self._setup = setup
@@ -73,10 +74,10 @@ class TaskPool:
                 what,
                 ", ".join(withheld),
             )
-        self._processes = [RewardProcess(self._setup, what) for _ in range(count)]
+        self._processes = [RewardProcess(setup, what) for _ in range(count)]
 
-    def run(self, items: Sequence[Any]) -> list[ItemResult]:
-        """Return the result of each item, in order; failures are results, never raised.
+    def run(self, items: Sequence[Any]) -> list[Any]:
+        """Return the value or `Failure` of each item, in order.
 
         Raises:
             RewardProcessError: processes do not start up.
@@ -92,9 +93,9 @@ class TaskPool:
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
-        answers = [batch.answers[index] for index in range(len(items))]
-        self._log(answers)
-        return answers
+        results = [batch.results[index] for index in range(len(items))]
+        self._log(results)
+        return results
 
     def close(self) -> None:
         """End all processes and those they started. A second call does nothing."""
@@ -126,13 +127,13 @@ class TaskPool:
         awaited = [process for process in self._processes if not process.is_idle]
         soonest = min(process.deadline for process in awaited)
         timeout = max(0.0, soonest - time.monotonic())
-        wait([process.link.fileno() for process in awaited], timeout)
+        wait([process.socket for process in awaited], timeout)
         for process in awaited:
             was_ready = process.is_ready
             try:
-                for answer in process.receive():
-                    value = None if answer.kind else self._read(answer.value)
-                    batch.answers[answer.index] = replace(answer, value=value)
+                for index, found in process.receive():
+                    failed = isinstance(found, Failure)
+                    batch.results[index] = found if failed else self._read(found)
             except (EOFError, OSError):
                 self._fail_current(process, batch, FailureKind.error)
             except (TypeError, ValueError):
@@ -161,7 +162,7 @@ class TaskPool:
         if items:
             index, _ = items[0]
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
-            batch.answers[index] = ItemResult(index, None, kind, reason)
+            batch.results[index] = Failure(index, kind, reason)
             batch.put_back(items[1:])
 
     def _replace(self, process: RewardProcess) -> int:
@@ -179,8 +180,8 @@ class TaskPool:
                 f"than {START_TIMEOUT_S:g} s to start; see their output above"
             )
 
-    def _log(self, answers: Sequence[ItemResult]) -> None:
-        failures = [answer for answer in answers if answer.kind]
+    def _log(self, results: Sequence[Any]) -> None:
+        failures = [result for result in results if isinstance(result, Failure)]
         for failure in failures[: MAX_LOGGED_FAILURES - self._num_logged]:
             self._num_logged += 1
             _logger.warning(
@@ -197,14 +198,14 @@ class _Batch:
 
     def __init__(self, items: Sequence[Any], num_processes: int) -> None:
         self.waiting = deque(enumerate(items))
-        self.answers: dict[int, ItemResult] = {}
+        self.results: dict[int, Any] = {}
         self._num_items = len(items)
         share = len(items) // (4 * num_processes)
         self._chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
 
     @property
     def is_unfinished(self) -> bool:
-        return len(self.answers) < self._num_items
+        return len(self.results) < self._num_items
 
     def take(self) -> list[tuple[int, Any]]:
         """Remove and return the next chunk."""
@@ -214,7 +215,3 @@ class _Batch:
     def put_back(self, items: Sequence[tuple[int, Any]]) -> None:
         """Put items back at the front."""
         self.waiting.extendleft(reversed(items))
-
-
-def _default_processes() -> int:
-    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)

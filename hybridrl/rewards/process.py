@@ -6,6 +6,7 @@ spawned by multiprocessing, which would import the main module and torch.
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -13,16 +14,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import Chunk, ItemResult, Ready, Setup
-from hybridrl.rewards.wire import ParentEnd, ProtocolError
+from hybridrl.rewards.messages import (
+    MAX_MESSAGE_BYTES,
+    Indexed,
+    ProtocolError,
+    Ready,
+    Setup,
+    parsed,
+)
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit at which a process that did not interrupt its item is killed.
 KILL_AFTER_S = 1.0
+_READ_BYTES = 2**16
 
 _COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -44,7 +53,7 @@ class RewardProcess:
         what: its name in errors ("reward").
 
     Attributes:
-        link: readable when a result has arrived or the process has ended.
+        socket: readable when a result has arrived or the process has ended.
         deadline: time.monotonic() of the next result at the latest.
         is_ready: true once it has started.
         pending: items without a result, the current one first.
@@ -53,52 +62,85 @@ class RewardProcess:
     def __init__(self, setup: Setup, what: str) -> None:
         self._what = what
         self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
-        ours, theirs = socket.socketpair()
-        self.link = ParentEnd(ours)
-        self._process = _start(theirs, environment_for(setup.args))
-        theirs.close()
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self._line = bytearray()  # of which the end has not arrived
+        with theirs:
+            fd = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, json.dumps(sys.path), str(fd), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env=environment_for(setup.args),
+                pass_fds=[fd],
+                process_group=0,  # out of reach of the terminal's Ctrl-C
+            )
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.is_ready = False
-        self.pending: deque[tuple[int, Any]] = deque()
+        self.pending: deque[Indexed] = deque()
         with suppress(OSError):  # already ended: reported when waiting for it to be ready
-            self.link.send(setup, START_TIMEOUT_S)
+            self._send(setup, START_TIMEOUT_S)
 
     @property
     def is_idle(self) -> bool:
         """True if it waits for items."""
         return self.is_ready and not self.pending
 
-    def hand_out(self, items: list[tuple[int, Any]]) -> None:
+    def hand_out(self, items: list[Indexed]) -> None:
         """Assign items to an idle process.
 
         Raises:
             OSError: it has ended or sent unexpected data; `pending` stays empty.
         """
-        self.link.send(Chunk(items), self._answer_timeout_s)
+        self._send(items, self._answer_timeout_s)
         self.pending.extend(items)
         self.deadline = time.monotonic() + self._answer_timeout_s
 
-    def receive(self) -> Iterator[ItemResult]:
-        """Yield the results that have arrived; update `is_ready`.
+    def receive(self) -> Iterator[Indexed]:
+        """Yield the values and failures that have arrived; update `is_ready`.
 
         Raises:
             EOFError, OSError: the process has ended.
             ProtocolError: it sent an invalid message.
             RewardProcessError: it cannot import the function.
         """
-        for message in self.link.receive():
+        for message in self._messages():
             if isinstance(message, Ready):
                 if message.problem is not None:
                     raise RewardProcessError(
                         f"{self._what} processes cannot start: {message.problem}"
                     )
                 self.is_ready = True
-            elif not self.pending or self.pending[0][0] != message.index:
+            elif not self.pending or self.pending[0][0] != message[0]:
                 raise ProtocolError("a result without a pending item")
             else:
                 yield message
                 self.pending.popleft()
                 self.deadline = time.monotonic() + self._answer_timeout_s
+
+    def _send(self, message: Setup | list[Indexed], timeout_s: float) -> None:
+        if wait([self.socket], 0):
+            raise ConnectionError("the process has ended or sent unexpected data")
+        content = pickle.dumps(message)
+        self.socket.settimeout(timeout_s)
+        self.socket.sendall(content)
+        self.socket.setblocking(False)
+
+    def _messages(self) -> Iterator[Ready | Indexed]:
+        """Yield the messages that have arrived, without waiting for the end of the last one."""
+        while True:
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                raise EOFError
+            first, *others = data.split(b"\n")
+            self._line += first
+            if len(self._line) > MAX_MESSAGE_BYTES:
+                raise ProtocolError("a message without end")
+            for other in others:
+                yield parsed(self._line)
+                self._line = bytearray(other)
 
     def ask_to_end(self) -> None:
         """Send SIGTERM; `kill` waits for the end."""
@@ -107,7 +149,7 @@ class RewardProcess:
     def kill(self) -> int:
         """End the process and those it started; return its supervisor's exit code."""
         exit_code = end(self._process)
-        self.link.close()  # after the end: the process may still be writing
+        self.socket.close()  # after the end: the process may still be writing
         return exit_code
 
 
@@ -127,15 +169,3 @@ def _texts(tree: Any) -> Iterator[str]:
     elif isinstance(tree, dict | list | tuple):
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from _texts(part)
-
-
-def _start(link: socket.socket, environment: dict[str, str]) -> subprocess.Popen[Any]:
-    fd = link.fileno()
-    arguments = [json.dumps(sys.path), str(fd), str(os.getpid())]
-    return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        pass_fds=[fd],
-        process_group=0,  # out of reach of the terminal's Ctrl-C
-    )

@@ -3,31 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from hybridrl.config.user_code.classes import check_reward_function
 from hybridrl.rewards.base import RewardItem, read_score, resolve_function
-from hybridrl.rewards.messages import FailureKind, ItemResult, Setup
+from hybridrl.rewards.messages import Failure, Setup
 from hybridrl.rewards.pool import TaskPool
 
 TASK = "hybridrl.rewards.base.reward_task"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Item whose reward failed.
-
-    Attributes:
-        index: of the item in the batch.
-        kind: error (exception, not a finite number, process died) or timeout.
-        reason: one line.
-        traceback: of the exception; empty if the process was killed or died.
-    """
-
-    index: int
-    kind: FailureKind
-    reason: str
-    traceback: str
 
 
 @dataclass(frozen=True)
@@ -45,16 +28,14 @@ class ScoreResult:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
 
-class RewardScorer:
-    """Scorer that runs one reward function in a `TaskPool`.
-
-    Use it as a context manager or call `close`.
+class RewardScorer(TaskPool):
+    """Pool of processes that run one reward function.
 
     Args:
         function: dotted path of a function (prompt, response, example, **args) -> float.
         args: keyword arguments for every call.
         timeout_s: wall time limit of one item.
-        num_processes: None: one per core that this process may use, at most 8.
+        num_processes: as in `TaskPool`.
         failed_score: score of a failed item.
 
     Raises:
@@ -75,7 +56,7 @@ class RewardScorer:
         check_reward_function("reward", function, args)
         self._failed_score = failed_score
         read = partial(read_score, function=function)
-        self._pool = TaskPool(Setup(TASK, function, args, timeout_s), num_processes, "reward", read)
+        super().__init__(Setup(TASK, function, args, timeout_s), num_processes, "reward", read)
 
     def score(self, items: Sequence[RewardItem]) -> ScoreResult:
         """Compute the reward of each (prompt, response, example); failures are never raised.
@@ -83,33 +64,13 @@ class RewardScorer:
         Raises:
             RewardProcessError: processes do not start up.
         """
-        answers = self._pool.run(items)
-        scores = [self._failed_score if a.kind else a.value.total for a in answers]
-        return ScoreResult(scores, failures_of(answers), _parts(answers))
-
-    def close(self) -> None:
-        """End all processes and those they started. A second call does nothing."""
-        self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def failures_of(answers: Sequence[ItemResult]) -> list[Failure]:
-    """Return the failed items."""
-    return [
-        Failure(answer.index, answer.kind, answer.reason, answer.traceback)
-        for answer in answers
-        if answer.kind
-    ]
-
-
-def _parts(answers: Sequence[ItemResult]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in ({} if answer.kind else answer.value.parts).items():
-            found.setdefault(name, []).append(value)
-    return found
+        result = ScoreResult([], [])
+        for found in self.run(items):
+            if isinstance(found, Failure):
+                result.scores.append(self._failed_score)
+                result.failures.append(found)
+                continue
+            result.scores.append(found.total)
+            for name, value in found.parts.items():
+                result.parts.setdefault(name, []).append(value)
+        return result

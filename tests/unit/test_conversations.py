@@ -18,8 +18,12 @@ from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.data.sources.tokenizer import TurnTokens
-from hybridrl.environments.base import ResetRequest, StepRequest, StepResult, environment_task
-from hybridrl.environments.pool import EnvironmentReply
+from hybridrl.environments.base import (
+    EnvironmentReply,
+    StepRequest,
+    StepResult,
+    environment_task,
+)
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
@@ -53,18 +57,17 @@ class Here:
         self.heard: list[str] = []
 
     def open(self, examples: Sequence[dict[str, Any]]) -> list[EnvironmentReply]:
-        return [self._reply(ResetRequest(example)) for example in examples]
+        return [self._reply(example) for example in examples]
 
     def step(self, turns: Sequence[StepRequest]) -> list[EnvironmentReply]:
         self.heard += [turn.text for turn in turns]
         return [self._reply(turn) for turn in turns]
 
-    def _reply(self, item: ResetRequest | StepRequest) -> EnvironmentReply:
+    def _reply(self, item: dict[str, Any] | StepRequest) -> EnvironmentReply:
         try:
-            moved = self.move(item)
+            return self.move(item)
         except ValueError as error:
             return EnvironmentReply("", StepResult("", 0.0, True), FailureKind.error, str(error))
-        return EnvironmentReply(moved.state, moved.result)
 
 
 class Engines:

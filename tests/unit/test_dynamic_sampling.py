@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.rewards.scorer import Failure, FailureKind
+from hybridrl.rewards.messages import Failure, FailureKind
 from hybridrl.trainer.baseline import GreedyBaseline
 from hybridrl.trainer.rewarding import FunctionRewards, Rewarded, overlong_shaping
 from hybridrl.trainer.sampling import DynamicSampling, PlainSampling, sampling_for

@@ -30,7 +30,8 @@ MAY_PICKLE = {
     "controller/watch/flight_recorder.py",
     "doctor/joined.py",
     "environments/base.py",
-    "rewards/wire.py",
+    "rewards/messages.py",
+    "rewards/process.py",
 }
 MAY_EXECUTE = {"rewards/sandbox/jail.py"}
 

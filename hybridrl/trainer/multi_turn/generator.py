@@ -20,8 +20,8 @@ from torch import Tensor
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
-from hybridrl.environments.base import StepRequest
-from hybridrl.environments.pool import EnvironmentPool, EnvironmentReply
+from hybridrl.environments.base import EnvironmentReply, StepRequest
+from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 
