@@ -1,16 +1,17 @@
-"""Interface of rewards, and their lookup by dotted path."""
+"""Interface of rewards, checks of their arguments, and their lookup by dotted path."""
 
-import functools
 import importlib.util
 import math
 import numbers
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import unknown_sibling
 from hybridrl.config.user_code.classes import locate
 
 # Limit of |reward|: sums of squares over a step stay finite in float32.
@@ -32,62 +33,71 @@ class Score(NamedTuple):
     parts: dict[str, float]
 
 
-class Reward(Protocol):
-    """Reward function of one response.
+# Reward of one response, (prompt, response, example, **args) -> its score; larger is better.
+#
+# prompt and response are texts, without special tokens; example is the row of the data set, whose
+# "answer" is the column named by data.answer_key; args are reward.args of the config. The score is
+# a number of at most MAX_REWARD in size, or a Score with parts. A reward runs in separate
+# processes, so it may be slow, block or crash. It must not rely on state shared between calls.
+Reward = Callable[..., float | Score]
 
-    It runs in separate processes, so it may be slow, block or crash. It must not rely on state
-    shared between calls.
-
-    Args:
-        prompt: text of the prompt.
-        response: text of the response, without special tokens.
-        example: the row of the data set; its "answer" is the column named by data.answer_key.
-        args: reward.args of the config.
-
-    Returns:
-        A number of at most MAX_REWARD in size, or a Score with parts; larger is better.
-    """
-
-    def __call__(
-        self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
-    ) -> float | Score:
-        """Return the response's score."""
-        ...
+# (key of the section with function and args, args) -> messages on wrong arguments or missing
+# requirements of this machine
+Problems = Callable[[str, dict[str, Any]], Iterable[str]]
 
 
-class CheckedReward:
-    """Reward whose arguments are checked before the run starts (`ChecksItself`).
+def checked_by(problems: Problems) -> Callable[[Reward], Reward]:
+    """Return a decorator of a reward whose arguments are checked before a run (`ChecksItself`)."""
 
-    Args:
-        function: the reward.
-        problems: (key, args) -> messages on wrong arguments or missing requirements.
-    """
+    def decorate(function: Reward) -> Reward:
+        function.problems = problems  # type: ignore[attr-defined]
+        return function
 
-    def __init__(
-        self,
-        function: Callable[..., float | Score],
-        problems: Callable[[str, dict[str, Any]], Iterable[str]],
-    ) -> None:
-        functools.update_wrapper(self, function)  # inspect.signature sees the function's
-        self._function = function
-        self._problems = problems
-
-    def __call__(
-        self, prompt: str, response: str, example: dict[str, Any], /, **args: Any
-    ) -> float | Score:
-        """Return the response's score."""
-        return self._function(prompt, response, example, **args)
-
-    def problems(self, key: str, args: dict[str, Any]) -> Iterable[str]:
-        """Yield messages on wrong `args` or missing requirements of this machine."""
-        return self._problems(key, args)
+    return decorate
 
 
-def checked_by(
-    problems: Callable[[str, dict[str, Any]], Iterable[str]],
-) -> Callable[[Callable[..., float | Score]], CheckedReward]:
-    """Return a decorator that adds checks to a reward function."""
-    return lambda function: CheckedReward(function, problems)
+# What is expected of a value, in words; and whether a value is so.
+Rule = tuple[str, Callable[[Any], bool]]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of YAML is a finite number."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and -math.inf < value < math.inf
+
+
+def at_least(least: int) -> Rule:
+    """Return the rule of an integer."""
+    expected = f"an integer of at least {least}"
+    return expected, lambda v: is_number(v) and isinstance(v, int) and v >= least
+
+
+def one_of(choices: type[StrEnum]) -> Rule:
+    """Return the rule of a choice."""
+    return f"one of {', '.join(choices)}", lambda value: value in list(choices)
+
+
+SECONDS: Rule = ("seconds above 0", lambda value: is_number(value) and value > 0)
+
+
+def value_problems(where: str, values: dict[str, Any], rules: Mapping[str, Rule]) -> Iterator[str]:
+    """Yield a message for each key with a rule that is missing or has another value."""
+    for name, (expected, fits) in rules.items():
+        key = f"{where}.{name}"
+        if name not in values:
+            yield f"{key} is missing. Set +{key}=<{expected}>."
+        elif not fits(values[name]):
+            yield f"{key} = {values[name]}, expected {expected}."
+
+
+def section_problems(where: str, section: Any, rules: Mapping[str, Rule]) -> Iterator[str]:
+    """Yield the problems of a value that should be a section of just the keys with rules."""
+    if not isinstance(section, dict):
+        yield f"{where} = {section}, expected a section with {', '.join(rules)}."
+        return
+    for name in section.keys() - rules.keys():
+        yield unknown_sibling(f"{where}.{name}", section[name], rules)
+    yield from value_problems(where, section, rules)
 
 
 def package_problems(key: str, module: str, distribution: str) -> Iterator[str]:

@@ -9,8 +9,15 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from hybridrl.config.keys import unknown_sibling
-from hybridrl.rewards.base import checked_by
+from hybridrl.rewards.base import (
+    SECONDS,
+    Rule,
+    at_least,
+    checked_by,
+    one_of,
+    section_problems,
+    value_problems,
+)
 from hybridrl.rewards.sandbox.programs import (
     Case,
     Isolation,
@@ -22,7 +29,6 @@ from hybridrl.rewards.sandbox.programs import (
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
-_LEAST = {"seconds_per_test": 0.0, "seconds": 0.0, "memory_mb": 64, "file_mb": 1}
 
 
 class Grading(StrEnum):
@@ -32,9 +38,25 @@ class Grading(StrEnum):
     all = "all"
 
 
+_RULES: dict[str, Rule] = {
+    "tests_key": ("the name of a column", lambda name: isinstance(name, str) and name != ""),
+    "grading": one_of(Grading),
+    "isolation": one_of(Isolation),
+}
+_LIMITS = {
+    "seconds_per_test": SECONDS,
+    "seconds": SECONDS,
+    "memory_mb": at_least(64),
+    "file_mb": at_least(1),
+}
+
+
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments, then the sandbox, by running two programs in it."""
-    found = [*_choice_problems(f"{key}.args", args), *_limit_problems(f"{key}.args", args)]
+    found = [
+        *value_problems(f"{key}.args", args, _RULES),
+        *section_problems(f"{key}.args.limits", args["limits"], _LIMITS),
+    ]
     yield from found
     if found:
         return
@@ -54,41 +76,8 @@ _REMEDIES = (
 )
 
 
-def _choice_problems(where: str, args: dict[str, Any]) -> Iterator[str]:
-    for name, choices in (("grading", Grading), ("isolation", Isolation)):
-        if args[name] not in list(choices):
-            yield f"{where}.{name} = {args[name]}, expected one of {', '.join(choices)}."
-    if not isinstance(args["tests_key"], str) or not args["tests_key"]:
-        yield f"{where}.tests_key = {args['tests_key']}, expected the name of a column."
-
-
-def _limit_problems(where: str, args: dict[str, Any]) -> Iterator[str]:
-    where, limits = f"{where}.limits", args["limits"]
-    if not isinstance(limits, dict):
-        yield f"{where} = {limits}, expected a section with {', '.join(_LEAST)}."
-        return
-    for name in limits.keys() - _LEAST.keys():
-        yield unknown_sibling(f"{where}.{name}", limits[name], _LEAST)
-    for name, least in _LEAST.items():
-        if name not in limits:
-            yield f"{where}.{name} is missing. Set +{where}.{name}=<a number>."
-        elif not _is_limit(limits[name], least):
-            expected = f"an integer of at least {least}" if least else "seconds above 0"
-            yield f"{where}.{name} = {limits[name]}, expected {expected}."
-
-
-def _is_limit(value: Any, least: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return False
-    return isinstance(value, int) and value >= least if least else value > 0
-
-
 def _probe(limits: Limits, isolation: Isolation) -> None:
-    """Run a correct and a wrong program.
-
-    Raises:
-        SandboxError: the sandbox does not work, or their outcomes are wrong.
-    """
+    """Run a correct and a wrong program; raise a SandboxError if their outcomes are wrong."""
     cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
     outcomes = run_tests("x = 1", cases, limits, isolation)
     if outcomes != [Outcome.passed, Outcome.failed]:

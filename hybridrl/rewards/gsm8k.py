@@ -31,7 +31,7 @@ _FINAL_ANSWER = re.compile(rf"[ \t]*+{_NUMBER}(?:[ \t]*+{_UNIT})?+[ \t]*+\.?+\s*
 
 
 class Mode(StrEnum):
-    """Rule for the response's final number."""
+    """Rule for the response's final answer: in its form alone, or whatever stands last."""
 
     strict = "strict"
     flexible = "flexible"

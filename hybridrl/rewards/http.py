@@ -18,21 +18,17 @@ and the waits between them.
 
 import functools
 import json
-import math
-import numbers
 import os
 import random
 import re
 import time
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
-from hybridrl.rewards.base import Score, checked_by
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
+from hybridrl.rewards.base import SECONDS, Score, at_least, checked_by, value_problems
 
 FIRST_WAIT_S = 0.25
 _TRIED_AGAIN = (408, 429)
@@ -43,45 +39,35 @@ class RemoteScorerError(RuntimeError):
     """Failed request: the server cannot be reached, or its answer is not a score."""
 
 
+class _TryAgain(Exception):
+    """Attempt that failed for a reason that may pass."""
+
+
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the arguments, without a request to the server."""
     yield from _url_problems(f"{key}.args.url", args["url"])
-    if not (_is_number(args["timeout_s"]) and args["timeout_s"] > 0):
-        yield f"{key}.args.timeout_s = {args['timeout_s']}, expected seconds above 0."
-    retries = args["retries"]
-    if not (_is_number(retries) and isinstance(retries, int) and retries >= 0):
-        yield f"{key}.args.retries = {retries}, expected an integer of at least 0."
-    yield from _token_problems(f"{key}.args.token_env", args["token_env"])
-
-
-def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    rules = {"timeout_s": SECONDS, "retries": at_least(0)}
+    yield from value_problems(f"{key}.args", args, rules)
+    if args["token_env"] is not None:
+        yield from _token_problems(f"{key}.args.token_env", args["token_env"])
 
 
 def _url_problems(where: str, url: Any) -> Iterator[str]:
-    if not isinstance(url, str) or not _is_url(url):
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        parts = httpx.URL()
+    if parts.scheme not in ("http", "https") or not parts.host or re.search(r"\s", url):
         yield f"{where} = {url}, expected a URL such as http://127.0.0.1:8000/score."
-    elif "@" in urlsplit(url).netloc:
+    elif parts.userinfo:
         yield (
             f"{where} = {_shown(url)} has a user name or password, which would be saved with the "
             f"config.\nPut a token into an environment variable and set token_env to its name."
         )
 
 
-def _is_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        has_host = parts.hostname is not None and (parts.port is None or parts.port > 0)
-    except ValueError:  # the port or an IPv6 address is none
-        return False
-    return parts.scheme in ("http", "https") and has_host and not re.search(r"\s", url)
-
-
 def _token_problems(where: str, name: Any) -> Iterator[str]:
     """Check the token's variable; messages never contain its value."""
-    if name is None:
-        return
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         # The value may be the token itself, so it is not shown.
         yield f"{where} is no name of an environment variable, expected one such as SCORER_TOKEN."
@@ -104,9 +90,7 @@ def score(
     """Return the score from the server at `url`, by the protocol in the module's docstring.
 
     Args:
-        prompt: sent.
-        response: sent.
-        example: sent.
+        prompt, response, example: sent.
         url: of the POST request.
         timeout_s: seconds without data after which an attempt fails.
         retries: attempts after the first, separated by `wait_s`.
@@ -119,12 +103,13 @@ def score(
     body = json.dumps(content, default=str).encode()
     token = os.environ[token_env] if token_env is not None else None
     for attempt in range(retries + 1):
-        answer, failure = _post(url, body, timeout_s, token)
-        if answer is not None:
-            return _score_of(answer, url, token)
-        if attempt < retries:
-            time.sleep(wait_s(body, attempt))
-    raise RemoteScorerError(f"{_shown(url)}: {failure}; {_times(retries + 1)}")
+        if attempt:
+            time.sleep(wait_s(body, attempt - 1))
+        try:
+            return _ask(url, body, timeout_s, token)
+        except _TryAgain as failure:
+            reason = f"{_shown(url)}: {failure}; tried {attempt + 1} times"
+    raise RemoteScorerError(reason)
 
 
 def wait_s(body: bytes, attempt: int) -> float:
@@ -136,63 +121,41 @@ def wait_s(body: bytes, attempt: int) -> float:
     return FIRST_WAIT_S * 2**attempt * spread
 
 
-def _post(
-    url: str, body: bytes, timeout_s: float, token: str | None
-) -> tuple["httpx.Response | None", str]:
-    """Return the server's answer, or None and the reason to retry."""
-    import httpx
-
+def _ask(url: str, body: bytes, timeout_s: float, token: str | None) -> Score:
+    """Return the server's score; raise RemoteScorerError or, if it may yet come, _TryAgain."""
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     try:
         answer = _client(timeout_s).post(url, content=body, headers=headers)
     except httpx.TimeoutException as error:
-        return None, f"no answer within {timeout_s:g} s ({type(error).__name__})"
+        raise _TryAgain(f"no answer within {timeout_s:g} s ({type(error).__name__})") from None
     except httpx.TransportError as error:
-        return None, f"{type(error).__name__}: {error}"
+        raise _TryAgain(f"{type(error).__name__}: {error}") from None
+    text = answer.text if token is None else answer.text.replace(token, "<token>")
+    excerpt = f"answered {answer.status_code} {text[:_SHOWN_CHARS]!r}"
     if answer.status_code in _TRIED_AGAIN or answer.status_code >= 500:
-        return None, _excerpt(answer, token)
-    return answer, ""
-
-
-def _score_of(answer: "httpx.Response", url: str, token: str | None) -> Score:
-    """Parse the score of an answer.
-
-    Raises:
-        RemoteScorerError: there is none.
-    """
-    told = f"{_shown(url)}: {_excerpt(answer, token)}"
+        raise _TryAgain(excerpt)
+    told = f"{_shown(url)}: {excerpt}"
     if answer.status_code != 200:
         raise RemoteScorerError(told)
     try:
-        found = json.loads(answer.content)
+        found = answer.json()
     except ValueError as error:
         raise RemoteScorerError(f"{told}, which is no JSON: {error}") from error
-    parts = found.get("parts", {}) if isinstance(found, dict) else None
-    if not isinstance(parts, dict) or "score" not in found:
-        raise RemoteScorerError(f'{told}, expected {{"score": <number>, "parts": {{...}}}}')
-    return Score(found["score"], parts)
-
-
-def _excerpt(answer: "httpx.Response", token: str | None) -> str:
-    """Return status and beginning of an answer for messages, with the token masked."""
-    text = answer.text if token is None else answer.text.replace(token, "<token>")
-    return f"answered {answer.status_code} {text[:_SHOWN_CHARS]!r}"
+    match found:
+        case {"score": value, "parts": dict() as parts}:
+            return Score(value, parts)
+        case {"score": value} if "parts" not in found:
+            return Score(value, {})
+    raise RemoteScorerError(f'{told}, expected {{"score": <number>, "parts": {{...}}}}')
 
 
 def _shown(url: str) -> str:
     """Return a URL for messages, without user, password and query, which may be secret."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _times(attempts: int) -> str:
-    return "tried once" if attempts == 1 else f"tried {attempts} times"
+    return str(httpx.URL(url).copy_with(userinfo=b"", query=None))
 
 
 @functools.cache  # keeps the connection open
-def _client(timeout_s: float) -> "httpx.Client":
-    import httpx
-
+def _client(timeout_s: float) -> httpx.Client:
     return httpx.Client(timeout=timeout_s)

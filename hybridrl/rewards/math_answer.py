@@ -11,12 +11,11 @@ import functools
 import logging
 import re
 from collections.abc import Iterator
-from enum import StrEnum
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.base import checked_by, package_problems
-from hybridrl.rewards.gsm8k import MARKER
+from hybridrl.rewards.base import checked_by, one_of, package_problems, value_problems
+from hybridrl.rewards.gsm8k import MARKER, Mode
 
 PACKAGE = "math-verify"
 BOXED = r"\boxed"
@@ -31,17 +30,9 @@ _MATHS = re.compile(_UNESCAPED + r"(?:\$(?:\\.|[^\\$])+\$|\\\(.*\\\)|\\\[.*\\\])
 _LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
 
 
-class Mode(StrEnum):
-    r"""Rule for responses without \boxed{}."""
-
-    strict = "strict"
-    flexible = "flexible"
-
-
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the mode and that the package is installed."""
-    if args["mode"] not in list(Mode):
-        yield f"{key}.args.mode = {args['mode']}, expected one of {', '.join(Mode)}."
+    yield from value_problems(f"{key}.args", args, {"mode": one_of(Mode)})
     yield from package_problems(key, "math_verify", PACKAGE)
 
 
