@@ -4,10 +4,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 _OPTIONS = (
     *("--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"),
@@ -32,25 +33,17 @@ class SandboxError(RuntimeError):
     """Sandbox that cannot be set up on this machine, not caused by a program."""
 
 
-def own_folder(seen: tuple[str, ...]) -> str:
-    """Return a mount point for the program's folder that hides no visible file."""
-    paths = [Path(path) for path in (*_SEEN, *seen)]
-    return next(f for f in _FOLDERS if not any(path.is_relative_to(f) for path in paths))
-
-
 def start_in_bubblewrap(
-    start: Callable[[list[str], list[int]], Popen[bytes]],
-    command: list[str],
-    folder: str,
-    seen: tuple[str, ...],
+    command: list[str], seen: Sequence[str], files: list[int], **options: Any
 ) -> Popen[bytes]:
     """Start a command as process 1 of new namespaces of every kind.
 
     Args:
-        start: (command, inherited descriptors) -> process.
-        command: sees Python, the system's libraries, three devices and `seen`.
-        folder: mount point of the program's folder.
+        command: sees Python, the system's libraries, three devices and `seen`. It gets two more
+            arguments: its parent, 0, and the mount point of the program's folder.
         seen: additional visible files.
+        files: inherited descriptors.
+        options: of `Popen`.
 
     Raises:
         SandboxError: bubblewrap is not installed.
@@ -59,14 +52,18 @@ def start_in_bubblewrap(
     if program is None:
         raise SandboxError("there is no program bwrap on the PATH")
     wrapped = [program, *_OPTIONS]
-    for path in (*_SEEN, *seen):
-        wrapped += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
+    paths = [Path(path) for path in (*_SEEN, *seen)]
+    for path in paths:
+        wrapped += ["--dir", str(path.parent), "--ro-bind-try", str(path), str(path)]
     wrapped += ["--dir", "/dev"]
     for device in _DEVICES:
         wrapped += ["--dev-bind", device, device]
+    # It hides no visible file.
+    folder = next(f for f in _FOLDERS if not any(path.is_relative_to(f) for path in paths))
     wrapped += ["--dir", folder, "--remount-ro", "/"]
+    command = [*command, "0", folder]
     if os.geteuid() != 0:
-        return start([*wrapped, *command], [])
+        return Popen([*wrapped, *command], pass_fds=files, **options)
     with ExitStack() as stack:
         info, info_end, block, _ = (
             stack.enter_context(os.fdopen(fd, mode))
@@ -75,7 +72,7 @@ def start_in_bubblewrap(
         numbers = [info_end.fileno(), block.fileno()]
         wrapped += [*_OPTIONS_OF_ROOT, "--info-fd", str(numbers[0])]
         wrapped += ["--userns-block-fd", str(numbers[1])]
-        process = start([*wrapped, *command], numbers)
+        process = Popen([*wrapped, *command], pass_fds=[*files, *numbers], **options)
         info_end.close()
         with suppress(json.JSONDecodeError, OSError):  # bubblewrap reports the error on stderr
             child = json.loads(info.read())["child-pid"]

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import os
+import struct
 
 from hybridrl.rewards.sandbox.bubblewrap import SandboxError
 
@@ -26,17 +27,6 @@ _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _CLONE_THREAD = 0x00010000
 
 
-class _Comparison(ctypes.Structure):
-    """Struct scmp_arg_cmp of seccomp.h."""
-
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("comparison", ctypes.c_int),
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-    )
-
-
 @functools.cache
 def call_filter() -> bytes:
     """Build the filter for this machine's system calls, in the kernel's format.
@@ -51,20 +41,18 @@ def call_filter() -> bytes:
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(_ALLOW))
 
-    def refuse(call: str, error: int, *only_if: _Comparison) -> None:
+    def refuse(call: str, error: int, *only_if: int) -> None:
+        """Add a rule; `only_if` is struct scmp_arg_cmp: argument, comparison and two numbers."""
         number = library.seccomp_syscall_resolve_name(call.encode())
-        comparisons = (_Comparison * len(only_if))(*only_if)
-        action = _ERRNO | error
-        if number == _NO_SUCH_CALL or library.seccomp_rule_add_array(
-            context, action, number, len(only_if), comparisons
-        ):
+        rule = (_ERRNO | error, number, bool(only_if), struct.pack("@IiQQ", *only_if or [0] * 4))
+        if number == _NO_SUCH_CALL or library.seccomp_rule_add_array(context, *rule):
             raise SandboxError(f"{_LIBRARY} cannot build a rule for {call}")
 
     for call in REFUSED:
         refuse(call, errno.EPERM)
-    refuse("clone", errno.EPERM, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
+    refuse("clone", errno.EPERM, 0, _MASKED_EQUAL, _CLONE_THREAD, 0)
     refuse("clone3", errno.ENOSYS)  # flags are not visible to seccomp; libc falls back to clone
-    refuse("prlimit64", errno.EPERM, _Comparison(0, _NOT_EQUAL, 0))  # of another process
+    refuse("prlimit64", errno.EPERM, 0, _NOT_EQUAL, 0, 0)  # of another process
     with os.fdopen(os.memfd_create("filter"), "rb") as file:
         if library.seccomp_export_bpf(context, file.fileno()):
             raise SandboxError(f"{_LIBRARY} cannot export the filter")

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybridrl.rewards.sandbox.bubblewrap import SandboxError, own_folder, start_in_bubblewrap
+from hybridrl.rewards.sandbox.bubblewrap import SandboxError, start_in_bubblewrap
 from hybridrl.rewards.sandbox.call_filter import call_filter
 
 # Time limits of the start of bubblewrap and Python on a busy machine, and of the end of a test.
@@ -89,18 +89,14 @@ def run_tests(
     Args:
         program: Python source.
         cases: the tests; each runs in a new process.
-        limits: of the program.
-        isolation: of the program.
+        limits, isolation: of the program.
         stop_at_failure: count the tests after the first failure as failed, without running them.
 
     Raises:
         SandboxError: the isolation does not work on this machine; the program was not run.
     """
     outcomes: list[Outcome] = []
-    with _started(isolation) as jail:
-        setup = asdict(limits) | {"program": program}
-        setup["filter"] = call_filter().hex() if isolation is Isolation.bubblewrap else ""
-        jail.begin(setup)
+    with _started(isolation, asdict(limits) | {"program": program, "filter": ""}) as jail:
         end = time.monotonic() + limits.seconds
         for case in cases:
             seconds = min(limits.seconds_per_test, end - time.monotonic())
@@ -120,29 +116,15 @@ class _Jail:
         stdin, stdout: files of the tests, shared with the process.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], stdin: io.FileIO, stdout: io.FileIO
-    ) -> None:
+    def __init__(self, process: Popen[bytes], stdin: io.FileIO, stdout: io.FileIO) -> None:
         self._process, self._stdin, self._stdout = process, stdin, stdout
-
-    def begin(self, setup: dict[str, Any]) -> None:
-        """Send the program and its limits.
-
-        Raises:
-            SandboxError: the process did not start in time.
-        """
-        if self._ask(setup, _START_S) != "ready":
-            self.end()
-            assert self._process.stderr is not None
-            error = self._process.stderr.read().decode(errors="replace").strip()
-            raise SandboxError(error.rpartition("\n")[2] or f"no answer within {_START_S:g} s")
 
     def outcome(self, case: Case, seconds: float) -> Outcome:
         """Run the program with one test. A program that ends its sandbox fails."""
         _fill(self._stdin, case.stdin.encode(errors="replace"))
         _fill(self._stdout, b"")
         request = {"statements": case.statements, "seconds": seconds}
-        word, _, error = self._ask(request, seconds + _GRACE_S).partition(" ")
+        word, _, error = self.ask(request, seconds + _GRACE_S).partition(" ")
         if word == "error":
             raise SandboxError(error)
         if word not in list(Outcome):
@@ -159,7 +141,7 @@ class _Jail:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _ask(self, request: dict[str, Any], timeout_s: float) -> str:
+    def ask(self, request: dict[str, Any], timeout_s: float) -> str:
         """Send a request and return the answer; "" after a timeout."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # the read below then returns ""
@@ -187,36 +169,37 @@ def _same(found: bytes, expected: str) -> bool:
 
 
 @contextmanager
-def _started(isolation: Isolation) -> Iterator[_Jail]:
-    """Start a jail; end it on exit."""
+def _started(isolation: Isolation, setup: dict[str, Any]) -> Iterator[_Jail]:
+    """Start a jail and send it the program and its limits; end it on exit.
+
+    Raises:
+        SandboxError: it did not start in time.
+    """
     with ExitStack() as stack:
         stdin, stdout = (
             stack.enter_context(io.FileIO(os.memfd_create(name), "r+"))
             for name in ("stdin", "stdout")
         )
-        empty = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
         files = [stdin.fileno(), stdout.fileno()]
-
-        def start(command: list[str], descriptors: list[int]) -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                cwd=empty,
-                env={},
-                pass_fds=[*files, *descriptors],
-                process_group=0,
-            )
-
         command = [sys.executable, "-I", "-c", _COMMAND, str(_PACKAGE.parent), *map(str, files)]
+        options: dict[str, Any] = {
+            **dict.fromkeys(("stdin", "stdout", "stderr"), PIPE),
+            "bufsize": 0,
+            "cwd": stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
+            "env": {},
+            "process_group": 0,
+        }
         if isolation is Isolation.none:
-            process = start([*command, str(os.getpid())], [])
+            process = Popen([*command, str(os.getpid())], pass_fds=files, **options)
         else:
-            folder = own_folder(_MODULES)
-            process = start_in_bubblewrap(start, [*command, "0", folder], folder, _MODULES)
+            setup["filter"] = call_filter().hex()
+            process = start_in_bubblewrap(command, _MODULES, files, **options)
         stack.enter_context(process)
         jail = _Jail(process, stdin, stdout)
         stack.callback(jail.end)
+        if jail.ask(setup, _START_S) != "ready":
+            jail.end()
+            assert process.stderr is not None
+            error = process.stderr.read().decode(errors="replace").strip()
+            raise SandboxError(error.rpartition("\n")[2] or f"no answer within {_START_S:g} s")
         yield jail
