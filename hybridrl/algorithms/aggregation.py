@@ -1,20 +1,9 @@
 """Aggregation of token losses to the loss of a mini-batch.
 
-A rank calls these on the tokens of one micro-batch, with totals of the whole mini-batch on all
+A rank calls this on the tokens of one micro-batch, with totals of the whole mini-batch on all
 ranks. The losses of micro-batches and ranks, and their gradients, then add up to those of the
 mini-batch, however it was partitioned. FSDP must sum gradients over ranks, not average them.
-
-    values         [N] losses of tokens; N may be 0
-    response_mask  [N] bool, true on tokens that count
-    sequence_id    [N] int64, index of a token's response in the micro-batch, from 0
-    totals         tokens T and responses G of the mini-batch on all ranks that count
-    max_tokens     M, the longest response that may be sampled
-    returns        the scalar to minimise, float32 (float64 for float64 values)
-    raises         ValueError if shapes differ, the mask is not bool, or a count is not positive
 """
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,59 +12,51 @@ from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_su
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 
-Aggregate = Callable[[Tensor, Tensor, Tensor, Totals, int], Tensor]
 
-
-def token_mean(
-    values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
+def aggregate(
+    kind: Aggregation,
+    values: Tensor,
+    response_mask: Tensor,
+    sequence_id: Tensor,
+    totals: Totals,
+    max_tokens: int,
 ) -> Tensor:
-    """Average over tokens: every token has the same weight.
+    """Compute the loss L of a mini-batch, or a micro-batch's part of it, from token losses l.
 
-    L = 1/T * sum_t l_t
-
-    Source: Yu et al. 2025, section 3.3, https://arxiv.org/abs/2503.14476
-    """
-    _check("token_mean", values, response_mask, sequence_id, totals, max_tokens)
-    return masked_sum(values, response_mask) / totals.tokens
-
-
-def sequence_mean(
-    values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
-) -> Tensor:
-    """Average over the tokens of each response, then over responses: responses weigh the same.
-
-    L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}
+    token_mean     L = 1/T * sum_i sum_t l_{i,t}               tokens weigh the same
+    sequence_mean  L = 1/G * sum_i 1/|o_i| * sum_t l_{i,t}     responses weigh the same
+    sequence_sum   L = 1/(G * M) * sum_i sum_t l_{i,t}         no division by lengths (Dr. GRPO)
 
     Here |o_i| is the number of tokens of response i that count.
 
-    Source: Shao et al. 2024, equation 3, https://arxiv.org/abs/2402.03300
+    Args:
+        kind: of the average.
+        values: [N] l, losses of tokens; N may be 0.
+        response_mask: [N] bool, true on tokens that count.
+        sequence_id: [N] int64, index of a token's response in the micro-batch, from 0.
+        totals: T tokens that count, and G responses with such tokens, of the mini-batch.
+        max_tokens: M, the longest response that may be sampled.
+
+    Returns:
+        Scalar to minimise, float32 (float64 for float64 values).
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, or a total or max_tokens is not positive.
+
+    Source: Yu et al. 2025, section 3.3, https://arxiv.org/abs/2503.14476; Shao et al. 2024,
+        equation 3, https://arxiv.org/abs/2402.03300; Liu et al. 2025 (Dr. GRPO), section 3.1,
+        https://arxiv.org/abs/2503.20783
     """
-    _check("sequence_mean", values, response_mask, sequence_id, totals, max_tokens)
+    check_masked(kind, response_mask, values=values, sequence_id=sequence_id)
+    if not (totals.tokens > 0 and totals.responses > 0 and max_tokens > 0):
+        raise ValueError(f"{kind} needs positive counts; got {totals} and {max_tokens=}")
+    if kind is Aggregation.token_mean:
+        return masked_sum(values, response_mask) / totals.tokens
+    if kind is Aggregation.sequence_sum:
+        return masked_sum(values, response_mask) / (totals.responses * max_tokens)
     values = at_least_float32(values)
     lengths = sequence_sums(response_mask.to(values.dtype), sequence_id).clamp(min=1)
     return masked_sum(values / lengths[sequence_id], response_mask) / totals.responses
-
-
-def sequence_sum(
-    values: Tensor, response_mask: Tensor, sequence_id: Tensor, totals: Totals, max_tokens: int
-) -> Tensor:
-    """Sum over tokens, divided by a constant: no division by response lengths (Dr. GRPO).
-
-    L = 1/(G * M) * sum_i sum_t l_{i,t}
-
-    Source: Liu et al. 2025 (Dr. GRPO), section 3.1, https://arxiv.org/abs/2503.20783
-    """
-    _check("sequence_sum", values, response_mask, sequence_id, totals, max_tokens)
-    return masked_sum(values, response_mask) / (totals.responses * max_tokens)
-
-
-AGGREGATIONS: Mapping[Aggregation, Aggregate] = MappingProxyType(
-    {
-        Aggregation.token_mean: token_mean,
-        Aggregation.sequence_mean: sequence_mean,
-        Aggregation.sequence_sum: sequence_sum,
-    }
-)
 
 
 def sequence_sums(values: Tensor, sequence_id: Tensor) -> Tensor:
@@ -84,16 +65,3 @@ def sequence_sums(values: Tensor, sequence_id: Tensor) -> Tensor:
     The output has length N, not the number of sequences, which would synchronise with the device.
     """
     return torch.zeros_like(values).index_add(0, sequence_id, values)
-
-
-def _check(
-    function: str,
-    values: Tensor,
-    response_mask: Tensor,
-    sequence_id: Tensor,
-    totals: Totals,
-    max_tokens: int,
-) -> None:
-    check_masked(function, response_mask, values=values, sequence_id=sequence_id)
-    if not (totals.tokens > 0 and totals.responses > 0 and max_tokens > 0):
-        raise ValueError(f"{function} needs positive counts; got {totals} and {max_tokens=}")

@@ -4,6 +4,7 @@ Each is computed token by token and returns a `TokenLoss`; aggregation.py comput
 Tensors and errors are those of token_loss.py.
 
 Ratio:   r_t = exp(log_probs_t - old_log_probs_t), the exponent clamped to +-MAX_LOG_RATIO
+Clip:    0 < clip_low <= 1; 1 is no lower bound; clip_high > 0
 """
 
 import torch
@@ -26,10 +27,6 @@ def ppo_clip(
     """Compute PPO's clipped surrogate; with clip_high > clip_low it is DAPO's clip-higher.
 
     l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
-
-    Args:
-        clip_low: in (0, 1].
-        clip_high: > 0.
 
     Source: Schulman et al. 2017, equation 7, https://arxiv.org/abs/1707.06347; Yu et al. 2025,
         equation 10, https://arxiv.org/abs/2503.14476
@@ -58,10 +55,7 @@ def dual_clip(
     l_t = -s_t                       if A_t >= 0
     l_t = -max(s_t, max_ratio A_t)   if A_t < 0
 
-    Args:
-        clip_low: in (0, 1].
-        clip_high: > 0.
-        max_ratio: c in the paper, > 1 + clip_high; 3 in the paper.
+    max_ratio, c in the paper, is above 1 + clip_high; 3 in the paper.
 
     Source: Ye et al. 2020, equation 5, https://arxiv.org/abs/1912.09729
     """
@@ -93,11 +87,8 @@ def cispo(
 
     l_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_probs_t,   sg = stop gradient
 
-    Only the gradient is meaningful: the value need not fall while training improves.
-
-    Args:
-        clip_low: in (0, 1]; 1 is no lower bound, as in the paper.
-        clip_high: > 0.
+    Only the gradient is meaningful: the value need not fall while training improves. The paper has
+    no lower bound.
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5, https://arxiv.org/abs/2506.13585
     """
@@ -129,14 +120,8 @@ def gspo(
 
     The ratio is the geometric mean of the token ratios; sg stops the gradient. This is the paper's
     token form. It equals the sequence form in value and gradient if the tokens of a response share
-    one advantage and losses are aggregated by sequence_mean.
-
-    Args:
-        clip_low: in (0, 1]; 3e-4 in the paper.
-        clip_high: > 0; 4e-4 in the paper.
-
-    Returns:
-        Token losses; the metrics `ratio` and `approx_kl` are computed from the token ratios.
+    one advantage and losses are aggregated by sequence_mean. The paper clips by 3e-4 and 4e-4. The
+    metrics `ratio` and `approx_kl` are computed from the token ratios.
 
     Source: Zheng et al. 2025, equations 5, 7, 13 and 14, https://arxiv.org/abs/2507.18071
     """

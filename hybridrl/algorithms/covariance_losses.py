@@ -114,10 +114,7 @@ def clip_cov(
 ) -> TokenLoss:
     """Compute Clip-Cov: PPO's clipped surrogate without gradient on the selected tokens.
 
-    Args:
-        selected: [N] bool, as from `some_in_band`.
-        clip_low: in (0, 1].
-        clip_high: > 0; the paper sets both to 1.
+    `selected` is [N] bool, as from `some_in_band`. The paper sets clip_low and clip_high to 1.
 
     Source: Cui et al. 2025, equation 12, https://arxiv.org/abs/2505.22617
     """

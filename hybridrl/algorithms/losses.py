@@ -27,7 +27,7 @@ def value_loss(
     response_mask: Tensor,
     *,
     value_clip: float,
-    num_tokens: float | Tensor,
+    num_tokens: float,
 ) -> tuple[Tensor, Sums]:
     """Compute PPO's clipped value loss.
 
@@ -39,7 +39,7 @@ def value_loss(
         returns: R_t, the targets.
         response_mask: tokens that the policy sampled.
         value_clip: c, in the reward's unit, > 0; infinity disables clipping.
-        num_tokens: response tokens of the mini-batch on all ranks (see `mean_over`).
+        num_tokens: response tokens of the mini-batch on all ranks.
 
     Returns:
         Scalar loss with its graph, float32 (float64 for float64 input), in the squared reward's
@@ -148,26 +148,8 @@ def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -
     return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max().exp()
 
 
-def mean_over(num_tokens: float | Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Sum `values` over the mask and divide by the token count of the mini-batch.
-
-    Args:
-        num_tokens: response tokens of the mini-batch on all ranks. A tensor is clamped to at least
-            1 instead of checked, which would synchronise with the device.
-        values: of this micro-batch's tokens.
-        response_mask: of the same tokens.
-
-    Returns:
-        Scalar, float32 (float64 for float64 values).
-
-    Raises:
-        ValueError: as above, or num_tokens is a number <= 0 or a tensor of several elements.
-    """
-    total = masked_sum(values, response_mask)
-    if isinstance(num_tokens, Tensor):
-        if num_tokens.numel() != 1:
-            raise ValueError(f"num_tokens is one count; got shape {tuple(num_tokens.shape)}")
-        return total / num_tokens.reshape(()).clamp(min=1)
+def mean_over(num_tokens: float, values: Tensor, response_mask: Tensor) -> Tensor:
+    """Sum `values` over the mask and divide by the token count of the mini-batch on all ranks."""
     if not num_tokens > 0:
         raise ValueError(f"num_tokens, over all ranks, must be > 0; got {num_tokens}")
-    return total / num_tokens
+    return masked_sum(values, response_mask) / num_tokens

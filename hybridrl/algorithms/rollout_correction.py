@@ -11,8 +11,7 @@ Errors:  a ValueError if shapes differ, the mask is not bool, a setting is out o
          log-prob on the mask is NaN or infinite; values off the mask are never read
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +25,6 @@ from hybridrl.algorithms.masked import (
 )
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
-# (old - rollout log-probs [B, T], 0 off the mask; mask) -> log rho [B, T], any value off the mask
-LogRatio = Callable[[Tensor, Tensor], Tensor]
-# (ratios [B, T], mask, low, high) -> weights [B, T]
-Weigh = Callable[[Tensor, Tensor, float, float], Tensor]
-
 
 def importance_ratios(
     old_log_probs: Tensor,
@@ -40,13 +34,17 @@ def importance_ratios(
 ) -> Tensor:
     """Compute the importance ratios rho of tokens or responses.
 
-    The log-ratio is that of the level (LOG_RATIOS), clamped to +-MAX_LOG_RATIO.
+    token          log rho_t = d_t,   d_t = old_log_probs_t - rollout_log_probs_t
+    sequence       log rho_t = sum_t d_t of the response
+    sequence_mean  log rho_t = 1/|o| sum_t d_t: the geometric mean of the response's ratios
+
+    Log-ratios are clamped to +-MAX_LOG_RATIO.
 
     Args:
         old_log_probs: [B, T] the trainer's, nats.
         rollout_log_probs: [B, T] the sampler's, nats.
         response_mask: [B, T] bool.
-        level: token, sequence, or sequence_mean.
+        level: of the ratios.
 
     Returns:
         [B, T] float32 (float64 for float64 input), 1 off the mask.
@@ -59,72 +57,47 @@ def importance_ratios(
     check_finite("rollout correction", response_mask, **log_probs)  # NaN would pass every clamp
     difference = at_least_float32(old_log_probs) - at_least_float32(rollout_log_probs)
     difference = difference.masked_fill(~response_mask, 0.0)
-    log_ratios = LOG_RATIOS[level](difference, response_mask)
-    ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if level is not CorrectionLevel.token:
+        total = difference.sum(1, keepdim=True)
+        if level is CorrectionLevel.sequence_mean:
+            total = total / response_mask.sum(1, keepdim=True).clamp(min=1)
+        difference = total.expand_as(difference)
+    ratios = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratios.masked_fill(~response_mask, 1.0)
 
 
-def of_token(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """Return log rho_t = d_t, d_t = old_log_probs_t - rollout_log_probs_t."""
-    return difference
+def correction_weights(
+    ratios: Tensor, response_mask: Tensor, method: CorrectionMethod, low: float, high: float
+) -> Tensor:
+    """Compute weights of the policy loss from importance ratios.
 
+    truncate  min(rho, high): truncated importance sampling (TIS)
+    mask      rho if low <= rho <= high, else 0: IcePop with token ratios, MIS with sequence ratios
 
-def of_sequence(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """Return sum_t d_t of the response on each of its tokens."""
-    return difference.sum(1, keepdim=True).expand_as(difference)
-
-
-def of_sequence_mean(difference: Tensor, response_mask: Tensor) -> Tensor:
-    """Return 1/|o| sum_t d_t, log of the geometric mean of the response's ratios, on its tokens."""
-    lengths = response_mask.sum(1, keepdim=True).clamp(min=1)
-    return of_sequence(difference, response_mask) / lengths
-
-
-LOG_RATIOS: Mapping[CorrectionLevel, LogRatio] = MappingProxyType(
-    {
-        CorrectionLevel.token: of_token,
-        CorrectionLevel.sequence: of_sequence,
-        CorrectionLevel.sequence_mean: of_sequence_mean,
-    }
-)
-
-
-def truncated(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
-    """Compute weights of truncated importance sampling (TIS): min(rho, high).
-
-    Takes and returns what `masked` does, but does not read `low`.
-
-    Source: Yao et al. 2025 (TIS), https://fengyao.notion.site/off-policy-rl
-    """
-    _check_band("truncated", 0.0, high)
-    return ratios.clamp(max=high).masked_fill(~response_mask, 0.0)
-
-
-def masked(ratios: Tensor, response_mask: Tensor, low: float, high: float) -> Tensor:
-    """Compute weights of masked importance sampling: rho if low <= rho <= high, else 0.
-
-    With token ratios this is IcePop, with sequence ratios MIS. Masked tokens still count in the
-    denominator of the loss.
+    Masked tokens still count in the denominator of the loss.
 
     Args:
         ratios: [B, T] as from `importance_ratios`.
         response_mask: [B, T] bool.
-        low, high: the band, 0 <= low < high.
+        method: not none.
+        low, high: the band, 0 <= low < high; `truncate` does not read low.
 
     Returns:
         [B, T] weights of the policy loss, 0 off the mask.
 
-    Source: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
+    Source: Yao et al. 2025 (TIS), https://fengyao.notion.site/off-policy-rl; Ling Team 2025
+        (IcePop), https://arxiv.org/abs/2510.18855; Liu, Li et al. 2025 (MIS),
         https://richardli.xyz/rl-collapse
     """
-    _check_band("masked", low, high)
+    assert method is not CorrectionMethod.none
+    truncates = method is CorrectionMethod.truncate
+    low = 0.0 if truncates else low
+    if not 0 <= low < high:
+        raise ValueError(f"rollout correction needs 0 <= low < high; got {low=}, {high=}")
+    if truncates:
+        return ratios.clamp(max=high).masked_fill(~response_mask, 0.0)
     outside = (ratios < low) | (ratios > high)
     return ratios.masked_fill(outside | ~response_mask, 0.0)
-
-
-WEIGHTS: Mapping[CorrectionMethod, Weigh] = MappingProxyType(
-    {CorrectionMethod.truncate: truncated, CorrectionMethod.mask: masked}
-)
 
 
 def mismatch_sums(lengths: Tensor, difference: Tensor, response_mask: Tensor) -> Tensor:
@@ -185,8 +158,3 @@ def mismatch_from(parts: Sequence[Tensor]) -> dict[str, float]:
         "chi2_sequence": float(chi2_of_responses / responses),
         "ess": float(ratio.square() / (tokens * squared)),
     }
-
-
-def _check_band(function: str, low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ValueError(f"{function} needs 0 <= low < high; got {low=}, {high=}")

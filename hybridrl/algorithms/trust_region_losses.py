@@ -94,9 +94,7 @@ def dppo_kl(
 
     The loss is that of `dppo_tv` with D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
 
-    Args:
-        max_divergence: delta, > 0, nats.
-        max_ratio: bound of the importance weight, >= 1; 20 in the authors' code.
+    max_divergence is in nats, > 0.
 
     Source: Qi et al. 2026, equations 11, 12 and 14, https://arxiv.org/abs/2602.04879
     """

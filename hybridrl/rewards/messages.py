@@ -26,10 +26,6 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 _HIGH_DESCRIPTOR = 2**15
 
 
-class ProtocolError(ValueError):
-    """Invalid message."""
-
-
 class FailureKind(StrEnum):
     """Failure of an item: it raised or killed its process, or exceeded the time limit."""
 
@@ -113,20 +109,12 @@ def visible(text: str) -> str:
 
 
 def parsed(line: bytes | bytearray) -> Ready | Indexed:
-    """Parse a line from a process.
-
-    Raises:
-        ProtocolError: it is no message.
-    """
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(str(error)) from error
-    match found:
+    """Parse a line from a process; raise a ValueError or RecursionError if it is no message."""
+    match json.loads(line):
         case [None | str() as problem]:
             return Ready(problem and visible(problem))
         case [int() as index, value]:
             return index, value
         case [int() as index, "error" | "timeout" as kind, str() as reason, str() as trace]:
             return index, Failure(index, FailureKind(kind), visible(reason), visible(trace))
-    raise ProtocolError("JSON, but no message")
+    raise ValueError("JSON, but no message")

@@ -136,7 +136,7 @@ class TaskPool:
                     batch.results[index] = found if failed else self._read(found)
             except (EOFError, OSError):
                 self._fail_current(process, batch, FailureKind.error)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RecursionError):
                 reason = "its process sent an invalid message and was killed"
                 self._fail_current(process, batch, FailureKind.error, reason)
             else:

@@ -19,14 +19,7 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import (
-    MAX_MESSAGE_BYTES,
-    Indexed,
-    ProtocolError,
-    Ready,
-    Setup,
-    parsed,
-)
+from hybridrl.rewards.messages import MAX_MESSAGE_BYTES, Indexed, Ready, Setup, parsed
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit at which a process that did not interrupt its item is killed.
@@ -100,7 +93,7 @@ class RewardProcess:
 
         Raises:
             EOFError, OSError: the process has ended.
-            ProtocolError: it sent an invalid message.
+            ValueError, RecursionError: it sent an invalid message.
             RewardProcessError: it cannot import the function.
         """
         for message in self._messages():
@@ -111,7 +104,7 @@ class RewardProcess:
                     )
                 self.is_ready = True
             elif not self.pending or self.pending[0][0] != message[0]:
-                raise ProtocolError("a result without a pending item")
+                raise ValueError("a result without a pending item")
             else:
                 yield message
                 self.pending.popleft()
@@ -137,7 +130,7 @@ class RewardProcess:
             first, *others = data.split(b"\n")
             self._line += first
             if len(self._line) > MAX_MESSAGE_BYTES:
-                raise ProtocolError("a message without end")
+                raise ValueError("a message without end")
             for other in others:
                 yield parsed(self._line)
                 self._line = bytearray(other)

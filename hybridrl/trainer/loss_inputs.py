@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.algorithms.covariance_losses import covariances
 from hybridrl.algorithms.masked import on_mask
 from hybridrl.algorithms.rollout_correction import (
-    WEIGHTS,
+    correction_weights,
     importance_ratios,
     mismatch_from,
     mismatch_sums,
@@ -99,7 +99,7 @@ class Correction:
         padded = (blocks.of(field, 0.0) for field in fields)
         for old, rollout, mask in zip(*padded, strict=True):
             ratios = importance_ratios(old, rollout, mask, config.level)
-            weights.append(WEIGHTS[config.method](ratios, mask, config.low, config.high))
+            weights.append(correction_weights(ratios, mask, config.method, config.low, config.high))
             num_cut += int(((weights[-1] != ratios) & mask).count_nonzero())
         field = blocks.ragged(weights)
         sampled = on_mask(field.values, batch.response_mask.values)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.algorithms.aggregation import AGGREGATIONS
+from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max, ratio_max
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
@@ -55,7 +55,6 @@ class ActorWorker(TrainedWorker):
         )
         self.kl_coef = 0.0
         self.loss = TokenLosses(config.algorithm.loss)
-        self.aggregate = AGGREGATIONS[config.algorithm.aggregation]
 
     @on_all_ranks(Dispatch.SHARD_DP)
     def compute_log_probs(self, batch: RankBatch) -> Ragged:
@@ -139,7 +138,14 @@ class ActorWorker(TrainedWorker):
             terms.append(penalty.values)
             sums |= penalty.sums
         values = torch.stack(terms).sum(0)
-        scalar = self.aggregate(values, mask, sequence_id, totals, self.config.max_response_tokens)
+        scalar = aggregate(
+            self.config.algorithm.aggregation,
+            values,
+            mask,
+            sequence_id,
+            totals,
+            self.config.max_response_tokens,
+        )
         old_log_probs = self.on_device(micro.old_log_probs)
         maxima = {
             "ratio_max": ratio_max(log_probs, old_log_probs, mask),

@@ -18,7 +18,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 def mean_of(function: Callable[..., TokenLoss], **settings) -> Loss:
     """A loss of tokens as the mean over a count, as `value_loss` is one."""
 
-    def loss(*tensors: Tensor, num_tokens: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(*tensors: Tensor, num_tokens: float) -> tuple[Tensor, dict[str, Tensor]]:
         values, sums = function(*tensors, **settings)
         assert values.shape == tensors[0].shape
         assert not values[~tensors[-1]].any()

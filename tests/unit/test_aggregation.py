@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.aggregation import AGGREGATIONS, sequence_sums
+from hybridrl.algorithms.aggregation import aggregate, sequence_sums
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 
@@ -31,7 +31,7 @@ def test_hand_worked():
     values = torch.tensor([1.0, 3.0, 6.0])
     mask, sequence = torch.ones(3).bool(), torch.tensor([0, 0, 1])
     results = {
-        kind.name: float(AGGREGATIONS[kind](values, mask, sequence, Totals(3, 2), 4))
+        kind.name: float(aggregate(kind, values, mask, sequence, Totals(3, 2), 4))
         for kind in Aggregation
     }
     expected = {"token_mean": 10 / 3, "sequence_mean": (2 + 6) / 2, "sequence_sum": 10 / (2 * 4)}
@@ -51,7 +51,7 @@ def test_against_the_formula_in_python_floats(kind):
         Aggregation.sequence_mean: sum(math.fsum(row) / len(row) for row in rows.values()) / 3,
         Aggregation.sequence_sum: everything / (3 * 16),
     }[kind]
-    assert float(AGGREGATIONS[kind](*batch(), TOTALS, 16)) == pytest.approx(expected, rel=1e-12)
+    assert float(aggregate(kind, *batch(), TOTALS, 16)) == pytest.approx(expected, rel=1e-12)
 
 
 @EVERY
@@ -60,7 +60,7 @@ def test_parts_add_up_however_responses_are_spread(kind, parts):
     """Value and gradient; every part is divided by the totals of the whole."""
     values, mask, sequence = batch()
     whole_input = values.clone().requires_grad_()
-    whole = AGGREGATIONS[kind](whole_input, mask, sequence, TOTALS, 16)
+    whole = aggregate(kind, whole_input, mask, sequence, TOTALS, 16)
     whole.backward()
     split_input = values.clone().requires_grad_()
     total = 0.0
@@ -70,7 +70,7 @@ def test_parts_add_up_however_responses_are_spread(kind, parts):
         ids = torch.arange(len(rows)).repeat_interleave(
             torch.tensor([LENGTHS[r] for r in rows]).long()
         )
-        loss = AGGREGATIONS[kind](split_input[chosen], mask[chosen], ids, TOTALS, 16)
+        loss = aggregate(kind, split_input[chosen], mask[chosen], ids, TOTALS, 16)
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(whole.item(), rel=1e-12)
@@ -113,7 +113,7 @@ def test_ragged_batches_dealt_to_ranks_are_those_of_plain_python(
         chosen = torch.cat([places[0][:0], *(places[i] for i in responses)])
         sizes = torch.tensor([lengths[i] for i in responses], dtype=torch.int64)
         ids = torch.arange(len(responses)).repeat_interleave(sizes)
-        return float(AGGREGATIONS[kind](values[chosen], mask[chosen], ids, totals, 6))
+        return float(aggregate(kind, values[chosen], mask[chosen], ids, totals, 6))
 
     assert loss_of(list(range(len(lengths)))) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     rank_of = torch.randint(ranks, (len(lengths),), generator=generator).tolist()
@@ -125,7 +125,7 @@ def test_ragged_batches_dealt_to_ranks_are_those_of_plain_python(
 def test_gradcheck(kind):
     values, mask, sequence = batch()
     assert torch.autograd.gradcheck(
-        lambda x: AGGREGATIONS[kind](x, mask, sequence, TOTALS, 16), (values.requires_grad_(),)
+        lambda x: aggregate(kind, x, mask, sequence, TOTALS, 16), (values.requires_grad_(),)
     )
 
 
@@ -135,7 +135,7 @@ def test_nan_off_the_mask_changes_nothing(kind):
     results = []
     for filler in (0.0, math.nan):
         filled = values.masked_fill(~mask, filler).requires_grad_()
-        loss = AGGREGATIONS[kind](filled, mask, sequence, TOTALS, 16)
+        loss = aggregate(kind, filled, mask, sequence, TOTALS, 16)
         loss.backward()
         results.append((loss.item(), filled.grad.masked_fill(~mask, 0.0).tolist()))
     assert results[0] == results[1]
@@ -147,7 +147,7 @@ def test_weights_of_a_long_response_against_a_short_one():
     weights = {}
     for kind in Aggregation:
         values = torch.ones(4, requires_grad=True)
-        AGGREGATIONS[kind](values, mask, sequence, Totals(4, 2), 8).backward()
+        aggregate(kind, values, mask, sequence, Totals(4, 2), 8).backward()
         weights[kind.name] = values.grad.tolist()
     assert weights["token_mean"] == pytest.approx([1 / 4] * 4)
     assert weights["sequence_mean"] == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
@@ -157,23 +157,23 @@ def test_weights_of_a_long_response_against_a_short_one():
 @EVERY
 def test_no_token_is_zero(kind):
     empty = torch.empty(0)
-    assert AGGREGATIONS[kind](empty, empty.bool(), empty.long(), TOTALS, 16) == 0.0
+    assert aggregate(kind, empty, empty.bool(), empty.long(), TOTALS, 16) == 0.0
 
 
 @EVERY
 @pytest.mark.parametrize(("totals", "longest"), [((0, 1), 4), ((1, 0), 4), ((1, 1), 0)])
 def test_counts_that_are_none_are_refused(kind, totals, longest):
     with pytest.raises(ValueError, match="positive counts"):
-        AGGREGATIONS[kind](*batch(), Totals(*totals), longest)
+        aggregate(kind, *batch(), Totals(*totals), longest)
 
 
 @EVERY
 def test_bad_tensors_are_named(kind):
     values, mask, sequence = batch()
     with pytest.raises(ValueError, match=r"\(10,\).*\(9,\)"):
-        AGGREGATIONS[kind](values, mask[:9], sequence, TOTALS, 16)
+        aggregate(kind, values, mask[:9], sequence, TOTALS, 16)
     with pytest.raises(ValueError, match="bool"):
-        AGGREGATIONS[kind](values, mask.float(), sequence, TOTALS, 16)
+        aggregate(kind, values, mask.float(), sequence, TOTALS, 16)
 
 
 def test_sequence_sums_of_responses_in_any_order():

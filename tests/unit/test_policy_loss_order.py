@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import AGGREGATIONS
+from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.algorithms.clipped_losses import gspo
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
@@ -27,7 +27,7 @@ def loss_and_gradient(
         taken[4] = sequence
     mask = taken[3]
     totals = Totals(int(mask.sum()), len(sequence[mask].unique()))
-    loss = AGGREGATIONS[kind](LOSSES[name][0](*taken).values, mask, sequence, totals, 16)
+    loss = aggregate(kind, LOSSES[name][0](*taken).values, mask, sequence, totals, 16)
     return loss.detach(), torch.autograd.grad(loss, log_probs)[0]
 
 
@@ -70,6 +70,6 @@ def test_gspo_gradcheck_strictly_inside_its_clip(kind):
     def loss(x: Tensor) -> Tensor:
         values, sums = gspo(x, old, advantages, mask, sequence, clip_low=0.2, clip_high=0.3)
         assert sums["clip_fraction"] == 0
-        return AGGREGATIONS[kind](values, mask, sequence, totals, 16)
+        return aggregate(kind, values, mask, sequence, totals, 16)
 
     assert torch.autograd.gradcheck(loss, (log_probs.requires_grad_(),), eps=1e-7)

@@ -8,13 +8,10 @@ from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.algorithms.rollout_correction import (
-    LOG_RATIOS,
-    WEIGHTS,
+    correction_weights,
     importance_ratios,
-    masked,
     mismatch_from,
     mismatch_sums,
-    truncated,
 )
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
@@ -43,13 +40,17 @@ def test_ratios_hand_worked(level, first, second):
 
 
 def test_truncated_weights_hand_worked():
-    weights = truncated(ratios(CorrectionLevel.token), MASK, 0.5, 3.0)
+    weights = correction_weights(
+        ratios(CorrectionLevel.token), MASK, CorrectionMethod.truncate, 0.5, 3.0
+    )
     assert weights[0].tolist() == pytest.approx([2.0, 0.5, 3.0, 0.0])
     assert weights[1].tolist() == pytest.approx([3.0, 0.0, 0.0, 0.0])
 
 
 def test_masked_weights_hand_worked():
-    weights = masked(ratios(CorrectionLevel.token), MASK, 0.6, 4.1)
+    weights = correction_weights(
+        ratios(CorrectionLevel.token), MASK, CorrectionMethod.mask, 0.6, 4.1
+    )
     assert weights[0].tolist() == pytest.approx([2.0, 0.0, 4.0, 0.0])
     assert not weights[1].any()
 
@@ -58,8 +59,9 @@ def test_without_mismatch_every_weight_is_one():
     log_probs = torch.linspace(-3.0, -0.1, 8).view(2, 4)
     for level in CorrectionLevel:
         found = importance_ratios(log_probs, log_probs, MASK, level)
-        for weigh in WEIGHTS.values():
-            assert torch.equal(weigh(found, MASK, 0.5, 2.0), MASK.float())
+        for method in (CorrectionMethod.truncate, CorrectionMethod.mask):
+            weights = correction_weights(found, MASK, method, 0.5, 2.0)
+            assert torch.equal(weights, MASK.float())
 
 
 def test_weighted_samples_have_the_trainers_expectation():
@@ -69,7 +71,7 @@ def test_weighted_samples_have_the_trainers_expectation():
     values = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
     mask = torch.ones(3, 1).bool()
     found = importance_ratios(pi.log()[:, None], mu.log()[:, None], mask, CorrectionLevel.token)
-    weights = truncated(found, mask, 0.0, 10.0)[:, 0]
+    weights = correction_weights(found, mask, CorrectionMethod.truncate, 0.0, 10.0)[:, 0]
     assert float((mu * weights * values).sum()) == pytest.approx(float((pi * values).sum()))
 
 
@@ -146,11 +148,9 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="response token"):
         mismatch_metrics(x, x, ~mask)
     with pytest.raises(ValueError, match="low=2"):
-        masked(x, mask, 2.0, 1.0)
+        correction_weights(x, mask, CorrectionMethod.mask, 2.0, 1.0)
     with pytest.raises(ValueError, match="high=0"):
-        truncated(x, mask, 0.0, 0.0)
-    assert set(WEIGHTS) == set(CorrectionMethod) - {CorrectionMethod.none}
-    assert set(LOG_RATIOS) == set(CorrectionLevel)
+        correction_weights(x, mask, CorrectionMethod.truncate, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

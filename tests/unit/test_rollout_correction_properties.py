@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.rollout_correction import WEIGHTS, importance_ratios
+from hybridrl.algorithms.rollout_correction import correction_weights, importance_ratios
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
 # Row of a response's log-ratios -> log-ratio of each token.
@@ -52,7 +52,7 @@ def test_ratios_and_weights_are_those_of_plain_python(
 ):
     old, rollout, mask = ragged(seed, responses, scale)
     ratios = importance_ratios(old, rollout, mask, level)
-    weights = WEIGHTS[method](ratios, mask, low, high)
+    weights = correction_weights(ratios, mask, method, low, high)
     assert ratios.dtype == weights.dtype == torch.float64
     assert (ratios[~mask] == 1).all() and (weights[~mask] == 0).all()
     for b in range(responses):
