@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Prevents division by 0; in the squared unit of the values.
+WHITEN_EPS = 1.0e-8
+
 
 def at_least_float32(values: Tensor) -> Tensor:
     """Convert to float32, except float64, which is returned unchanged."""
@@ -79,32 +82,23 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1.0e-8) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale `values` to mean 0 and variance 1 over the mask; 0 off the mask.
 
-    (x - mean) / sqrt(variance + eps),   mean and variance (over N) over all dims
+    (x - mean) / sqrt(variance + WHITEN_EPS),   mean and variance (over N) over all dims
 
     Equal values become 0, and so does a single value.
 
-    Args:
-        values: of any unit; the result has none.
-        mask: true somewhere.
-        eps: prevents division by 0; in the squared unit of `values`, > 0.
-
     Raises:
-        ValueError: the mask is true nowhere, or eps <= 0.
+        ValueError: the mask is true nowhere.
 
     Source: advantage normalisation, Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
-    return whiten_parts([values], [mask], eps=eps)[0]
+    return whiten_parts([values], [mask])[0]
 
 
-def whiten_parts(
-    parts: Sequence[Tensor], masks: Sequence[Tensor], *, eps: float = 1.0e-8
-) -> list[Tensor]:
+def whiten_parts(parts: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """Compute `masked_whiten` of a batch in parts, with one mean and variance over all parts."""
-    if not eps > 0:
-        raise ValueError(f"masked_whiten needs eps > 0; got {eps=}")
     for values, mask in zip(parts, masks, strict=True):
         check_masked("masked_whiten", mask, values=values)
     parts = [at_least_float32(values) for values in parts]
@@ -121,5 +115,5 @@ def whiten_parts(
     for values, mask in zip(parts, masks, strict=True):
         values.sub_(mean).masked_fill_(~mask, 0.0)
     squares = torch.stack([values.square().sum() for values in parts]).sum()
-    scale = torch.rsqrt(squares / count + eps)
+    scale = torch.rsqrt(squares / count + WHITEN_EPS)
     return [values * scale for values in parts]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards.base import finite_number, locate_anywhere
+from hybridrl.config.user_code.classes import locate
+from hybridrl.rewards.base import finite_number
 from hybridrl.rewards.messages import FailureKind, visible
 
 KEY = "environment.function"
@@ -79,11 +80,7 @@ class EnvironmentReply(NamedTuple):
 def environment_task(
     function: str, args: dict[str, Any]
 ) -> Callable[[dict[str, Any] | StepRequest], EnvironmentReply]:
-    """Return the function that a process runs on each example, to begin, and on each turn.
-
-    Raises:
-        ConfigError: no such class or function.
-    """
+    """Return the function that a process runs on each example, to begin, and on each turn."""
     make = resolve_environment(function)
 
     def answer(item: dict[str, Any] | StepRequest) -> EnvironmentReply:
@@ -116,14 +113,13 @@ def checked(result: Any, function: str) -> StepResult:
         TypeError: it is not a StepResult, or a member has the wrong type.
         ValueError: the reward is NaN, infinite or too large.
     """
-    if not isinstance(result, StepResult):
-        raise TypeError(f"{function} returned a {type(result).__name__}, expected a StepResult")
-    if not isinstance(result.text, str):
-        raise TypeError(f"{function} answered a {type(result.text).__name__}, expected text")
-    reward = finite_number(result.reward, f"{function}, as a reward,")
-    if not isinstance(result.done, bool):
-        raise TypeError(f"{function}: done is a {type(result.done).__name__}, expected a bool")
-    return StepResult(result.text, reward, result.done)
+    match result:
+        case StepResult(text=str(), done=bool()):
+            reward = finite_number(result.reward, f"{function}, as a reward,")
+            return result._replace(reward=reward)
+    raise TypeError(
+        f"{function} returned {result!r}, expected a StepResult of text, a number and a bool"
+    )
 
 
 def resolve_environment(dotted: str) -> Callable[..., Environment]:
@@ -132,7 +128,7 @@ def resolve_environment(dotted: str) -> Callable[..., Environment]:
     Raises:
         ConfigError: it does not exist or cannot be called, or a class lacks reset or step.
     """
-    make = locate_anywhere(KEY, dotted)
+    make = locate(KEY, dotted)
     if not callable(make):
         raise ConfigError(f"{KEY} = {dotted} is a {type(make).__name__}, expected a class.")
     members = {name: inspect.getattr_static(make, name, None) for name in ("reset", "step")}

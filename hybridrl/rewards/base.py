@@ -3,9 +3,7 @@
 import importlib.util
 import math
 import numbers
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -132,11 +130,7 @@ def as_score(value: Any, function: str) -> Score:
 
 
 def read_score(value: Any, function: str) -> Score:
-    """Convert a list [total, parts], as decoded from JSON, to a Score.
-
-    Raises:
-        TypeError, ValueError: the value is not such a list.
-    """
+    """Convert a list [total, parts], as decoded from JSON, to a Score; raise as `as_score` does."""
     match value:
         case [total, dict() as parts]:
             return as_score(Score(total, parts), function)
@@ -165,11 +159,7 @@ def finite_number(value: Any, function: str) -> float:
 
 
 def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:
-    """Return the task of a reward process: (prompt, response, example) -> Score.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Return the task of a reward process: (prompt, response, example) -> Score."""
     reward = resolve_function(function)
     return lambda item: as_score(reward(*item, **args), function)
 
@@ -178,26 +168,12 @@ def resolve_function(dotted: str) -> Reward:
     """Import the reward `dotted` ("package.module.name").
 
     Raises:
-        ConfigError: as in `locate_anywhere`, or the object is not callable.
+        ConfigError: as in `locate`, or the object is not callable.
     """
-    function = locate_anywhere("reward.function", dotted)
+    function = locate("reward.function", dotted)
     if not callable(function):
         raise ConfigError(
             f"reward.function = {dotted} is a {type(function).__name__}, expected a function "
             f"(prompt, response, example, **args) -> float."
         )
     return function
-
-
-def locate_anywhere(key: str, dotted: str) -> Any:
-    """Import the object that the value `dotted` ("package.module.name") of a config key names.
-
-    The current directory is appended to sys.path: console scripts do not search it otherwise.
-
-    Raises:
-        ConfigError: there is no such module, its import fails, or it has no such name.
-    """
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    return locate(key, dotted)

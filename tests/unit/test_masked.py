@@ -92,12 +92,6 @@ def test_bad_masks_are_named(function, mask: Tensor, names: str):
         function(VALUES, mask)
 
 
-@pytest.mark.parametrize("eps", [0.0, -1.0, math.nan])
-def test_whiten_needs_a_positive_eps(eps):
-    with pytest.raises(ValueError, match="eps"):
-        masked_whiten(VALUES, MASK, eps=eps)
-
-
 def test_what_is_not_finite_on_the_mask_is_named():
     check_finite("here", MASK, values=VALUES)
     with pytest.raises(ValueError, match=r"here needs finite b; 3 of 6 .* nan, at \[0, 1\]"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.app.process import import_from_here
 from hybridrl.config.errors import ConfigError
 from hybridrl.rewards import gsm8k
 from hybridrl.rewards.base import MAX_REWARD, Score, as_score, resolve_function
@@ -241,6 +242,7 @@ def test_resolve_function_finds_a_module_of_the_current_directory(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     # As a console script sees it: neither "" nor the current directory.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    import_from_here()
     assert resolve_function("my_reward_here.score")("", "", {}) == 0.25
 
 
