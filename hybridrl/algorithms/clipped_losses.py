@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import sequence_sums
-from hybridrl.algorithms.masked import check_same_shape
 from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
 
 
@@ -126,7 +125,6 @@ def gspo(
     Source: Zheng et al. 2025, equations 5, 7, 13 and 14, https://arxiv.org/abs/2507.18071
     """
     _check_clip("gspo", clip_low, clip_high)
-    check_same_shape("gspo", log_probs=log_probs, sequence_id=sequence_id)
     log_ratio = log_ratio_of("gspo", log_probs, old_log_probs, response_mask)
     advantages = advantages_of("gspo", advantages, response_mask)
     lengths = sequence_sums(response_mask.to(log_ratio.dtype), sequence_id).clamp(min=1)

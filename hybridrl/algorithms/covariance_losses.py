@@ -6,7 +6,9 @@ tokens, from the log-probs before the step's updates. The selection then does no
 partition over ranks and micro-batches. (The paper's code selects within each micro-batch from the
 current log-probs, which are the same before the first update of a step.)
 
-Tensors and errors are those of token_loss.py.
+Tensors and errors are those of token_loss.py. A selection takes covariances and a mask, [N] each,
+and selects max(1, floor(fraction * tokens)) tokens of the mask, as the authors' code does: the
+minimum of 1 keeps small batches from selecting none. It returns [N] bool.
 
 Source: Cui et al. 2025, section 4, https://arxiv.org/abs/2505.22617
 """
@@ -54,18 +56,7 @@ def some_in_band(
 ) -> Tensor:
     """Draw tokens whose covariance is in a band, for `clip_cov`.
 
-    max(1, floor(fraction * tokens)) tokens are drawn, as in the authors' code, or all in the band
-    if there are fewer. The minimum of 1 keeps small batches from selecting none.
-
-    Args:
-        covariance: [N] as from `covariances`.
-        response_mask: [N] bool, the tokens to draw from.
-        generator: random numbers of the draw.
-        fraction: of all tokens, in (0, 1]; 2e-4 in the paper.
-        cov_low, cov_high: the band; 1 and 5 in the paper.
-
-    Returns:
-        [N] bool.
+    If there are fewer, all of them. In the paper the fraction is 2e-4, the band 1 to 5.
 
     Source: Cui et al. 2025, equation 11, https://arxiv.org/abs/2505.22617
     """
@@ -83,17 +74,7 @@ def largest(
 ) -> Tensor:
     """Select the tokens with the largest covariances, for `kl_cov`.
 
-    max(1, floor(fraction * tokens)) tokens are selected, as in the authors' code; none if the mask
-    is empty.
-
-    Args:
-        covariance: [N] as from `covariances`.
-        response_mask: [N] bool.
-        generator: not read.
-        fraction: of all tokens, in (0, 1]; 2e-3 for 7B and 2e-4 for 32B in the paper.
-
-    Returns:
-        [N] bool.
+    The generator is not read. In the paper the fraction is 2e-3 for 7B and 2e-4 for 32B.
 
     Source: Cui et al. 2025, equation 13, https://arxiv.org/abs/2505.22617
     """
@@ -138,14 +119,9 @@ def kl_cov(
 
     l_t = -r_t A_t + [t selected] coef * KL_t,   KL_t = r_t - 1 - log r_t
 
-    KL_t is the k3 estimate of KL(old || current); the paper's code uses |log r_t|.
-
-    Args:
-        selected: [N] bool, as from `largest`.
-        coef: beta in the paper, >= 0; 1 in the paper.
-
-    Returns:
-        Token losses; the metric clip_fraction counts the selected tokens.
+    KL_t is the k3 estimate of KL(old || current); the paper's code uses |log r_t|. `selected` is
+    [N] bool, as from `largest`; coef, beta in the paper, is >= 0, 1 in the paper. The metric
+    clip_fraction counts the selected tokens.
 
     Source: Cui et al. 2025, equation 14, https://arxiv.org/abs/2505.22617
     """

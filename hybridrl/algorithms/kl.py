@@ -4,24 +4,13 @@ For a token x sampled from the policy p, with reference q:
 
     d = log p(x) - log q(x),   KL(p || q) = E_p[d]
 
-An unbiased estimate of the divergence need not have an unbiased gradient (see losses.kl_penalty).
-The straight-through forms have the value of one estimator and the unbiased gradient of k2.
-
-Every estimator has the same signature:
-
-    log_probs      log p of the sampled tokens, any shape, nats
-    ref_log_probs  log q of the same tokens, the same shape, nats
-    returns        the same shape, float32 (float64 for float64 input), nats; NaN in, NaN out
-
-All raise a ValueError if shapes differ or an argument is out of range or not finite.
+All functions raise a ValueError if shapes differ or an argument is out of range or not finite.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html, for the values; Tang and Munos 2025,
     https://arxiv.org/abs/2506.09477, for the gradients
 """
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,58 +23,42 @@ from hybridrl.config.choices import KLEstimator
 MAX_LOG_RATIO = 20.0
 
 
-def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL by d: unbiased, of either sign, high variance."""
-    return _difference("k1", log_probs, ref_log_probs)
-
-
-def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL by d^2 / 2: never negative, biased, low variance; unbiased gradient."""
-    return _difference("k2", log_probs, ref_log_probs).square() / 2
-
-
-def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL by exp(-d) - 1 + d: unbiased, never negative, low variance.
-
-    d is clamped below at -MAX_LOG_RATIO, with gradient 0 there: a token far likelier under the
-    reference gives a large number instead of infinity.
-    """
-    difference = _difference("k3", log_probs, ref_log_probs).clamp(min=-MAX_LOG_RATIO)
-    # Rounding gives values down to -1e-15 for tiny d.
-    return (torch.expm1(-difference) + difference).clamp(min=0.0)
-
-
-def k1_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL by k1 with the gradient of k2, d * grad d; verl's k1+.
-
-    Values are bit for bit those of k1.
-    """
-    return _with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-def k3_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL by k3 with the gradient of k2, d * grad d; verl's k3+ (low_var_kl+).
-
-    Values are bit for bit those of k3. The gradient grows with d without bound, also where d is
-    clamped in k3. verl also clamps the value to 10.
-    """
-    return _with_gradient_of_k2(k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {
-        KLEstimator.k1: k1,
-        KLEstimator.k2: k2,
-        KLEstimator.k3: k3,
-        KLEstimator.k1_straight_through: k1_straight_through,
-        KLEstimator.k3_straight_through: k3_straight_through,
-    }
-)
-
-
 def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(policy || reference) per token by the named estimator."""
-    return ESTIMATORS[estimator](log_probs, ref_log_probs)
+    """Estimate KL(policy || reference) per token.
+
+    k1  d                 unbiased, of either sign, high variance
+    k2  d^2 / 2           never negative, biased, low variance; unbiased gradient
+    k3  exp(-d) - 1 + d   unbiased, never negative, low variance
+
+    An unbiased estimate of the divergence need not have an unbiased gradient (losses.kl_penalty).
+    The straight-through forms have the value of k1 or k3, bit for bit, and the gradient of k2,
+    d * grad d: verl's k1+ and k3+ (low_var_kl+). verl also clamps the value of k3+ to 10.
+
+    In k3, d is clamped below at -MAX_LOG_RATIO, with gradient 0 there: a token far likelier under
+    the reference gives a large number instead of infinity. The straight-through gradient grows with
+    d without bound.
+
+    Args:
+        log_probs: log p of the sampled tokens, any shape, nats.
+        ref_log_probs: log q of the same tokens, the same shape, nats.
+        estimator: one of these.
+
+    Returns:
+        The same shape, float32 (float64 for float64 input), nats; NaN in, NaN out.
+    """
+    check_same_shape(estimator, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    difference = at_least_float32(log_probs) - at_least_float32(ref_log_probs)
+    k2 = difference.square() / 2
+    if estimator is KLEstimator.k2:
+        return k2
+    values = difference
+    if estimator in (KLEstimator.k3, KLEstimator.k3_straight_through):
+        clamped = difference.clamp(min=-MAX_LOG_RATIO)
+        # Rounding gives values down to -1e-15 for tiny d.
+        values = (torch.expm1(-clamped) + clamped).clamp(min=0.0)
+    if estimator in (KLEstimator.k1, KLEstimator.k3):
+        return values
+    return values.detach() + (k2 - k2.detach())
 
 
 def kl_penalty_rewards(
@@ -158,14 +131,3 @@ def check_coef(function: str, coef: float) -> None:
     """Raise a ValueError unless a penalty's weight is finite and not negative."""
     if not (math.isfinite(coef) and coef >= 0):
         raise ValueError(f"{function} needs a finite coef >= 0; got {coef=}")
-
-
-def _with_gradient_of_k2(values: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return `values` with the gradient of k2."""
-    with_gradient = k2(log_probs, ref_log_probs)
-    return values.detach() + (with_gradient - with_gradient.detach())
-
-
-def _difference(function: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    check_same_shape(function, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return at_least_float32(log_probs) - at_least_float32(ref_log_probs)

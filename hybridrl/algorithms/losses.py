@@ -69,13 +69,8 @@ def value_loss(
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coef: float) -> TokenLoss:
     """Compute the entropy bonus as a loss term: l_t = -coef * H_t.
 
-    Args:
-        entropy: [N] H_t of the policy's distribution at each token, with graph, nats.
-        response_mask: [N].
-        coef: weight of the bonus, >= 0.
-
-    Returns:
-        Token losses; and the sum `entropy`, nats, without the weight.
+    H_t is the entropy of the policy's distribution at each token, [N] with graph, nats. The metric
+    `entropy` is without the weight `coef`, which is >= 0.
 
     Source: Schulman et al. 2017, equation 9, https://arxiv.org/abs/1707.06347
     """
@@ -108,11 +103,8 @@ def kl_penalty(
         log_probs: [N] the current weights', with graph, nats.
         ref_log_probs: [N] the frozen reference's, nats.
         response_mask: [N].
-        coef: weight of the penalty, >= 0.
+        coef: weight of the penalty, >= 0; the metric `kl_loss`, nats, is without it.
         estimator: k2 or a straight-through form for an unbiased gradient.
-
-    Returns:
-        Token losses; and the sum `kl_loss`, nats, without the weight.
 
     Source: http://joschu.net/blog/kl-approx.html for the estimators; Tang and Munos 2025,
         https://arxiv.org/abs/2506.09477, for their gradients

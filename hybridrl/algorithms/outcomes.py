@@ -47,7 +47,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
     Here L = lengths, M = max_tokens, C = buffer. A response truncated at M gets -1.
 
     Args:
-        lengths: [B] tokens of each response, integer or floating.
+        lengths: [B] tokens of each response, integer or floating, >= 0.
         max_tokens: length from which the penalty is -1; rollout.max_response_tokens or less.
         buffer: tokens before max_tokens over which the penalty grows, 1 to max_tokens.
 
@@ -55,8 +55,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
         [B] in [-1, 0], float32 (float64 for float64 lengths), in the unit of the reward.
 
     Raises:
-        ValueError: lengths is no vector or holds NaN or a negative length, or buffer is out of
-            range.
+        ValueError: lengths or buffer is none of these.
 
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """

@@ -29,14 +29,8 @@ def pass_at_k(rewards: Tensor, response_mask: Tensor, group_id: Tensor, *, pass_
     verl's grpo_passk is a different method: only the best response has an advantage, its distance
     from the second best.
 
-    Arguments, shapes and errors are those of group_advantages.py.
-
-    Args:
-        rewards, response_mask, group_id: of the batch.
-        pass_k: k, at least 1, and less than the responses of every group.
-
-    Returns:
-        Advantages without unit; no returns. The A_i of a group sum to 0.
+    Arguments, shapes and errors are those of group_advantages.py; pass_k is k, at least 1, and less
+    than the responses of every group. The A_i of a group sum to 0.
 
     Source: Chen et al. 2025, sections 2.3 (sets, for any rewards) and 2.4 (analytic, for rewards
         of 0 and 1), https://arxiv.org/abs/2508.10751

@@ -56,13 +56,8 @@ def advantages_of(function: str, advantages: Tensor, mask: Tensor) -> Tensor:
 def policy_sums(log_ratio: Tensor, clipped: Tensor, mask: Tensor) -> Sums:
     """Compute the metrics of every policy loss, as sums.
 
-    Args:
-        log_ratio: [N] nats, as from `log_ratio_of`.
-        clipped: [N] bool, true on tokens whose gradient the method removes or reduces.
-        mask: [N] bool.
-
-    Returns:
-        ratio; clip_fraction: clipped tokens; approx_kl: k3 of KL(old || current), nats.
+    ratio; clip_fraction: `clipped` tokens, whose gradient the method removes or reduces; approx_kl:
+    k3 of KL(old || current), nats.
     """
     log_ratio = log_ratio.detach()
     return {

@@ -32,12 +32,8 @@ def sapo(
     At r_t = 1 the gradient is that of r_t A_t; it falls to 0 on both sides, faster for a larger
     tau.
 
-    Args:
-        tau_positive: > 0; 1 in the paper.
-        tau_negative: > 0; 1.05 in the paper.
-
-    Returns:
-        Token losses; the metric clip_fraction counts tokens whose gradient is less than half.
+    In the paper tau_positive is 1, tau_negative 1.05; both are > 0. The metric clip_fraction counts
+    tokens whose gradient is less than half.
 
     Source: Gao et al. 2025, equations 5 and 6, https://arxiv.org/abs/2511.20347
     """

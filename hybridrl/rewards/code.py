@@ -107,8 +107,7 @@ def score(
         example: its column `tests_key` has the tests, in a format of `cases_of`.
         tests_key: name of the column.
         grading: share: the share of tests passed; all: 1 if all pass, else 0.
-        isolation: see hybridrl.rewards.sandbox.programs.Isolation.
-        limits: see hybridrl.rewards.sandbox.programs.Limits.
+        isolation, limits: see hybridrl.rewards.sandbox.programs.
 
     Raises:
         KeyError: the example has no such column.
@@ -162,9 +161,10 @@ def cases_of(tests: Any) -> list[Case]:
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         tests = json.loads(tests)
-    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-        tests = [{"input": given, "output": wanted} for given, wanted in pairs]
+    match tests:
+        case {"inputs": inputs, "outputs": outputs}:
+            pairs = zip(inputs, outputs, strict=True)
+            tests = [{"input": given, "output": wanted} for given, wanted in pairs]
     cases = [_case(test) for test in (tests if isinstance(tests, list) else [tests])]
     if not cases:
         raise ValueError("the example's list of tests is empty")
@@ -172,12 +172,11 @@ def cases_of(tests: Any) -> list[Case]:
 
 
 def _case(test: Any) -> Case:
-    if isinstance(test, str) and test.strip():
-        return Case(statements=test)
-    if isinstance(test, dict) and {"input", "output"} <= test.keys():
-        texts = (test["input"], test["output"])
-        if all(isinstance(text, str) for text in texts):
-            return Case(stdin=texts[0], stdout=texts[1])
+    match test:
+        case str() if test.strip():
+            return Case(statements=test)
+        case {"input": str() as given, "output": str() as wanted}:
+            return Case(stdin=given, stdout=wanted)
     raise ValueError(
         f"a test of the example is {str(test)[:80]!r}, expected statements such as "
         f"'assert f(1) == 2', or input and output as texts"

@@ -59,9 +59,7 @@ def score(prompt: str, response: str, example: dict[str, Any], mode: str) -> flo
         found = f"{BOXED}{{{boxed}}}" if len(boxed) <= MAX_ANSWER_CHARS else ""
     else:
         found = _end(response) if flexible and BOXED not in response else ""
-    # math-verify's own time limits would replace the reward process's SIGALRM timer.
-    answers = _math_verify().parse(found, parsing_timeout=None)
-    return float(_math_verify().verify(expected, answers, timeout_seconds=None))
+    return float(_math_verify().verify(expected, _parsed(found), timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
@@ -127,6 +125,7 @@ def _parsed_alone(text: str) -> list[Any]:
 
 def _parsed(text: str) -> list[Any]:
     """Parse with math-verify; the result is empty if that fails."""
+    # Its own time limits would replace the reward process's SIGALRM timer.
     parsed: list[Any] = _math_verify().parse(text, parsing_timeout=None)
     return parsed
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import Failure, FailureKind, Setup
+from hybridrl.rewards.messages import Failure, FailureKind, Indexed, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,
     RewardProcess,
@@ -67,6 +67,8 @@ class TaskPool:
         self._read = read
         self._num_logged = 0
         self._failed_starts = 0
+        self._waiting: deque[Indexed] = deque()  # items without a process
+        self._results: dict[int, Any] = {}
         withheld = sorted(os.environ.keys() - environment_for(setup.args).keys())
         if withheld:
             _logger.info(
@@ -83,17 +85,19 @@ class TaskPool:
             RewardProcessError: processes do not start up.
         """
         assert self._processes, "the pool is closed"
-        batch = _Batch(items, len(self._processes))
+        self._waiting, self._results = deque(enumerate(items)), {}
+        share = len(items) // (4 * len(self._processes))
+        chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
         try:
-            while batch.is_unfinished:
-                self._hand_out(batch)
-                self._collect(batch)
+            while len(self._results) < len(items):
+                self._hand_out(chunk_items)
+                self._collect()
         finally:
             # Only after an interruption: their results are not needed any more.
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
-        results = [batch.results[index] for index in range(len(items))]
+        results = [self._results[index] for index in range(len(items))]
         self._log(results)
         return results
 
@@ -111,18 +115,19 @@ class TaskPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, batch: "_Batch") -> None:
+    def _hand_out(self, chunk_items: int) -> None:
         """Assign a chunk to every idle process while items are left."""
         for process in list(self._processes):
-            if process.is_idle and batch.waiting:
-                chunk = batch.take()
+            if process.is_idle and self._waiting:
+                size = min(chunk_items, len(self._waiting))
+                chunk = [self._waiting.popleft() for _ in range(size)]
                 try:
                     process.hand_out(chunk)
                 except OSError:  # it failed while idle: not caused by an item
-                    batch.put_back(chunk)
+                    self._waiting.extendleft(reversed(chunk))
                     self._replace(process)
 
-    def _collect(self, batch: "_Batch") -> None:
+    def _collect(self) -> None:
         """Wait for an event; store results and replace processes that ended or hang."""
         awaited = [process for process in self._processes if not process.is_idle]
         soonest = min(process.deadline for process in awaited)
@@ -133,23 +138,21 @@ class TaskPool:
             try:
                 for index, found in process.receive():
                     failed = isinstance(found, Failure)
-                    batch.results[index] = found if failed else self._read(found)
+                    self._results[index] = found if failed else self._read(found)
             except (EOFError, OSError):
-                self._fail_current(process, batch, FailureKind.error)
+                self._fail_current(process, FailureKind.error)
             except (TypeError, ValueError, RecursionError):
                 reason = "its process sent an invalid message and was killed"
-                self._fail_current(process, batch, FailureKind.error, reason)
+                self._fail_current(process, FailureKind.error, reason)
             else:
                 if process.is_ready and not was_ready:
                     self._failed_starts = 0
                 if time.monotonic() > process.deadline:
                     reason = f"took longer than {self._setup.timeout_s:g} s and could not be "
                     reason += "interrupted; its process was killed"
-                    self._fail_current(process, batch, FailureKind.timeout, reason)
+                    self._fail_current(process, FailureKind.timeout, reason)
 
-    def _fail_current(
-        self, process: RewardProcess, batch: "_Batch", kind: FailureKind, reason: str = ""
-    ) -> None:
+    def _fail_current(self, process: RewardProcess, kind: FailureKind, reason: str = "") -> None:
         """Fail the current item of a process, put its other items back and replace it.
 
         Without a reason the process ended by itself.
@@ -162,8 +165,8 @@ class TaskPool:
         if items:
             index, _ = items[0]
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
-            batch.results[index] = Failure(index, kind, reason)
-            batch.put_back(items[1:])
+            self._results[index] = Failure(index, kind, reason)
+            self._waiting.extendleft(reversed(items[1:]))
 
     def _replace(self, process: RewardProcess) -> int:
         """Kill a process and start a new one; return the exit code."""
@@ -191,27 +194,3 @@ class TaskPool:
                 failure.reason,
                 failure.traceback,
             )
-
-
-class _Batch:
-    """Items without a process, and the results so far."""
-
-    def __init__(self, items: Sequence[Any], num_processes: int) -> None:
-        self.waiting = deque(enumerate(items))
-        self.results: dict[int, Any] = {}
-        self._num_items = len(items)
-        share = len(items) // (4 * num_processes)
-        self._chunk_items = min(max(share, 1), MAX_CHUNK_ITEMS)
-
-    @property
-    def is_unfinished(self) -> bool:
-        return len(self.results) < self._num_items
-
-    def take(self) -> list[tuple[int, Any]]:
-        """Remove and return the next chunk."""
-        size = min(self._chunk_items, len(self.waiting))
-        return [self.waiting.popleft() for _ in range(size)]
-
-    def put_back(self, items: Sequence[tuple[int, Any]]) -> None:
-        """Put items back at the front."""
-        self.waiting.extendleft(reversed(items))

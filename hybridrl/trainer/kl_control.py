@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from hybridrl.algorithms.kl import adapt_coef, k3, kl_penalty_rewards
+from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
 from hybridrl.algorithms.masked import masked_mean, on_mask
 from hybridrl.config.algorithm_schema import KLConfig
-from hybridrl.config.choices import KLPlacement
+from hybridrl.config.choices import KLEstimator, KLPlacement
 from hybridrl.controller.worker_group import Call, WorkerGroup
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.blocks import in_chunks
@@ -82,6 +82,7 @@ class KLPenalty:
         """Compute actor/kl in nats per token (k3, mean >= 0); update an adaptive coefficient."""
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         mask = batch.response_mask.values
+        k3 = partial(estimate_kl, estimator=KLEstimator.k3)
         per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
         used = self._coef
         if self._config.target is not None:

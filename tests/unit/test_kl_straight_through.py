@@ -1,6 +1,7 @@
 """Straight-through KL forms: the base's value bit for bit, the gradient of k2, that of the KL."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,16 +9,15 @@ from torch import Tensor
 
 from hybridrl.algorithms.kl import (
     MAX_LOG_RATIO,
-    k1,
-    k1_straight_through,
-    k2,
-    k3,
-    k3_straight_through,
+    estimate_kl,
     kl_penalty_rewards,
 )
 from hybridrl.algorithms.losses import kl_penalty
 from hybridrl.config.choices import KLEstimator
 
+k1, k2, k3, k1_straight_through, k3_straight_through = (
+    partial(estimate_kl, estimator=estimator) for estimator in KLEstimator
+)
 FORMS = [(k1_straight_through, k1), (k3_straight_through, k3)]
 LOG_Q = torch.tensor([0.25, 0.25, 0.1, 0.4], dtype=torch.float64).log()
 
