@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.masked import (
-    at_least_float32,
-    check_finite,
-    check_masked,
-    on_mask,
-)
+from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked, on_mask
 from hybridrl.config.choices import CorrectionLevel, CorrectionMethod
 
 
