@@ -18,9 +18,9 @@ import math
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.clipped_losses import ppo_clip
 from hybridrl.algorithms.kl import check_coef
 from hybridrl.algorithms.masked import at_least_float32, check_finite, check_masked, masked_mean
+from hybridrl.algorithms.policy_losses import ppo_clip
 from hybridrl.algorithms.token_loss import TokenLoss, advantages_of, log_ratio_of, policy_sums
 
 

@@ -1,9 +1,7 @@
 """Value loss, and the terms added to any policy loss: entropy bonus and KL penalty.
 
 The value loss is a sum over the tokens of a micro-batch, divided by the token count of the whole
-mini-batch on all ranks. Losses of micro-batches and ranks, and their gradients, add up to those of
-the mini-batch. FSDP must sum gradients over ranks, not average them. The other terms are token by
-token (aggregation.py).
+mini-batch on all ranks, as in token_loss.py. The other terms are token by token.
 
 Shapes:  token fields have one shape, usually flat [N]; N may be 0
 Masks:   true on tokens the policy sampled; values off the mask, even NaN, have no effect

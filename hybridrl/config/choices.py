@@ -11,7 +11,7 @@ KLPlacement = StrEnum("KLPlacement", ["reward", "loss"])
 KLEstimator = StrEnum(
     "KLEstimator", ["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 )
-# Aggregation of token losses to the loss of a mini-batch (algorithms/aggregation.py).
+# Aggregation of token losses to the loss of a mini-batch (algorithms/token_loss.py).
 Aggregation = StrEnum("Aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
 # Correction of the mismatch between vLLM's and the trainer's probabilities.
 CorrectionMethod = StrEnum("CorrectionMethod", ["none", "truncate", "mask"])

@@ -61,7 +61,7 @@ _FUNCTIONS = (
     Estimator("group_advantages.rloo", _COMPARED),
     Estimator("group_advantages.opo", _COMPARED),
     Estimator("group_advantages.reinforce_plus_plus_baseline", _COMPARED, whitens=True),
-    Estimator("pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
+    Estimator("group_advantages.pass_at_k", (*_COMPARED, "pass_k")),
 )
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {e.path.split(".")[1]: e._replace(path=f"hybridrl.algorithms.{e.path}") for e in _FUNCTIONS}

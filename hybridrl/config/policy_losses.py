@@ -66,18 +66,18 @@ _RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
 _FUNCTIONS = (
-    PolicyLoss("clipped_losses.ppo_clip", _BASE, _CLIP),
-    PolicyLoss("clipped_losses.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
-    PolicyLoss("clipped_losses.gspo", (*_BASE, "sequence_id"), _CLIP),
-    PolicyLoss("clipped_losses.cispo", _BASE, _CLIP),
-    PolicyLoss("trust_region_losses.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
+    PolicyLoss("policy_losses.ppo_clip", _BASE, _CLIP),
+    PolicyLoss("policy_losses.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
+    PolicyLoss("policy_losses.gspo", (*_BASE, "sequence_id"), _CLIP),
+    PolicyLoss("policy_losses.cispo", _BASE, _CLIP),
+    PolicyLoss("policy_losses.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
     PolicyLoss(
-        "trust_region_losses.dppo_tv",
+        "policy_losses.dppo_tv",
         _SAMPLED,
         {"max_divergence": BETWEEN_0_AND_1, "max_ratio": _RATIO},
     ),
     PolicyLoss(
-        "trust_region_losses.dppo_kl",
+        "policy_losses.dppo_kl",
         _SAMPLED,
         {"max_divergence": above_zero("a divergence is not negative"), "max_ratio": _RATIO},
     ),

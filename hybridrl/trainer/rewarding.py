@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.outcomes import overlong_penalty
+from hybridrl.algorithms.advantages import overlong_penalty
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.algorithms.aggregation import aggregate
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max, ratio_max
+from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
 from hybridrl.data.ragged import Ragged

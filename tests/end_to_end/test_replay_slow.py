@@ -14,7 +14,7 @@ from tests.end_to_end.runs import ROOT, SMALL, started
 pytestmark = pytest.mark.slow
 
 LOSS = """
-from hybridrl.algorithms.clipped_losses import ppo_clip
+from hybridrl.algorithms.policy_losses import ppo_clip
 from hybridrl.algorithms.token_loss import TokenLoss
 
 def loss(log_probs, old_log_probs, advantages, response_mask, sequence_id, *, clip_low, clip_high):

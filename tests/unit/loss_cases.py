@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.clipped_losses import ppo_clip
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, mean_over, value_loss
+from hybridrl.algorithms.policy_losses import ppo_clip
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.config.choices import KLEstimator
 

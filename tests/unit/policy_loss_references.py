@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms import clipped_losses, covariance_losses, trust_region_losses
+from hybridrl.algorithms import covariance_losses, policy_losses
 from hybridrl.algorithms.token_loss import TokenLoss
 
 LENGTHS = (5, 1, 9, 7, 3)
@@ -94,17 +94,17 @@ def of_kl_cov(token: Token) -> tuple[float, float]:
 
 Loss = Callable[..., TokenLoss]
 LOSSES: dict[str, tuple[Loss, Callable[[Token], tuple[float, float]]]] = {
-    "ppo_clip": (partial(clipped_losses.ppo_clip, **CLIP), of_ppo_clip),
-    "dual_clip": (partial(clipped_losses.dual_clip, **CLIP, max_ratio=1.5), of_dual_clip),
-    "cispo": (partial(clipped_losses.cispo, **CLIP), of_cispo),
-    "gspo": (partial(clipped_losses.gspo, **CLIP), of_gspo),
-    "sapo": (partial(trust_region_losses.sapo, tau_positive=1.0, tau_negative=1.5), of_sapo),
+    "ppo_clip": (partial(policy_losses.ppo_clip, **CLIP), of_ppo_clip),
+    "dual_clip": (partial(policy_losses.dual_clip, **CLIP, max_ratio=1.5), of_dual_clip),
+    "cispo": (partial(policy_losses.cispo, **CLIP), of_cispo),
+    "gspo": (partial(policy_losses.gspo, **CLIP), of_gspo),
+    "sapo": (partial(policy_losses.sapo, tau_positive=1.0, tau_negative=1.5), of_sapo),
     "dppo_tv": (
-        partial(trust_region_losses.dppo_tv, max_divergence=0.05, max_ratio=1.2),
+        partial(policy_losses.dppo_tv, max_divergence=0.05, max_ratio=1.2),
         partial(of_dppo, divergence=lambda p, q: abs(p - q)),
     ),
     "dppo_kl": (
-        partial(trust_region_losses.dppo_kl, max_divergence=0.05, max_ratio=1.2),
+        partial(policy_losses.dppo_kl, max_divergence=0.05, max_ratio=1.2),
         partial(of_dppo, divergence=binary_kl),
     ),
     "clip_cov": (partial(covariance_losses.clip_cov, **CLIP), of_clip_cov),

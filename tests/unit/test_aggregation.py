@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.aggregation import aggregate, sequence_sums
+from hybridrl.algorithms.token_loss import aggregate, sequence_sums
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 

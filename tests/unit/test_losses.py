@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms.clipped_losses import ppo_clip
 from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, value_loss
+from hybridrl.algorithms.policy_losses import ppo_clip
 from hybridrl.config.choices import KLEstimator
 from tests.unit.loss_cases import LOSSES, all_true, mask_of_two_thirds, reference, tokens
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrl.algorithms.outcomes import overlong_penalty
+from hybridrl.algorithms.advantages import overlong_penalty
 
 
 def test_hand_worked():

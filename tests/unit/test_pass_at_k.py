@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.group_advantages import GROUP_EPS
-from hybridrl.algorithms.pass_at_k import pass_at_k
+from hybridrl.algorithms.group_advantages import GROUP_EPS, pass_at_k
 
 
 def advantages_of(outcomes: list[float], pass_k: int) -> list[float]:

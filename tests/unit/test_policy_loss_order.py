@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import aggregate
-from hybridrl.algorithms.clipped_losses import gspo
+from hybridrl.algorithms.policy_losses import gspo
+from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.choices import Aggregation
 from hybridrl.data.batch import Totals
 from tests.unit.policy_loss_references import LENGTHS, LOSSES, arguments

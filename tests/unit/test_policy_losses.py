@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hybridrl.algorithms import clipped_losses, covariance_losses, trust_region_losses
+from hybridrl.algorithms import covariance_losses, policy_losses
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from tests.unit.policy_loss_references import CLIP, LENGTHS, LOSSES, arguments, expected
 
@@ -165,7 +165,7 @@ def test_bad_tensors_are_named(name):
 def test_dual_clip_hand_worked():
     # A = -1, r = 4: ppo_clip has 4, dual_clip stops at max_ratio = 3; r = 2: both have 2
     ratio, advantages = torch.tensor([4.0, 2.0]), torch.tensor([-1.0, -1.0])
-    values, sums = clipped_losses.dual_clip(
+    values, sums = policy_losses.dual_clip(
         ratio.log(), torch.zeros(2), advantages, torch.ones(2).bool(), **CLIP, max_ratio=3.0
     )
     assert values.tolist() == pytest.approx([3.0, 2.0])
@@ -175,7 +175,7 @@ def test_dual_clip_hand_worked():
 def test_gspo_has_one_ratio_for_a_response():
     # log ratios ln 2 and ln 8 have the mean ln 4: s = 4, and with A = -1 nothing is clipped
     log_probs = torch.tensor([2.0, 8.0, 1.0]).log().requires_grad_()
-    values, _ = clipped_losses.gspo(
+    values, _ = policy_losses.gspo(
         log_probs,
         torch.zeros(3),
         torch.tensor([-1.0, -1.0, 5.0]),
@@ -196,7 +196,7 @@ def test_gspo_by_token_is_gspo_by_sequence_where_advantages_are_one_per_response
     sequence, lengths = taken[4], torch.tensor(LENGTHS)
     taken[2] = taken[2][: len(LENGTHS)][sequence]
     log_probs = taken[0].requires_grad_()
-    values, _ = clipped_losses.gspo(*taken, clip_low=0.1, clip_high=0.1)
+    values, _ = policy_losses.gspo(*taken, clip_low=0.1, clip_high=0.1)
     (by_token,) = torch.autograd.grad((values / lengths[sequence]).sum() / 5, log_probs)
     again = taken[0].detach().clone().requires_grad_()
     mean = torch.stack([part.mean() for part in (again - taken[1]).split(LENGTHS)])
@@ -211,7 +211,7 @@ def test_sapo_is_symmetric_around_ratio_one_and_closes_faster_for_negative_advan
     for advantage in (1.0, -1.0):
         for ratio in (0.4, 1.6):
             log_probs = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
-            values, _ = trust_region_losses.sapo(
+            values, _ = policy_losses.sapo(
                 log_probs,
                 torch.zeros(1, dtype=torch.float64),
                 torch.tensor([advantage], dtype=torch.float64),
@@ -229,13 +229,13 @@ def test_sapo_is_symmetric_around_ratio_one_and_closes_faster_for_negative_advan
 def test_settings_out_of_range_are_named():
     x, mask = torch.zeros(2), torch.ones(2).bool()
     cases = [
-        (clipped_losses.ppo_clip, {"clip_low": 0.0, "clip_high": 0.2}, "clip_low=0"),
-        (clipped_losses.cispo, {"clip_low": 1.1, "clip_high": 0.2}, "clip_low=1.1"),
-        (clipped_losses.dual_clip, {**CLIP, "max_ratio": 1.2}, "max_ratio=1.2"),
-        (trust_region_losses.sapo, {"tau_positive": 0.0, "tau_negative": 1.0}, "tau_positive=0"),
-        (trust_region_losses.dppo_tv, {"max_divergence": 1.0, "max_ratio": 2.0}, "divergence=1"),
-        (trust_region_losses.dppo_kl, {"max_divergence": 0.0, "max_ratio": 2.0}, "divergence=0"),
-        (trust_region_losses.dppo_kl, {"max_divergence": 0.1, "max_ratio": 0.5}, "max_ratio=0.5"),
+        (policy_losses.ppo_clip, {"clip_low": 0.0, "clip_high": 0.2}, "clip_low=0"),
+        (policy_losses.cispo, {"clip_low": 1.1, "clip_high": 0.2}, "clip_low=1.1"),
+        (policy_losses.dual_clip, {**CLIP, "max_ratio": 1.2}, "max_ratio=1.2"),
+        (policy_losses.sapo, {"tau_positive": 0.0, "tau_negative": 1.0}, "tau_positive=0"),
+        (policy_losses.dppo_tv, {"max_divergence": 1.0, "max_ratio": 2.0}, "divergence=1"),
+        (policy_losses.dppo_kl, {"max_divergence": 0.0, "max_ratio": 2.0}, "divergence=0"),
+        (policy_losses.dppo_kl, {"max_divergence": 0.1, "max_ratio": 0.5}, "max_ratio=0.5"),
     ]
     for function, settings, words in cases:
         with pytest.raises(ValueError, match=words):
