@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.classes import locate
 from hybridrl.config.user_code.supervisor import supervise
-from hybridrl.rewards.messages import ChildEnd, Failure, FailureKind, Indexed, Ready
+from hybridrl.rewards.messages import START, ChildEnd, Failure, FailureKind, Indexed
 
 _MAX_TRACEBACK_CHARS, _MAX_REASON_CHARS = 4000, 500
 
@@ -35,9 +35,9 @@ def main(fd: int, parent: int) -> None:
     try:
         task = locate("task", setup.task)(setup.function, setup.args)
     except ConfigError as error:
-        link.send(Ready(str(error)))
+        link.send(Failure(START, FailureKind.error, str(error)))
         return
-    link.send(Ready())
+    link.send((START, None))
     while True:
         try:
             chunk = link.receive()

@@ -1,9 +1,8 @@
 """Messages between a pool and its processes, over a socket that user code can write to as well.
 
-The pool sends pickles. The process sends lines of JSON, which is never executed; anything else that
-it sends is detected as an error:
+The pool sends pickles: a Setup, as item START, then lists of items. The process sends lines of
+JSON, which is never executed; anything else that it sends is detected as an error:
 
-    [problem]                           once: it is ready (null), or cannot import the function
     [index, value]                      for each item, in order
     [index, kind, reason, traceback]    instead, if the item failed
 """
@@ -20,6 +19,8 @@ from typing import Any
 
 # An item and its index in the batch; from the process, its value or Failure.
 Indexed = tuple[int, Any]
+# Index of the setup; its result is that the function is imported, or the problem.
+START = -1
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 # User code that closes or writes descriptors by number uses low numbers.
@@ -48,13 +49,6 @@ class Setup:
     function: str
     args: dict[str, Any]
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """From the process, once: the function is imported, or the problem."""
-
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,7 @@ class ChildEnd:
         """Return the next message; raise EOFError if the parent has closed its end."""
         return pickle.load(self._buffered)
 
-    def send(self, message: Ready | Indexed | Failure) -> None:
+    def send(self, message: Indexed | Failure) -> None:
         """Send a message; end the process if it is a fork made by user code."""
         if os.getpid() != self._process:
             os._exit(0)
@@ -108,11 +102,9 @@ def visible(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def parsed(line: bytes | bytearray) -> Ready | Indexed:
+def parsed(line: bytes | bytearray) -> Indexed:
     """Parse a line from a process; raise a ValueError or RecursionError if it is no message."""
     match json.loads(line):
-        case [None | str() as problem]:
-            return Ready(problem and visible(problem))
         case [int() as index, value]:
             return index, value
         case [int() as index, "error" | "timeout" as kind, str() as reason, str() as trace]:

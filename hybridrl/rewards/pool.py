@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.supervisor import describe_exit
-from hybridrl.rewards.messages import Failure, FailureKind, Indexed, Setup
+from hybridrl.rewards.messages import START, Failure, FailureKind, Indexed, Setup
 from hybridrl.rewards.process import (
     START_TIMEOUT_S,
     RewardProcess,
@@ -76,7 +76,7 @@ class TaskPool:
                 what,
                 ", ".join(withheld),
             )
-        self._processes = [RewardProcess(setup, what) for _ in range(count)]
+        self._processes = [RewardProcess(setup) for _ in range(count)]
 
     def run(self, items: Sequence[Any]) -> list[Any]:
         """Return the value or `Failure` of each item, in order.
@@ -92,11 +92,11 @@ class TaskPool:
             while len(self._results) < len(items):
                 self._hand_out(chunk_items)
                 self._collect()
-        finally:
-            # Only after an interruption: their results are not needed any more.
+        except BaseException:  # the results are not needed any more
             for process in self._processes:
                 if process.pending:
                     self._replace(process)
+            raise
         results = [self._results[index] for index in range(len(items))]
         self._log(results)
         return results
@@ -118,7 +118,7 @@ class TaskPool:
     def _hand_out(self, chunk_items: int) -> None:
         """Assign a chunk to every idle process while items are left."""
         for process in list(self._processes):
-            if process.is_idle and self._waiting:
+            if self._waiting and not process.pending:
                 size = min(chunk_items, len(self._waiting))
                 chunk = [self._waiting.popleft() for _ in range(size)]
                 try:
@@ -129,24 +129,28 @@ class TaskPool:
 
     def _collect(self) -> None:
         """Wait for an event; store results and replace processes that ended or hang."""
-        awaited = [process for process in self._processes if not process.is_idle]
+        awaited = [process for process in self._processes if process.pending]
         soonest = min(process.deadline for process in awaited)
         timeout = max(0.0, soonest - time.monotonic())
         wait([process.socket for process in awaited], timeout)
         for process in awaited:
-            was_ready = process.is_ready
             try:
                 for index, found in process.receive():
                     failed = isinstance(found, Failure)
-                    self._results[index] = found if failed else self._read(found)
+                    if index != START:
+                        self._results[index] = found if failed else self._read(found)
+                    elif failed:
+                        raise RewardProcessError(
+                            f"{self._what} processes cannot start: {found.reason}"
+                        )
+                    else:
+                        self._failed_starts = 0
             except (EOFError, OSError):
                 self._fail_current(process, FailureKind.error)
             except (TypeError, ValueError, RecursionError):
                 reason = "its process sent an invalid message and was killed"
                 self._fail_current(process, FailureKind.error, reason)
             else:
-                if process.is_ready and not was_ready:
-                    self._failed_starts = 0
                 if time.monotonic() > process.deadline:
                     reason = f"took longer than {self._setup.timeout_s:g} s and could not be "
                     reason += "interrupted; its process was killed"
@@ -157,21 +161,19 @@ class TaskPool:
 
         Without a reason the process ended by itself.
         """
-        items = list(process.pending)
-        was_ready = process.is_ready
+        indices = [index for index, _ in process.pending]
+        self._waiting.extendleft(reversed(list(process.pending)[1:]))
         exit_code = self._replace(process)
-        if not was_ready:
+        if indices[:1] == [START]:
             self._count_failed_start(exit_code)
-        if items:
-            index, _ = items[0]
+        elif indices:
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
-            self._results[index] = Failure(index, kind, reason)
-            self._waiting.extendleft(reversed(items[1:]))
+            self._results[indices[0]] = Failure(indices[0], kind, reason)
 
     def _replace(self, process: RewardProcess) -> int:
         """Kill a process and start a new one; return the exit code."""
         exit_code = process.kill()
-        self._processes[self._processes.index(process)] = RewardProcess(self._setup, self._what)
+        self._processes[self._processes.index(process)] = RewardProcess(self._setup)
         return exit_code
 
     def _count_failed_start(self, exit_code: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.user_code.supervisor import end
-from hybridrl.rewards.messages import MAX_MESSAGE_BYTES, Indexed, Ready, Setup, parsed
+from hybridrl.rewards.messages import MAX_MESSAGE_BYTES, START, Indexed, Setup, parsed
 
 START_TIMEOUT_S = 120.0
 # Seconds after the time limit at which a process that did not interrupt its item is killed.
@@ -43,17 +43,14 @@ class RewardProcess:
 
     Args:
         setup: function to compute.
-        what: its name in errors ("reward").
 
     Attributes:
         socket: readable when a result has arrived or the process has ended.
         deadline: time.monotonic() of the next result at the latest.
-        is_ready: true once it has started.
-        pending: items without a result, the current one first.
+        pending: items without a result, the current one first; at the start, the setup.
     """
 
-    def __init__(self, setup: Setup, what: str) -> None:
-        self._what = what
+    def __init__(self, setup: Setup) -> None:
         self._answer_timeout_s = setup.timeout_s + KILL_AFTER_S
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
@@ -68,18 +65,12 @@ class RewardProcess:
                 process_group=0,  # out of reach of the terminal's Ctrl-C
             )
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.is_ready = False
-        self.pending: deque[Indexed] = deque()
+        self.pending: deque[Indexed] = deque([(START, setup)])
         with suppress(OSError):  # already ended: reported when waiting for it to be ready
             self._send(setup, START_TIMEOUT_S)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if it waits for items."""
-        return self.is_ready and not self.pending
-
     def hand_out(self, items: list[Indexed]) -> None:
-        """Assign items to an idle process.
+        """Assign items to a process without pending ones.
 
         Raises:
             OSError: it has ended or sent unexpected data; `pending` stays empty.
@@ -89,26 +80,18 @@ class RewardProcess:
         self.deadline = time.monotonic() + self._answer_timeout_s
 
     def receive(self) -> Iterator[Indexed]:
-        """Yield the values and failures that have arrived; update `is_ready`.
+        """Yield the values and failures that have arrived.
 
         Raises:
             EOFError, OSError: the process has ended.
             ValueError, RecursionError: it sent an invalid message.
-            RewardProcessError: it cannot import the function.
         """
-        for message in self._messages():
-            if isinstance(message, Ready):
-                if message.problem is not None:
-                    raise RewardProcessError(
-                        f"{self._what} processes cannot start: {message.problem}"
-                    )
-                self.is_ready = True
-            elif not self.pending or self.pending[0][0] != message[0]:
+        for index, found in self._messages():
+            if not self.pending or self.pending[0][0] != index:
                 raise ValueError("a result without a pending item")
-            else:
-                yield message
-                self.pending.popleft()
-                self.deadline = time.monotonic() + self._answer_timeout_s
+            yield index, found
+            self.pending.popleft()
+            self.deadline = time.monotonic() + self._answer_timeout_s
 
     def _send(self, message: Setup | list[Indexed], timeout_s: float) -> None:
         if wait([self.socket], 0):
@@ -118,7 +101,7 @@ class RewardProcess:
         self.socket.sendall(content)
         self.socket.setblocking(False)
 
-    def _messages(self) -> Iterator[Ready | Indexed]:
+    def _messages(self) -> Iterator[Indexed]:
         """Yield the messages that have arrived, without waiting for the end of the last one."""
         while True:
             try:
