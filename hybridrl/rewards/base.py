@@ -1,6 +1,5 @@
 """Interface of rewards, checks of their arguments, and their lookup by dotted path."""
 
-import importlib.util
 import math
 import numbers
 import re
@@ -8,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import unknown_sibling
 from hybridrl.config.user_code.classes import locate
 
@@ -98,15 +96,6 @@ def section_problems(where: str, section: Any, rules: Mapping[str, Rule]) -> Ite
     yield from value_problems(where, section, rules)
 
 
-def package_problems(key: str, module: str, distribution: str) -> Iterator[str]:
-    """Yield a message if a package that the reward of section `key` needs is not installed."""
-    if importlib.util.find_spec(module) is None:
-        yield (
-            f"{key}.function needs the package {distribution}, which is not installed.\n"
-            f"Run pip install {distribution}, or choose another reward."
-        )
-
-
 def as_score(value: Any, function: str) -> Score:
     """Convert the value of a reward to a Score.
 
@@ -139,11 +128,7 @@ def read_score(value: Any, function: str) -> Score:
 
 @runtime_checkable
 class _Scalar(Protocol):
-    """Scalar of numpy or torch."""
-
-    def item(self) -> Any:
-        """Return a Python number; raise if there are several elements."""
-        ...
+    def item(self) -> Any: ...  # of numpy and torch; raises if there are several elements
 
 
 def finite_number(value: Any, function: str) -> float:
@@ -160,20 +145,5 @@ def finite_number(value: Any, function: str) -> float:
 
 def reward_task(function: str, args: dict[str, Any]) -> Callable[[RewardItem], Score]:
     """Return the task of a reward process: (prompt, response, example) -> Score."""
-    reward = resolve_function(function)
+    reward = locate("reward.function", function)
     return lambda item: as_score(reward(*item, **args), function)
-
-
-def resolve_function(dotted: str) -> Reward:
-    """Import the reward `dotted` ("package.module.name").
-
-    Raises:
-        ConfigError: as in `locate`, or the object is not callable.
-    """
-    function = locate("reward.function", dotted)
-    if not callable(function):
-        raise ConfigError(
-            f"reward.function = {dotted} is a {type(function).__name__}, expected a function "
-            f"(prompt, response, example, **args) -> float."
-        )
-    return function

@@ -8,16 +8,16 @@ https://github.com/huggingface/Math-Verify for what equals what
 """
 
 import functools
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from hybridrl.rewards.base import checked_by, one_of, package_problems, value_problems
+from hybridrl.rewards.base import checked_by, one_of, value_problems
 from hybridrl.rewards.gsm8k import MARKER, Mode
 
-PACKAGE = "math-verify"
 BOXED = r"\boxed"
 # Bounds on the text to parse: time grows faster than its length.
 MAX_ANSWER_CHARS = 1000
@@ -33,7 +33,11 @@ _LONE_DOLLAR = re.compile(f"({_UNESCAPED})" + r"\$")
 def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     """Check the mode and that the package is installed."""
     yield from value_problems(f"{key}.args", args, {"mode": one_of(Mode)})
-    yield from package_problems(key, "math_verify", PACKAGE)
+    if importlib.util.find_spec("math_verify") is None:
+        yield (
+            f"{key}.function needs the package math-verify, which is not installed.\n"
+            f"Run pip install math-verify (hybridrl's extra math), or choose another reward."
+        )
 
 
 @checked_by(_problems)
@@ -68,16 +72,11 @@ def last_boxed(text: str) -> str | None:
     tail = tail.lstrip()
     if not found or not tail.startswith("{"):
         return None
-    depth, escaped = 0, False
-    for index, char in enumerate(tail):
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif char in "{}":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                return tail[1:index]
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", tail, flags=re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return tail[1 : match.start()]
     return None
 
 
@@ -108,7 +107,7 @@ def reference_answer(answer: Any) -> list[Any]:
         parsed = _parsed(text) if _MATHS.search(text) else _parsed_alone(text)
     if not parsed:
         raise ValueError(
-            f"the example's answer is {str(answer)[-80:]!r}, expected an answer that {PACKAGE} "
+            f"the example's answer is {str(answer)[-80:]!r}, expected an answer that math-verify "
             f"can parse; set data.answer_key to the column with the answer"
         )
     return parsed

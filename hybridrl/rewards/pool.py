@@ -161,14 +161,16 @@ class TaskPool:
 
         Without a reason the process ended by itself.
         """
-        indices = [index for index, _ in process.pending]
-        self._waiting.extendleft(reversed(list(process.pending)[1:]))
         exit_code = self._replace(process)
-        if indices[:1] == [START]:
+        if not process.pending:
+            return
+        (index, _), *others = process.pending
+        self._waiting.extendleft(reversed(others))
+        if index == START:
             self._count_failed_start(exit_code)
-        elif indices:
+        else:
             reason = reason or f"its process ended, {describe_exit(exit_code)}"
-            self._results[indices[0]] = Failure(indices[0], kind, reason)
+            self._results[index] = Failure(index, kind, reason)
 
     def _replace(self, process: RewardProcess) -> int:
         """Kill a process and start a new one; return the exit code."""

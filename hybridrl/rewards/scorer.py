@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config.user_code.classes import check_reward_function
-from hybridrl.rewards.base import RewardItem, read_score, resolve_function
+from hybridrl.rewards.base import RewardItem, read_score
 from hybridrl.rewards.messages import Failure, Setup
 from hybridrl.rewards.pool import TaskPool
 
@@ -52,7 +52,6 @@ class RewardScorer(TaskPool):
         num_processes: int | None,
         failed_score: float,
     ) -> None:
-        resolve_function(function)
         check_reward_function("reward", function, args)
         self._failed_score = failed_score
         read = partial(read_score, function=function)

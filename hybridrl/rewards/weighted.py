@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.user_code.classes import check_reward_function
+from hybridrl.config.user_code.classes import check_reward_function, locate
 from hybridrl.rewards.base import (
     Rule,
     Score,
     as_score,
     checked_by,
     is_number,
-    resolve_function,
     section_problems,
     value_problems,
 )
@@ -63,7 +62,7 @@ def score(
     """
     total, scores = 0.0, {}
     for name, part in parts.items():
-        function = resolve_function(part["function"])
+        function = locate(f"part {name}", part["function"])
         value = function(prompt, response, example, **part["args"])
         found = as_score(value, f"part {name}, {part['function']},")
         total += part["weight"] * found.total

@@ -10,8 +10,8 @@ import torch
 
 from hybridrl.app.process import import_from_here
 from hybridrl.config.errors import ConfigError
-from hybridrl.rewards import gsm8k
-from hybridrl.rewards.base import MAX_REWARD, Score, as_score, resolve_function
+from hybridrl.config.user_code.classes import check_reward_function, locate
+from hybridrl.rewards.base import MAX_REWARD, Score, as_score
 from hybridrl.rewards.gsm8k import last_number, reference_answer, score, strict_answer
 
 EURO, MINUS = "\u20ac", "\u2212"
@@ -233,17 +233,14 @@ def test_no_reward_overflows_in_float32():
             as_score(value, "f")
 
 
-def test_resolve_function_finds_ours():
-    assert resolve_function("hybridrl.rewards.gsm8k.score") is gsm8k.score
-
-
-def test_resolve_function_finds_a_module_of_the_current_directory(tmp_path, monkeypatch):
+def test_a_module_of_the_current_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_reward_here.py").write_text("def score(p, r, e):\n    return 0.25\n")
     monkeypatch.chdir(tmp_path)
     # As a console script sees it: neither "" nor the current directory.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     import_from_here()
-    assert resolve_function("my_reward_here.score")("", "", {}) == 0.25
+    check_reward_function("reward", "my_reward_here.score", {})
+    assert locate("reward.function", "my_reward_here.score")("", "", {}) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -252,17 +249,17 @@ def test_resolve_function_finds_a_module_of_the_current_directory(tmp_path, monk
         ("no_such_module_at_all.score", "no_such_module_at_all"),
         ("hybridrl.rewards.no_such.score", r"hybridrl\.rewards\.no_such"),
         ("hybridrl.rewards.gsm8k.scoer", "has no scoer.*score"),
-        ("hybridrl.rewards.gsm8k.MARKER", "MARKER is a str, expected a function"),
+        ("hybridrl.rewards.gsm8k.MARKER", "MARKER, expected a function"),
         ("score", "dotted path"),
     ],
 )
-def test_resolve_function_names_what_is_wrong(dotted, names):
+def test_what_is_wrong_with_a_function_is_named(dotted, names):
     with pytest.raises(ConfigError, match=names):
-        resolve_function(dotted)
+        check_reward_function("reward", dotted, {})
 
 
-def test_resolve_function_tells_a_missing_import_of_the_users_module(tmp_path, monkeypatch):
+def test_the_refusal_tells_a_missing_import_of_the_users_module(tmp_path, monkeypatch):
     (tmp_path / "my_broken_reward.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"my_broken_reward failed.*no_such_dependency"):
-        resolve_function("my_broken_reward.score")
+        check_reward_function("reward", "my_broken_reward.score", {})
