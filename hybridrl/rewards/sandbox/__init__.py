@@ -2,7 +2,7 @@
 
     programs.py -> bubblewrap.py (namespaces) -> jail.py (process 1) -> one process per test
 
-call_filter.py builds the seccomp filter; kernel.py has the Linux calls that Python lacks. Only
-jail.py and kernel.py exist inside the sandbox, so they import nothing else of the project.
+Only jail.py and kernel.py, the Linux calls that Python lacks, exist inside the sandbox, so they
+import nothing else of the project.
 The reward that uses it is rewards/code.py. Start with programs.run_tests.
 """

@@ -1,8 +1,12 @@
-"""Bubblewrap around programs under test: visible files, namespaces and user."""
+"""Isolation of programs under test: files, namespaces and user of bubblewrap, system calls."""
 
+import ctypes
+import errno
+import functools
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -28,21 +32,31 @@ _SEEN = (
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _FOLDERS = ("/tmp", "/var/tmp", "/mnt")
 
+_LIBRARY = "libseccomp.so.2"
+_PROCESSES = ("fork", "vfork", "execve", "execveat", "unshare", "setns")
+_SOCKETS = ("socket",)  # mainly vsock; socketpair is allowed
+_MEMORY = ("memfd_create", "shmget", "semget", "msgget")
+_KEYS = ("add_key", "keyctl", "request_key")
+_KERNEL = ("bpf", "io_uring_setup", "perf_event_open", "syslog", "userfaultfd")
+REFUSED = (*_PROCESSES, *_SOCKETS, *_MEMORY, *_KEYS, *_KERNEL)
+
+# seccomp.h, linux/sched.h
+_ALLOW, _ERRNO, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000, -1
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_CLONE_THREAD = 0x00010000
+
 
 class SandboxError(RuntimeError):
     """Sandbox that cannot be set up on this machine, not caused by a program."""
 
 
-def start_in_bubblewrap(
-    command: list[str], seen: Sequence[str], files: list[int], **options: Any
-) -> Popen[bytes]:
+def start_in_bubblewrap(command: list[str], seen: Sequence[str], **options: Any) -> Popen[bytes]:
     """Start a command as process 1 of new namespaces of every kind.
 
     Args:
         command: sees Python, the system's libraries, three devices and `seen`. It gets two more
             arguments: its parent, 0, and the mount point of the program's folder.
         seen: additional visible files.
-        files: inherited descriptors.
         options: of `Popen`.
 
     Raises:
@@ -63,7 +77,7 @@ def start_in_bubblewrap(
     wrapped += ["--dir", folder, "--remount-ro", "/"]
     command = [*command, "0", folder]
     if os.geteuid() != 0:
-        return Popen([*wrapped, *command], pass_fds=files, **options)
+        return Popen([*wrapped, *command], **options)
     with ExitStack() as stack:
         info, info_end, block, _ = (
             stack.enter_context(os.fdopen(fd, mode))
@@ -72,10 +86,48 @@ def start_in_bubblewrap(
         numbers = [info_end.fileno(), block.fileno()]
         wrapped += [*_OPTIONS_OF_ROOT, "--info-fd", str(numbers[0])]
         wrapped += ["--userns-block-fd", str(numbers[1])]
-        process = Popen([*wrapped, *command], pass_fds=[*files, *numbers], **options)
+        process = Popen([*wrapped, *command], pass_fds=numbers, **options)
         info_end.close()
         with suppress(json.JSONDecodeError, OSError):  # bubblewrap reports the error on stderr
             child = json.loads(info.read())["child-pid"]
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{child}/{kind}").write_text(_IDS_OF_ROOT)
         return process  # it starts when the block pipe is closed
+
+
+@functools.cache
+def call_filter() -> bytes:
+    """Build the seccomp filter of programs under test, in the kernel's format, with libseccomp.
+
+    It refuses calls outside the reach of namespaces and limits: new processes (their memory is not
+    added up), memory and keys outside of files, sockets without network namespace, and kernel
+    interfaces that programs do not need. Threads, files and pipes are allowed.
+
+    Raises:
+        SandboxError: libseccomp is missing or cannot build a rule.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise SandboxError(str(error)) from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+
+    def refuse(call: str, error: int, *only_if: int) -> None:
+        """Add a rule; `only_if` is struct scmp_arg_cmp: argument, comparison and two numbers."""
+        number = library.seccomp_syscall_resolve_name(call.encode())
+        rule = (_ERRNO | error, number, bool(only_if), struct.pack("@IiQQ", *only_if or [0] * 4))
+        if number == _NO_SUCH_CALL or library.seccomp_rule_add_array(context, *rule):
+            raise SandboxError(f"{_LIBRARY} cannot build a rule for {call}")
+
+    for call in REFUSED:
+        refuse(call, errno.EPERM)
+    refuse("clone", errno.EPERM, 0, _MASKED_EQUAL, _CLONE_THREAD, 0)
+    refuse("clone3", errno.ENOSYS)  # flags are not visible to seccomp; libc falls back to clone
+    refuse("prlimit64", errno.EPERM, 0, _NOT_EQUAL, 0, 0)  # of another process
+    with os.fdopen(os.memfd_create("filter"), "rb") as file:
+        if library.seccomp_export_bpf(context, file.fileno()):
+            raise SandboxError(f"{_LIBRARY} cannot export the filter")
+        library.seccomp_release(context)
+        file.seek(0)
+        return file.read()

@@ -2,11 +2,13 @@
 
     hybridrl.rewards.sandbox.programs -> (bubblewrap) -> this process -> one process per test
 
-It reads a line of JSON with the program and its limits from stdin, then one line per test, and
-answers each with a line. Only this module and `kernel` are visible in the sandbox. No code under
-test runs in this process: the test's process proves that it reached the end by a random secret.
+It reads JSON with the program, its limits and its tests from stdin, and writes "ready", then for
+each test a line of JSON: the outcome, and a digest of the output. The expected output is compared
+outside. Only this module and `kernel` are visible in the sandbox. No code under test runs in this
+process: the test's process proves that it reached the end by a random secret.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -14,6 +16,8 @@ import resource
 import select
 import signal
 import sys
+import time
+from io import FileIO
 from types import ModuleType
 from typing import Any
 
@@ -28,42 +32,71 @@ _MAX_THREADS = 64  # of all processes in the sandbox, including this one
 _NOBODY = 65534
 
 
-def main(stdin: str, stdout: str, parent: str, folder: str = "") -> None:
-    """Serve requests until stdin ends.
+def main(parent: str, folder: str = "") -> None:
+    """Run the tests.
 
     Args:
-        stdin: descriptor of the file that each test reads; filled by the caller.
-        stdout: descriptor of the file that each test writes.
         parent: the caller's process id in this process's namespace.
         folder: in bubblewrap, mount point of the program's folder.
     """
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores it by default
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    setup = json.loads(requests.readline())
+    with os.fdopen(os.dup(0)) as file:
+        setup = json.load(file)
     if folder:
         kernel.mount_memory(folder, setup["file_mb"], _MAX_FILES)
         os.chdir(folder)
         kernel.become_powerless(_NOBODY)
     kernel.end_with(int(parent))  # after the change of user, which would reset it
-    print("ready", file=answers, flush=True)
-    for request in requests:
-        test = json.loads(request)
-        print(_outcome(setup, test, (int(stdin), int(stdout))), file=answers, flush=True)
+    print("ready", flush=True)
+    end, has_failed = time.monotonic() + setup["seconds"], False
+    for test in setup["tests"]:
+        seconds = min(setup["seconds_per_test"], end - time.monotonic())
+        if seconds <= 0 or (has_failed and setup["stop_at_failure"]):
+            answer = ["timeout" if seconds <= 0 else "failed", ""]
+        else:
+            answer = _answer(setup, test, seconds)
+        has_failed = has_failed or answer[0] != "passed"
+        print(json.dumps(answer), flush=True)
 
 
-def _outcome(setup: dict[str, Any], test: dict[str, Any], files: tuple[int, int]) -> str:
-    """Run one test; return passed, failed, timeout or an error, without checking the output."""
+def digest(output: str) -> str:
+    """Return a digest that ignores white space at the end of lines and of the whole."""
+    lines = [line.rstrip() for line in output.rstrip().split("\n")]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()
+
+
+def _answer(setup: dict[str, Any], test: dict[str, Any], seconds: float) -> list[str]:
+    """Run one test; return its outcome and the digest of its output."""
+    with (
+        FileIO(os.memfd_create("stdin"), "r+") as stdin,
+        FileIO(os.memfd_create("stdout"), "r+") as stdout,
+    ):
+        stdin.write(test["stdin"].encode(errors="replace"))
+        stdin.seek(0)
+        outcome = _outcome(setup, test["statements"], seconds, (stdin.fileno(), stdout.fileno()))
+        stdout.seek(0)
+        return [outcome, digest(stdout.readall().decode(errors="replace"))]
+
+
+def _outcome(
+    setup: dict[str, Any], statements: str | None, seconds: float, files: tuple[int, int]
+) -> str:
+    """Run one test in a process; return passed, failed or timeout.
+
+    Raises:
+        OSError: the process could not be set up.
+    """
     secret = os.urandom(_SECRET_BYTES)
     report_fd, child_end = os.pipe()
     jail = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_program(setup, test["statements"], (*files, child_end), jail, secret)
+        _become_program(setup, statements, (*files, child_end), jail, secret)
     os.close(child_end)
     begun = os.read(report_fd, len(_BEGUN))
     watched = os.pidfd_open(child)
-    in_time = bool(select.select([watched], [], [], test["seconds"])[0])
+    in_time = bool(select.select([watched], [], [], seconds)[0])
     os.close(watched)
     os.killpg(child, signal.SIGKILL)  # with its children, which are allowed without a filter
     status = os.waitpid(child, 0)[1]
@@ -71,7 +104,7 @@ def _outcome(setup: dict[str, Any], test: dict[str, Any], files: tuple[int, int]
     report = os.read(report_fd, _MAX_REPORT_BYTES) if has_report else b""
     os.close(report_fd)
     if begun != _BEGUN:
-        return f"error {(begun + report).decode() or 'a process ended before it began'}"
+        raise OSError((begun + report).decode() or "a process ended before it began")
     if not in_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
         return "timeout"
     return "passed" if report == secret else "failed"

@@ -3,24 +3,19 @@
 docs/rewards.md lists the protections and their gaps.
 """
 
-import io
 import json
 import os
-import select
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybridrl.rewards.sandbox.bubblewrap import SandboxError, start_in_bubblewrap
-from hybridrl.rewards.sandbox.call_filter import call_filter
+from hybridrl.rewards.sandbox.bubblewrap import SandboxError, call_filter, start_in_bubblewrap
+from hybridrl.rewards.sandbox.jail import digest
 
 # Time limits of the start of bubblewrap and Python on a busy machine, and of the end of a test.
 _START_S, _GRACE_S = 30.0, 10.0
@@ -29,7 +24,6 @@ _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hybridrl.rewards.sandbox.jail import main; "
     "del sys.path[0]; main(*sys.argv[2:])"
 )
-_MAX_ANSWER_BYTES = 4096  # atomic write of a pipe
 _MODULES = tuple(
     str(_PACKAGE / name) for name in ("rewards/sandbox/jail.py", "config/user_code/kernel.py")
 )
@@ -90,116 +84,51 @@ def run_tests(
         program: Python source.
         cases: the tests; each runs in a new process.
         limits, isolation: of the program.
-        stop_at_failure: count the tests after the first failure as failed, without running them.
+        stop_at_failure: count the tests after the first failure as failed, without running them;
+            a wrong output alone does not stop them.
 
     Raises:
         SandboxError: the isolation does not work on this machine; the program was not run.
     """
-    outcomes: list[Outcome] = []
-    with _started(isolation, asdict(limits) | {"program": program, "filter": ""}) as jail:
-        end = time.monotonic() + limits.seconds
-        for case in cases:
-            seconds = min(limits.seconds_per_test, end - time.monotonic())
-            has_failed = any(outcome is not Outcome.passed for outcome in outcomes)
-            if seconds <= 0 or (has_failed and stop_at_failure):
-                rest = Outcome.timeout if seconds <= 0 else Outcome.failed
-                return [*outcomes, *[rest] * (len(cases) - len(outcomes))]
-            outcomes.append(jail.outcome(case, seconds))
+    names = ("stdin", "statements")
+    setup = asdict(limits) | {
+        "program": program,
+        "filter": call_filter().hex() if isolation is Isolation.bubblewrap else "",
+        "tests": [{name: vars(case)[name] for name in names} for case in cases],
+        "stop_at_failure": stop_at_failure,
+    }
+    timeout_s = _START_S + limits.seconds + _GRACE_S
+    code, output, errors = _run_jail(isolation, json.dumps(setup).encode(), timeout_s)
+    ready, *answers = output.decode().splitlines() or [""]
+    if ready != "ready" or code == 1:  # an exception in the jail
+        error = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise SandboxError(error or f"no answer within {timeout_s:g} s")
+    outcomes = [Outcome.failed] * len(cases)  # also of tests whose program has ended its jail
+    for place, answer in enumerate(answers):
+        outcome, found = json.loads(answer)
+        case = cases[place]
+        if outcome != Outcome.passed or case.statements is not None or found == digest(case.stdout):
+            outcomes[place] = Outcome(outcome)
     return outcomes
 
 
-class _Jail:
-    """Handle of a process that runs hybridrl.rewards.sandbox.jail.
-
-    Args:
-        process: the process, or bubblewrap around it.
-        stdin, stdout: files of the tests, shared with the process.
-    """
-
-    def __init__(self, process: Popen[bytes], stdin: io.FileIO, stdout: io.FileIO) -> None:
-        self._process, self._stdin, self._stdout = process, stdin, stdout
-
-    def outcome(self, case: Case, seconds: float) -> Outcome:
-        """Run the program with one test. A program that ends its sandbox fails."""
-        _fill(self._stdin, case.stdin.encode(errors="replace"))
-        _fill(self._stdout, b"")
-        request = {"statements": case.statements, "seconds": seconds}
-        word, _, error = self.ask(request, seconds + _GRACE_S).partition(" ")
-        if word == "error":
-            raise SandboxError(error)
-        if word not in list(Outcome):
-            self.end()
-            return Outcome.failed
-        if word == Outcome.passed and case.statements is None:
-            self._stdout.seek(0)
-            return Outcome.passed if _same(self._stdout.readall(), case.stdout) else Outcome.failed
-        return Outcome(word)
-
-    def end(self) -> None:
-        """Kill the process and everything in its bubblewrap."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def ask(self, request: dict[str, Any], timeout_s: float) -> str:
-        """Send a request and return the answer; "" after a timeout."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # the read below then returns ""
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        answers = self._process.stdout.fileno()
-        if not select.select([answers], [], [], timeout_s)[0]:
-            return ""
-        return os.read(answers, _MAX_ANSWER_BYTES).decode().strip()
-
-
-def _fill(file: io.FileIO, content: bytes) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(content)
-    file.seek(0)
-
-
-def _same(found: bytes, expected: str) -> bool:
-    """Compare outputs, ignoring white space at the end of lines and of the whole."""
-
-    def lines(text: str) -> list[str]:
-        return [line.rstrip() for line in text.rstrip().split("\n")]
-
-    return lines(found.decode(errors="replace")) == lines(expected)
-
-
-@contextmanager
-def _started(isolation: Isolation, setup: dict[str, Any]) -> Iterator[_Jail]:
-    """Start a jail and send it the program and its limits; end it on exit.
-
-    Raises:
-        SandboxError: it did not start in time.
-    """
-    with ExitStack() as stack:
-        stdin, stdout = (
-            stack.enter_context(io.FileIO(os.memfd_create(name), "r+"))
-            for name in ("stdin", "stdout")
-        )
-        files = [stdin.fileno(), stdout.fileno()]
-        command = [sys.executable, "-I", "-c", _COMMAND, str(_PACKAGE.parent), *map(str, files)]
-        options: dict[str, Any] = {
-            **dict.fromkeys(("stdin", "stdout", "stderr"), PIPE),
-            "bufsize": 0,
-            "cwd": stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
-            "env": {},
-            "process_group": 0,
-        }
+def _run_jail(isolation: Isolation, setup: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+    """Run hybridrl.rewards.sandbox.jail; return its exit code, output and errors."""
+    command = [sys.executable, "-I", "-c", _COMMAND, str(_PACKAGE.parent)]
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), PIPE)
+        options: dict[str, Any] = {**pipes, "cwd": folder, "env": {}, "process_group": 0}
         if isolation is Isolation.none:
-            process = Popen([*command, str(os.getpid())], pass_fds=files, **options)
+            process = Popen([*command, str(os.getpid())], **options)
         else:
-            setup["filter"] = call_filter().hex()
-            process = start_in_bubblewrap(command, _MODULES, files, **options)
-        stack.enter_context(process)
-        jail = _Jail(process, stdin, stdout)
-        stack.callback(jail.end)
-        if jail.ask(setup, _START_S) != "ready":
-            jail.end()
-            assert process.stderr is not None
-            error = process.stderr.read().decode(errors="replace").strip()
-            raise SandboxError(error.rpartition("\n")[2] or f"no answer within {_START_S:g} s")
-        yield jail
+            process = start_in_bubblewrap(command, _MODULES, **options)
+        with process:
+            try:
+                output, errors = process.communicate(setup, timeout_s)
+            except TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, errors = process.communicate()
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+            return process.returncode, output, errors
