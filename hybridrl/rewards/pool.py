@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, Self
 
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.user_code.supervisor import describe_exit
 from hybridrl.rewards.messages import START, Failure, FailureKind, Indexed, Setup
 from hybridrl.rewards.process import (
@@ -47,21 +46,12 @@ class TaskPool:
         num_processes: None: one per core that this process may use, at most 8.
         what: name of results and processes in logs and errors ("reward").
         read: decodes a value from its JSON form; may raise TypeError and ValueError.
-
-    Raises:
-        ConfigError: the time limit or num_processes is not positive.
     """
 
     def __init__(
         self, setup: Setup, num_processes: int | None, what: str, read: Callable[[Any], Any]
     ) -> None:
-        if not setup.timeout_s > 0:
-            raise ConfigError(f"reward.timeout_s = {setup.timeout_s}, expected seconds > 0.")
-        count = num_processes
-        if count is None:
-            count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-        if count < 1:
-            raise ConfigError(f"reward.num_processes = {count}, expected at least 1, or null.")
+        count = num_processes or min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
         self._setup = setup
         self._what = what
         self._read = read

@@ -39,8 +39,7 @@ class RewardScorer(TaskPool):
         failed_score: score of a failed item.
 
     Raises:
-        ConfigError: there is no such function, its signature does not fit these arguments, or
-            timeout_s or num_processes is not positive.
+        ConfigError: there is no such function, or its signature does not fit these arguments.
     """
 
     def __init__(

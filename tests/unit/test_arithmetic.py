@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.environments.arithmetic import MAX_DEPTH, as_text, evaluate, expression_at_end
+from hybridrl.environments.calculator import MAX_DEPTH, as_text, evaluate, expression_at_end
 
 
 @pytest.mark.parametrize(
