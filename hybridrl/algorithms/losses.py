@@ -12,9 +12,9 @@ Errors:  a ValueError if shapes differ, the mask is not bool or a setting is out
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import check_coef, estimate_kl
+from hybridrl.algorithms.kl import MAX_LOG_RATIO, check_coef, estimate_kl
 from hybridrl.algorithms.masked import at_least_float32, check_masked, masked_sum
-from hybridrl.algorithms.token_loss import Sums, TokenLoss, log_ratio_of
+from hybridrl.algorithms.token_loss import Sums, TokenLoss
 from hybridrl.config.choices import KLEstimator
 
 
@@ -117,25 +117,22 @@ def kl_penalty(
     return TokenLoss(coef * kl, {"kl_loss": masked_sum(kl.detach(), response_mask)})
 
 
-def log_ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the largest |log_probs - old_log_probs|; exactly 0 before a step's first update.
+def ratio_maxima(
+    log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, Tensor]:
+    """Compute metrics to reduce over micro-batches and ranks by max; detached scalars.
 
-    A detached scalar, nats; 0 without response tokens. Reduce it over micro-batches and ranks by
-    max.
+    ratio_max: the largest policy ratio, and at least 1, the exponent clamped as in the losses.
+    log_ratio_max: the largest |log_probs - old_log_probs|, nats; exactly 0 before a step's first
+    update, and without response tokens.
     """
     difference = at_least_float32(log_probs.detach()) - at_least_float32(old_log_probs.detach())
-    largest = difference.masked_fill(~response_mask, 0.0).abs()
-    return largest.max() if largest.numel() else largest.sum()
-
-
-def ratio_max(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the largest policy ratio exp(log_probs - old_log_probs), and at least 1.
-
-    A detached scalar; the exponent is clamped as in the policy losses. Reduce it over micro-batches
-    and ranks by max.
-    """
-    log_ratio = log_ratio_of("ratio_max", log_probs.detach(), old_log_probs, response_mask).detach()
-    return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max().exp()
+    difference = difference.masked_fill(~response_mask, 0.0).flatten()
+    difference = torch.cat([difference, difference.new_zeros(1)])
+    return {
+        "ratio_max": difference.max().clamp(max=MAX_LOG_RATIO).exp(),
+        "log_ratio_max": difference.abs().max(),
+    }
 
 
 def mean_over(num_tokens: float, values: Tensor, response_mask: Tensor) -> Tensor:

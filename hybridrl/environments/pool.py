@@ -25,9 +25,6 @@ class EnvironmentPool(TaskPool):
         args: its keyword arguments.
         timeout_s: maximum wall seconds of one answer.
         num_processes: as in `TaskPool`.
-
-    Raises:
-        ConfigError: no such class or function.
     """
 
     def __init__(

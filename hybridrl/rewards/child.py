@@ -23,12 +23,7 @@ class ItemTimeout(BaseException):
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve the parent until it closes the connection or dies.
-
-    Args:
-        fd: inherited descriptor of the connection.
-        parent: process id of the parent.
-    """
+    """Serve the parent of this process id until it closes the connection `fd` or dies."""
     supervise(parent, fd)
     link = ChildEnd(fd)
     setup = link.receive()

@@ -69,11 +69,7 @@ class Failure:
 
 
 class ChildEnd:
-    """Process's end of the connection, moved to a high descriptor out of the way of user code.
-
-    Args:
-        fd: inherited; closed here.
-    """
+    """Process's end of the connection, moved to a high descriptor out of the way of user code."""
 
     def __init__(self, fd: int) -> None:
         self._process = os.getpid()

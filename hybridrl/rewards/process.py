@@ -41,9 +41,6 @@ class RewardProcess:
 
     It starts in the background.
 
-    Args:
-        setup: function to compute.
-
     Attributes:
         socket: readable when a result has arrived or the process has ended.
         deadline: time.monotonic() of the next result at the latest.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, log_ratio_max, ratio_max
+from hybridrl.algorithms.losses import entropy_bonus, kl_penalty, ratio_maxima
 from hybridrl.algorithms.token_loss import aggregate
 from hybridrl.config.schema import ActorConfig
 from hybridrl.data.batch import RolloutBatch, Totals
@@ -147,10 +147,7 @@ class ActorWorker(TrainedWorker):
             self.config.max_response_tokens,
         )
         old_log_probs = self.on_device(micro.old_log_probs)
-        maxima = {
-            "ratio_max": ratio_max(log_probs, old_log_probs, mask),
-            "log_ratio_max": log_ratio_max(log_probs, old_log_probs, mask),
-        }
+        maxima = ratio_maxima(log_probs, old_log_probs, mask)
         return scalar, LossStats({REPORTED.get(k, k): v for k, v in sums.items()}, maxima)
 
     def forward(self, micro: RolloutBatch, entropy: Entropy) -> ResponseLogProbs:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.algorithms.losses import kl_penalty, log_ratio_max, ratio_max, value_loss
+from hybridrl.algorithms.losses import kl_penalty, ratio_maxima, value_loss
 from hybridrl.config.choices import KLEstimator
 from tests.unit.loss_cases import LOSSES, all_true, policy_loss, tokens
 
@@ -139,6 +139,14 @@ def test_which_kl_each_estimator_descends():
             total += probability * gradient(values.sum(), logits)
         torch.testing.assert_close(total, exact, atol=1e-12, rtol=1e-12)
     assert not torch.allclose(right, other, rtol=0.1)
+
+
+def log_ratio_max(*tensors: Tensor) -> Tensor:
+    return ratio_maxima(*tensors)["log_ratio_max"]
+
+
+def ratio_max(*tensors: Tensor) -> Tensor:
+    return ratio_maxima(*tensors)["ratio_max"]
 
 
 def test_log_ratio_max_ignores_what_is_off_the_mask():
