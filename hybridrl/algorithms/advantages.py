@@ -190,8 +190,6 @@ def remax(rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> E
     Here r_i is the sum of response i's token rewards, and b_i the outcome of the greedy response.
     All tokens t of a response share one advantage.
 
-    verl sums the rewards from t on. The two differ with the KL penalty in the reward.
-
     Source: Li et al. 2024, algorithm 1, https://arxiv.org/abs/2310.10505
     """
     outcome = outcomes("remax", rewards, response_mask)

@@ -62,12 +62,7 @@ class Groups(NamedTuple):
 
 
 def grouped(function: str, rewards: Tensor, group_id: Tensor, *, at_least: int = 2) -> Groups:
-    """Build the groups of a batch.
-
-    Raises:
-        ValueError: group_id is not [B], or a group has fewer than `at_least` responses; it begins
-            with the name of the calling `function`.
-    """
+    """Build the groups of a batch; raise a ValueError if one has less than `at_least` responses."""
     if group_id.shape != rewards.shape[:1]:
         raise ValueError(
             f"{function} needs rewards [B, T] and group_id [B]; got shapes "
@@ -89,9 +84,7 @@ def grpo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     A_i = (r_i - mean_g) / (std_g + GROUP_EPS)
 
-    std_g divides by n - 1. A group of equal outcomes has advantages 0.
-
-    verl and TRL use the same standard deviation; TRL adds 1e-4 to it.
+    std_g divides by n - 1, as in verl and TRL. A group of equal outcomes has advantages 0.
 
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     """
@@ -129,8 +122,6 @@ def rloo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
 
     The baseline does not depend on response i, so the gradient is unbiased.
 
-    Same as verl and TRL, except for a single response: verl uses A_i = r_i, here it raises.
-
     Source: Ahmadian et al. 2024, the RLOO estimator, https://arxiv.org/abs/2402.14740
     """
     outcome = outcomes("rloo", rewards, response_mask)
@@ -149,8 +140,7 @@ def opo(rewards: Tensor, response_mask: Tensor, group_id: Tensor) -> Estimate:
     squared norm of a response's gradient is proportional to its length. The sum of the advantages
     over the tokens of a group is 0.
 
-    Same as verl, except for a single response: verl uses b_g = 0, here it raises. The paper trains
-    exactly on-policy, with one update per rollout.
+    The paper trains exactly on-policy, with one update per rollout.
 
     Source: Hao et al. 2025, the simplified optimal baseline, https://arxiv.org/abs/2505.23585
     """
@@ -203,9 +193,6 @@ def pass_at_k(rewards: Tensor, response_mask: Tensor, group_id: Tensor, *, pass_
 
     If all sets have the same reward, advantages are 0. With k = 1 it is GRPO whose standard
     deviation divides by n.
-
-    verl's grpo_passk is a different method: only the best response has an advantage, its distance
-    from the second best.
 
     pass_k is k, at least 1, less than the responses of every group. The A_i of a group sum to 0.
 

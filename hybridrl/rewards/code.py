@@ -60,8 +60,14 @@ def _problems(key: str, args: dict[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
+    cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
     try:
-        _probe(Limits(**args["limits"]), Isolation(args["isolation"]))
+        outcomes = run_tests("x = 1", cases, Limits(**args["limits"]), Isolation(args["isolation"]))
+        if outcomes != [Outcome.passed, Outcome.failed]:
+            raise SandboxError(
+                f"a correct and a wrong program got {', '.join(outcomes)}, expected passed, "
+                f"failed; raise the limits if they are too small"
+            )
     except SandboxError as error:
         yield (
             f"{key}.args.isolation = {args['isolation']}, but the sandbox does not work on this "
@@ -74,18 +80,6 @@ _REMEDIES = (
     "bubblewrap libseccomp2. Or compute this reward on another machine: reward=http. Or run "
     "programs without a sandbox, with all your rights: reward.args.isolation=none."
 )
-
-
-def _probe(limits: Limits, isolation: Isolation) -> None:
-    """Run a correct and a wrong program; raise a SandboxError if their outcomes are wrong."""
-    cases = [Case(statements="assert x == 1"), Case(statements="assert x == 2")]
-    outcomes = run_tests("x = 1", cases, limits, isolation)
-    if outcomes != [Outcome.passed, Outcome.failed]:
-        found = ", ".join(outcomes)
-        raise SandboxError(
-            f"a correct and a wrong program got {found}, expected passed, failed; "
-            "raise the limits if they are too small"
-        )
 
 
 @checked_by(_problems)

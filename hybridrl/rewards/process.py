@@ -127,18 +127,10 @@ class RewardProcess:
 
 
 def environment_for(args: Any) -> dict[str, str]:
-    """Return this process's environment; secret variables only if `args` names them."""
-    named = set(_texts(args))
+    """Return this process's environment; secret variables only if a text of `args` names them."""
+    texts = json.dumps(args, default=str)
     return {
         name: value
         for name, value in os.environ.items()
-        if name in named or not is_secret_variable(name)
+        if not is_secret_variable(name) or json.dumps(name) in texts
     }
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _texts(part)
