@@ -4,13 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-import torch
-
-from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
+from hybridrl.trainer.sampling import request_of
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -64,7 +62,7 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch = generate(self._request(step, self._temperature, self._top_p)).batch
+        batch = self._responses(step, generate, self._temperature, self._top_p)
         self._failed = 0
         scores = self._scores(batch)
         metrics = {f"eval/accuracy{rule}": fmean(values) for rule, values in scores.items()}
@@ -76,7 +74,7 @@ class Evaluator:
         metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
         metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
         if self._greedy:
-            greedy = generate(self._request(step, 0.0, 1.0)).batch
+            greedy = self._responses(step, generate, temperature=0.0, top_p=1.0)
             for rule, values in self._scores(greedy).items():
                 metrics[f"eval/accuracy_greedy{rule}"] = fmean(values)
                 metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
@@ -84,43 +82,17 @@ class Evaluator:
         self.last_accuracy = metrics["eval/accuracy"]
         return dict(metrics)
 
-    def _request(self, step: int, temperature: float, top_p: float) -> PromptBatch:
-        return request_of(self._prompts, step, temperature=temperature, top_p=top_p)
+    def _responses(
+        self, step: int, generate: Generate, temperature: float, top_p: float
+    ) -> RolloutBatch:
+        request = request_of(self._prompts, step, temperature=temperature, top_p=top_p)
+        return generate(request).batch
 
     def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
         """Score the responses by each rule; keys are suffixes, "" for the training reward."""
         _, results = score_by_rules(self._rewards, self._rules, self._prompts, batch)
         self._failed += sum(len(result.failures) for result in results.values())
         return {suffix: result.scores for suffix, result in results.items()}
-
-
-def request_of(
-    prompts: Sequence[Prompt],
-    step: int,
-    *,
-    temperature: float,
-    top_p: float,
-    samples: int = 1,
-    first_sample: int = 0,
-) -> PromptBatch:
-    """Build the request for responses to held-out problems.
-
-    Args:
-        prompts: the problems.
-        step: of the evaluated weights.
-        temperature, top_p: how to sample; temperature 0 decodes greedily.
-        samples: of each problem.
-        first_sample: samples of each problem that exist already; seeds derive from it.
-    """
-    return PromptBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
-        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
-        step=step,
-        responses_per_prompt=samples,
-        temperature=temperature,
-        top_p=top_p,
-        first_sample=torch.full((len(prompts),), first_sample),
-    )
 
 
 def score_by_rules(

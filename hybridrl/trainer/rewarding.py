@@ -1,6 +1,6 @@
-"""Rewards of finished responses: decoded texts, scored by the reward processes."""
+"""Rewards of finished responses: by the reward function, a reward model and their length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
@@ -86,32 +86,54 @@ class RewardSource(Protocol):
         ...
 
 
-def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
-    """Build the penalty for overlong responses: lengths [B] -> [B] <= 0.
+def baseline_rewards(rewards: RewardSource, prompts: list[Prompt], greedy: RolloutBatch) -> Tensor:
+    """Compute the greedy response's score for each response to its prompt, [B].
+
+    Args:
+        rewards: scores as in training.
+        prompts: [B] the prompt of each sampled response.
+        greedy: one response to each prompt.
+
+    Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
+    """
+    each = len(prompts) // len(greedy)
+    return torch.tensor(rewards.score(prompts[::each], greedy).scores).repeat_interleave(each)
+
+
+def add_model_scores(
+    rewarded: Rewarded, per_token: Ragged, weight: float
+) -> tuple[Rewarded, dict[str, float]]:
+    """Compute score + weight * reward model's score; reward/model_mean is unweighted.
+
+    Args:
+        rewarded: by the reward function.
+        per_token: the reward model's scores; that of a response is on its last token.
+        weight: factor of each score of the model.
+
+    Raises:
+        ValueError: a score of the model is NaN or infinite.
+    """
+    scores = per_token.values[per_token.lengths.cumsum(0) - 1].double()
+    if wrong := int((~scores.isfinite()).sum()):
+        raise ValueError(
+            f"the reward model scored {wrong} of {len(scores)} responses NaN or infinite; "
+            f"try fsdp.param_dtype=float32, or another checkpoint"
+        )
+    pairs = zip(rewarded.scores, scores.tolist(), strict=True)
+    total = [score + weight * more for score, more in pairs]
+    return replace(rewarded, scores=total), {"reward/model_mean": float(scores.mean())}
+
+
+def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:
+    """Compute the penalty for overlong responses: lengths [B] -> [B] <= 0.
 
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """
     overlong, max_tokens = config.algorithm.overlong, config.rollout.max_response_tokens
     if overlong.buffer_tokens == 0:
-        return lambda lengths: torch.zeros(len(lengths))
-    return lambda lengths: (
-        overlong.penalty
-        * overlong_penalty(lengths, max_tokens=max_tokens, buffer=overlong.buffer_tokens)
-    )
-
-
-def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, float]:
-    """Compute reward/mean_<data set> for each data set of a mixture in this step.
-
-    Args:
-        prompts: [B] the prompt of each response.
-        outcome: [B] the responses' rewards.
-    """
-    rows: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        if prompt.dataset:
-            rows.setdefault(prompt.dataset, []).append(row)
-    return {f"reward/mean_{name}": float(outcome[of_set].mean()) for name, of_set in rows.items()}
+        return torch.zeros(len(lengths))
+    buffer = overlong.buffer_tokens
+    return overlong.penalty * overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
 
 
 def outcome_metrics(
@@ -124,7 +146,12 @@ def outcome_metrics(
         outcome: [B] the responses' rewards.
         penalty: [B] <= 0, part of the outcome, for the length.
     """
-    return data_set_means(prompts, outcome) | {
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt.dataset:
+            rows.setdefault(prompt.dataset, []).append(row)
+    means = {f"reward/mean_{name}": float(outcome[found].mean()) for name, found in rows.items()}
+    return means | {
         "reward/mean": float(outcome.mean()),
         "reward/std": float(outcome.std(correction=0)),
         "reward/overlong_penalty": -float(penalty.mean()),
@@ -152,7 +179,7 @@ class FunctionRewards:
         self._scorer = scorer
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """Return the responses' texts and scores; prompts[b] belongs to response b."""
+        """Decode the responses and score their texts."""
         texts = self._decode(row.tolist() for row in batch.responses.rows())
         items = [
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)

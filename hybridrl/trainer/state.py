@@ -11,8 +11,8 @@ from hybridrl.checkpoint.files import DRIVER
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.trainer.advantage import KLControl
 from hybridrl.trainer.hybrid_engine import HybridEngine
-from hybridrl.trainer.kl_control import KLControl
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
 
 
@@ -97,8 +97,7 @@ class TrainState:
     def restore(self, state: LoopState) -> None:
         """Restore a snapshot; the actor already has its weights."""
         self._prompts.seek(state.prompts_taken)
-        if state.kl_coef is not None:
-            self._kl.restore(state.kl_coef)
+        self._kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
         self._guard.skipped = SkippedSteps(**state.skipped)
         self._engine.restore(state.weight_version, is_current=state.rollout_is_current)

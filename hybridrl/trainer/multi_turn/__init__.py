@@ -4,5 +4,5 @@ generator.py: `MultiTurn`, the Generator whose responses are conversations; star
 environment.py: the rewards and failures of environments, and the encoder of their replies.
 
 Elsewhere: environments/ (base classes and the processes that step them), data/turns.py (tokens of
-replies), generation.py (the protocol, and single-turn responses).
+replies).
 """

@@ -1,4 +1,4 @@
-"""Rollout engines: speed metrics, straggler alarm, and their places."""
+"""Rollout engines: metrics of a step's rollout, straggler alarm, places of engines."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,7 +7,8 @@ from statistics import fmean, median
 from hybridrl.controller.placement import straddling_engines
 from hybridrl.controller.watch.waiting import by_node
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import EngineStats
+from hybridrl.data.batch import EngineStats, Rollout, RolloutBatch
+from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS
 
 # Slow steps in a row that raise the alarm.
 WINDOW = 3
@@ -15,6 +16,49 @@ WINDOW = 3
 SLOW = 0.5
 # Rollouts until the next warning of the same engine.
 QUIET = 50
+
+
+def rollout_metrics(
+    rollout: Rollout, seconds: float, switch_s: float | None
+) -> dict[str, float | None]:
+    """Compute metrics of a step's responses, engines and turns.
+
+    Args:
+        rollout: of the step.
+        seconds: that it took.
+        switch_s: from the last update to its begin (`Phases.switch_s`).
+    """
+    metrics = response_metrics(rollout.batch) | engine_metrics(rollout.engines, seconds)
+    if switch_s is not None:
+        first_token_s = max(engine.first_token_s for engine in rollout.engines)
+        metrics["rollout/switch_s"] = switch_s + first_token_s
+    return dict(metrics | turn_metrics(rollout))
+
+
+def response_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Count tokens, responses and their lengths."""
+    lengths = batch.responses.lengths.float()
+    return {
+        TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
+        RESPONSES: float(len(lengths)),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_fraction": float(batch.truncated.float().mean()),
+    }
+
+
+def turn_metrics(rollout: Rollout) -> dict[str, float]:
+    """Compute metrics of multi-turn responses; none without an environment."""
+    batch = rollout.batch
+    if batch.turns is None:
+        return {}
+    turns = batch.turns.float()
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
+        "environment/seconds": rollout.environment_s,
+    }
 
 
 def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:

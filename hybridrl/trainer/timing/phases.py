@@ -1,10 +1,77 @@
-"""Wall time of each phase of a step."""
+"""Wall time of each phase of a step, and idle time of the ranks in it.
 
-from collections.abc import Callable, Iterator, Mapping
+A rank is busy while it runs a worker's method, until its stream is synchronized; else it is idle,
+also while it waits for a straggler between calls. Waiting inside a collective counts as busy: it
+cannot be distinguished from communication. docs/metrics.md defines each number.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from hybridrl.controller.calls import TimedResult
 from hybridrl.controller.spans import Span, Stopwatch
-from hybridrl.trainer.timing.timeline import Section, Timeline
+
+# Methods that count as computation: sampling, forward passes and optimizer steps.
+COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
+# Name of the time between sections.
+BETWEEN = "between"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Section of the driver's time, with the worker calls of each rank."""
+
+    span: Span
+    ranks: list[list[Span]]
+
+    def idle(self, rank: int) -> float:
+        """Compute the seconds in which a rank ran no worker call."""
+        return self.span.seconds - _total(self.ranks[rank])
+
+    def compute(self) -> float:
+        """Compute the seconds of the calls in COMPUTE on the slowest rank."""
+        return max(_total(s for s in spans if _method(s) in COMPUTE) for spans in self.ranks)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Timeline of a step: its span on the driver and its disjoint sections."""
+
+    step: Span
+    sections: list[Section]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return max((len(section.ranks) for section in self.sections), default=0)
+
+    def metrics(self) -> dict[str, float]:
+        """Compute idle seconds by rank and section, and seconds outside the calls in COMPUTE.
+
+        Returns:
+            idle/rank<k>_s: seconds in which rank k ran no worker call; idle/mean_s and idle/max_s
+            over ranks; idle/fraction: idle/mean_s as a share of the step. idle/<section>_s: mean
+            over ranks of those in a section, `between` for none; they add up to idle/mean_s.
+            time/outside_s: the step less what the slowest rank of each section spent in COMPUTE.
+        """
+        if not self.num_ranks:
+            return {}
+        between = self.step.seconds - sum(section.span.seconds for section in self.sections)
+        per_rank = [
+            between + sum(section.idle(rank) for section in self.sections)
+            for rank in range(self.num_ranks)
+        ]
+        idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
+        idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), BETWEEN: between}
+        for section in self.sections:
+            mean = sum(map(section.idle, range(self.num_ranks))) / self.num_ranks
+            idle[section.span.name] = idle.get(section.span.name, 0.0) + mean
+        outside = self.step.seconds - sum(section.compute() for section in self.sections)
+        return {f"idle/{name}_s": seconds for name, seconds in idle.items()} | {
+            "idle/fraction": idle["mean"] / self.step.seconds,
+            "time/outside_s": outside,
+        }
 
 
 class Phases:
@@ -63,22 +130,17 @@ class Phases:
         self._switches = []
         for rank, spans in enumerate(section.ranks):
             for span in spans:
-                method = span.name.rpartition(".")[2]
-                if method == "update":
+                if _method(span) == "update":
                     self._updated[rank] = span.start + span.seconds
-                elif method == "generate" and rank in self._updated:
+                elif _method(span) == "generate" and rank in self._updated:
                     self._switches.append(span.start - self._updated.pop(rank))
 
-    def split(self, name: str, parts: Mapping[str, float]) -> None:
-        """Count parts of a phase, timed elsewhere, as separate phases.
-
-        Args:
-            name: a finished phase; it keeps the rest.
-            parts: seconds of each part, by its name.
-        """
-        for part, seconds in parts.items():
-            self._seconds[part] = self.seconds(part) + seconds
-        self._seconds[name] = max(0.0, self.seconds(name) - sum(parts.values()))
+    def split(self, name: str, calls: Mapping[str, TimedResult]) -> None:
+        """Count calls in a finished phase, on their slowest ranks, as separate phases."""
+        for part, call in calls.items():
+            self._seconds[part] = self.seconds(part) + call.span.seconds
+        rest = self.seconds(name) - _total(call.span for call in calls.values())
+        self._seconds[name] = max(0.0, rest)
 
     def seconds(self, name: str) -> float:
         """Return the seconds of a phase in this step so far; 0 if it has not run."""
@@ -91,3 +153,46 @@ class Phases:
         }
         metrics["time/step_s"] = self.timeline.step.seconds
         return metrics | self.timeline.metrics()
+
+
+class GraceCheck:
+    """Warning, once, if SIGTERM would end the run without a checkpoint.
+
+    The running phase ends before the checkpoint is written.
+
+    Args:
+        grace_s: checkpoint.on_sigterm, in seconds; 0: no checkpoint is expected.
+        warn: prints a warning.
+    """
+
+    def __init__(self, grace_s: float, warn: Callable[[str], None]) -> None:
+        self._grace_s = grace_s
+        self._warn = warn
+
+    def look(self, timeline: Timeline, write_s: float | None) -> None:
+        """Compare a step's longest phase plus the writing of a checkpoint with the grace.
+
+        Args:
+            timeline: of the step.
+            write_s: seconds of writing the last checkpoint; None: none yet.
+        """
+        if not self._grace_s or write_s is None or not timeline.sections:
+            return
+        phase = max((section.span for section in timeline.sections), key=lambda span: span.seconds)
+        if phase.seconds + write_s <= self._grace_s:
+            return
+        self._warn(
+            f"SIGTERM may end this run without a checkpoint: {phase.name} took "
+            f"{phase.seconds:.1f} s and writing one {write_s:.1f} s, and checkpoint.on_sigterm is "
+            f"{self._grace_s:g} s. Raise it, and the time between SIGTERM and SIGKILL of your "
+            "scheduler."
+        )
+        self._grace_s = 0.0  # no second warning
+
+
+def _method(span: Span) -> str:
+    return span.name.rpartition(".")[2]
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(span.seconds for span in spans)
