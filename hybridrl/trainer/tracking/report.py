@@ -18,7 +18,6 @@ from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
 from hybridrl.trainer.tracking.console import RunConsole, pick_samples
 from hybridrl.trainer.tracking.plot import PLOT_FILE, plot_run
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.tracking.summary import summarize
 from hybridrl.trainer.tracking.tracker import Row, Tracker
 
 log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class Reporter:
         self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self._console.warn(failure)
-        self._console.summary(summarize(self._tracker.rows, failed_checkpoints), self.run_dir)
+        self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
 
 
 def draw(config: RunConfig, run_dir: Path) -> None:

@@ -11,17 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from hybridrl.trainer.tracking.header import count_text
-from hybridrl.trainer.tracking.summary import Metrics, phase_shares
-
-# Short names of phases.
-_SHORT = {
-    "old_log_probs": "old logp",
-    "ref_log_probs": "ref logp",
-    "model_scores": "rew model",
-    "update_actor": "actor",
-    "update_critic": "critic",
-    "evaluate": "eval",
-}
+from hybridrl.trainer.tracking.summary import Metrics, duration_text, phases_text, short_name
 
 
 class Column(NamedTuple):
@@ -47,18 +37,18 @@ def _kl(value: float) -> str:
 
 
 COLUMNS = (
-    Column("step", "step", lambda value: f"{value:.0f}", 5),
-    Column("reward", "reward/mean", lambda value: f"{value:.3f}", 7),
-    Column("held-out", "eval/accuracy", lambda value: f"{value:.3f}", 9),
-    Column("greedy", "eval/accuracy_greedy", lambda value: f"{value:.3f}", 7, 100),
+    Column("step", "step", "{:.0f}".format, 5),
+    Column("reward", "reward/mean", "{:.3f}".format, 7),
+    Column("held-out", "eval/accuracy", "{:.3f}".format, 9),
+    Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, 100),
     Column("KL", "actor/kl", _kl, 8),
-    Column("max ratio", "actor/log_ratio_max", lambda value: f"{_exp(value):.2f}", 9),
-    Column("length", "response/length_mean", lambda value: f"{value:.1f}", 7),
-    Column("cut off", "response/truncated_fraction", lambda value: f"{value:.1%}", 8, 100),
+    Column("max ratio", "actor/log_ratio_max", lambda x: f"{math.exp(min(x, 50.0)):.2f}", 9),
+    Column("length", "response/length_mean", "{:.1f}".format, 7),
+    Column("cut off", "response/truncated_fraction", "{:.1%}".format, 8, 100),
     Column("tok/s", "rollout/tokens_per_second", count_text, 7),
-    Column("idle", "idle/fraction", lambda value: f"{value:.0%}", 4, 130),
-    Column("MFU", "mfu/update_actor", lambda value: f"{value:.0%}", 4, 130),
-    Column("seconds", "time/step_s", lambda value: f"{value:.1f}", 8),
+    Column("idle", "idle/fraction", "{:.0%}".format, 4, 130),
+    Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, 130),
+    Column("seconds", "time/step_s", "{:.1f}".format, 8),
 )
 # Minimum width of a terminal to show the longest phases.
 PHASES_MIN_TERMINAL = 120
@@ -89,31 +79,12 @@ class Eta:
         return duration_text((now - start) / (step - first_step) * (self._total - step))
 
 
-class StepLines:
-    """Plain line per step, for logs and pipes."""
+class StepDisplay:
+    """Row per step above a progress bar with the current phase; without a terminal, plain lines."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
         self._total = total_steps
-        self._eta = Eta(total_steps)
-
-    def phase(self, name: str) -> None:
-        """Show nothing."""
-
-    def step(self, metrics: Metrics) -> None:
-        """Print the step's line."""
-        eta = self._eta.after(int(metrics["step"] or 0))
-        print_line(self._console, Text(step_line(metrics, self._total, eta)))
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-class LiveSteps:
-    """Row per step above a progress bar with the current phase."""
-
-    def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
         self._eta = Eta(total_steps)
         self._rows = 0
         self._progress = Progress(
@@ -126,26 +97,30 @@ class LiveSteps:
         )
         self._task = self._progress.add_task("", total=total_steps, eta="?", phase="starting")
         self._last = Text("")
-        self._live = Live(self._view(), console=console, refresh_per_second=4, transient=True)
-        self._live.start()
+        self._live = Live(
+            get_renderable=self._view, console=console, refresh_per_second=4, transient=True
+        )
+        if console.is_terminal:
+            self._live.start()
 
     def phase(self, name: str) -> None:
         """Show the current phase."""
         self._progress.update(self._task, phase=short_name(name))
 
     def step(self, metrics: Metrics) -> None:
-        """Print the step's row and move the bar."""
-        width = self._console.width
-        if self._rows % ROWS_BETWEEN_TITLES == 0:
-            print_line(self._console, Text(title_row(width), style="bold"))
-        self._rows += 1
-        evaluated = "eval/accuracy" in metrics and metrics["eval/accuracy"] is not None
-        style = "green" if evaluated else ""
-        print_line(self._console, Text(step_row(metrics, width), style=style))
+        """Print the step's row and move the bar, or print the step's line."""
         step = int(metrics["step"] or 0)
-        self._progress.update(self._task, completed=step, eta=self._eta.after(step))
-        self._last = Text(f"last step: {phases_text(metrics, 4)}", style="dim", no_wrap=True)
-        self._live.update(self._view())
+        eta, width = self._eta.after(step), self._console.width
+        if not self._console.is_terminal:
+            self._console.print(Text(step_line(metrics, self._total, eta)), soft_wrap=True)
+            return
+        if self._rows % ROWS_BETWEEN_TITLES == 0:
+            self._print(title_row(width), "bold")
+        self._rows += 1
+        style = "" if metrics.get("eval/accuracy") is None else "green"
+        self._print(step_row(metrics, width), style)
+        self._progress.update(self._task, completed=step, eta=eta)
+        self._last = Text(f"last step: {phases_text([metrics], 4)}", style="dim", no_wrap=True)
 
     def stop(self) -> None:
         """Remove the progress line and restore the cursor."""
@@ -154,13 +129,8 @@ class LiveSteps:
     def _view(self) -> RenderableType:
         return Group(self._progress, self._last)
 
-
-def print_line(console: Console, text: Text) -> None:
-    """Print one line, truncated on a terminal only."""
-    if console.is_terminal:
-        console.print(text, overflow="ellipsis", no_wrap=True)
-    else:
-        console.print(text, soft_wrap=True)
+    def _print(self, row: str, style: str) -> None:
+        self._console.print(Text(row, style=style), overflow="ellipsis", no_wrap=True)
 
 
 def title_row(terminal: int) -> str:
@@ -172,7 +142,7 @@ def title_row(terminal: int) -> str:
 
 def step_row(metrics: Metrics, terminal: int) -> str:
     """Format one step's numbers below the titles; unknown ones are blank."""
-    phases = f"  {phases_text(metrics, 3)}" if terminal >= PHASES_MIN_TERMINAL else ""
+    phases = f"  {phases_text([metrics], 3)}" if terminal >= PHASES_MIN_TERMINAL else ""
     return _fitting(terminal, _texts(metrics)) + phases
 
 
@@ -181,51 +151,24 @@ def step_line(metrics: Metrics, total_steps: int, eta: str) -> str:
     texts = _texts(metrics)
     texts.pop("response/truncated_fraction", None)
     parts = [f"step {texts.pop('step')}/{total_steps}"]
-    seconds = texts.pop("time/step_s") if "time/step_s" in texts else None
+    seconds = texts.pop("time/step_s", None)
     titles = {column.metric: column.title for column in COLUMNS}
     parts += [f"{titles[metric]} {text}" for metric, text in texts.items()]
     if seconds is not None:
-        parts.append(f"{seconds} s ({phases_text(metrics, 2)})")
+        parts.append(f"{seconds} s ({phases_text([metrics], 2)})")
     return "  ".join([*parts, f"ETA {eta}"])
-
-
-def phases_text(metrics: Metrics, count: int) -> str:
-    """Format the longest phases of a step: 'rollout 41%, actor 22%'."""
-    shares = phase_shares([metrics])[:count]
-    return ", ".join(f"{short_name(share.phase)} {share.share:.0%}" for share in shares)
-
-
-def short_name(phase: str) -> str:
-    """Shorten a phase's name."""
-    return _SHORT.get(phase, phase)
-
-
-def duration_text(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds: 0:09, 1:33, 2:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _texts(metrics: Metrics) -> dict[str, str]:
     """Format the known metrics of a step, by name."""
-    texts = {}
-    for column in COLUMNS:
-        value = metrics.get(column.metric)
-        if value is not None:
-            texts[column.metric] = column.show(value)
-    return texts
+    known = [(column, metrics.get(column.metric)) for column in COLUMNS]
+    return {column.metric: column.show(value) for column, value in known if value is not None}
 
 
 def _fitting(terminal: int, texts: Mapping[str, str]) -> str:
     """Align the cells of the columns that fit."""
-    cells = []
-    for column in COLUMNS:
-        if column.min_terminal <= terminal:
-            text = texts.get(column.metric, "")
-            cells.append(f"{text:>{column.width}}")
-    return " ".join(cells)
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 50.0))
+    return " ".join(
+        f"{texts.get(column.metric, ''):>{column.width}}"
+        for column in COLUMNS
+        if column.min_terminal <= terminal
+    )
