@@ -36,8 +36,9 @@ from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
-from hybridrl.trainer.tracking.report import Reporter, draw
+from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ def _draw_unfinished(
     if kind is None or not tracker.rows:
         return
     try:
-        draw(config, run_dir)
+        draw(run_dir, f"{config.run.name}, seed {config.seed}")
     except OSError as error:
         log.warning("the curves could not be drawn: %s", error)
 

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from hybridrl.data.sources.prompts import DataSetSummary
-from hybridrl.trainer.tracking.console import RunConsole, pick_samples
+from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
 from hybridrl.trainer.tracking.steps import Eta, step_line, step_row, title_row
 from hybridrl.trainer.tracking.summary import duration_text
 from tests.run_configs import run_config

@@ -110,7 +110,7 @@ sys.modules.update(dict.fromkeys(["matplotlib", "tensorboard", "peft", "math_ver
 import hybridrl.main
 from hybridrl.config.checks.resources import package_problems
 from hybridrl.distributed.storage import export
-from hybridrl.trainer.tracking.report import draw
+from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.tracker import Tracker
 from tests.run_configs import run_config
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -120,7 +120,7 @@ assert list(package_problems(config)) == []
 tracker = Tracker(folder, config)
 tracker.log(0, {"reward/mean": 1.0})
 tracker.close()
-draw(config, folder)
+draw(folder, "title")
 print(*package_problems(run_config()))
 """
 

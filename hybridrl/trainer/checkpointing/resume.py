@@ -20,7 +20,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking.provenance import plain, versions
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_rows
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _state(found: Found) -> LoopState:
 def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
     """Read the metrics up to the checkpoint, of the run that wrote it."""
     source = found.folder.resolve().parent.parent
-    known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
+    known = read_metrics(source / METRICS_FILE) or read_metrics(run_dir / METRICS_FILE)
     return [row for row in known if (row["step"] or 0) <= state.step]
 
 

@@ -21,7 +21,7 @@ from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.trainer.tracking.best_effort_files import replace_file, replace_text
 from hybridrl.trainer.tracking.provenance import plain
 
 REPLAY_FOLDER = "replay"
@@ -83,8 +83,7 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
         "ranks": replay.ranks,
         "texts": [text._asdict() for text in texts_of(replay)],
     }
-    text = json.dumps(facts) + "\n"
-    replace_file(folder / FACTS_FILE, lambda new: new.write_text(text, encoding="utf-8"))
+    replace_text(folder / FACTS_FILE, json.dumps(facts) + "\n")
 
 
 def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:

@@ -25,7 +25,7 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
 from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
 from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.workers.replay import MicroBatchResult, ReplayConfig
 
 RESULT_FILE = "replay.json"
@@ -211,7 +211,7 @@ def write_findings(folder: Path, findings: Findings) -> Path:
         ],
     }
     text = json.dumps(plain, indent=2, allow_nan=False) + "\n"
-    return replace_file(folder / RESULT_FILE, lambda new: new.write_text(text, encoding="utf-8"))
+    return replace_text(folder / RESULT_FILE, text)
 
 
 def show(console: Console, findings: Findings) -> None:

@@ -108,6 +108,11 @@ class BestEffortFiles:
         ]
 
 
+def replace_text(path: Path, text: str) -> Path:
+    """Replace a file atomically by a text; return `path`."""
+    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
     """Replace a file atomically by one that `write` fills; return `path`.
 

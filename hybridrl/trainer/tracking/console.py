@@ -124,15 +124,6 @@ class RunConsole:
         return min(self.console.width - 4, MAX_TEXT_WIDTH)
 
 
-def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """Pick the best and the worst response of a step; one if all scores are equal."""
-    if not records:
-        return []
-    best = max(records, key=lambda record: record.score)
-    worst = min(records, key=lambda record: record.score)
-    return [best] if best.score == worst.score else [best, worst]
-
-
 def _accuracy_table(changes: Sequence[Change]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("held-out accuracy")

@@ -22,7 +22,7 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def write_manifest(
     }
     path = run_dir / MANIFEST_FILE
     manifest["earlier_starts"] = [] if found is None else _starts(path)
-    text = json.dumps(manifest, indent=2) + "\n"
-    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+    return replace_text(path, json.dumps(manifest, indent=2) + "\n")
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:

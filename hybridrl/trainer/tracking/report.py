@@ -1,12 +1,10 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
-import importlib.util
-import logging
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hybridrl.config.command.secrets import secret_values, without_secrets
+from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
@@ -15,12 +13,10 @@ from hybridrl.rewards.scorer import Failure
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
-from hybridrl.trainer.tracking.console import RunConsole, pick_samples
-from hybridrl.trainer.tracking.plot import PLOT_FILE, plot_run
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
+from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
+from hybridrl.trainer.tracking.rollout_log import pick_samples, rollout_records, write_rollouts
 from hybridrl.trainer.tracking.tracker import Row, Tracker
-
-log = logging.getLogger(__name__)
 
 # Counts that cause a warning.
 WORTH_A_WARNING = {
@@ -85,7 +81,7 @@ class Reporter:
             self._warn_of_failures(step, prompts, rewarded.failures)
         if not is_due(self._config.trainer.samples_every_steps, step):
             return
-        records = _records(prompts, responses, rewarded, self._secrets)
+        records = rollout_records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
 
@@ -125,44 +121,13 @@ class Reporter:
         Args:
             failed_checkpoints: number lost since the start.
         """
-        self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
+        title = f"{self._config.run.name}, seed {self._config.seed}"
+        self._files.attempt(PLOT_FILE, lambda: draw(self.run_dir, title))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
             self._console.warn(failure)
         self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
 
 
-def draw(config: RunConfig, run_dir: Path) -> None:
-    """Draw the curves of the finished steps, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
-        return
-    plot_run(run_dir, f"{config.run.name}, seed {config.seed}")
-
-
 def is_due(every: int, step: int) -> bool:
     """Return true if something done every n steps (0: never) is due after this step."""
     return every > 0 and step % every == 0
-
-
-def _records(
-    prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
-) -> list[RolloutRecord]:
-    """Build the step's rollout records; secrets are hidden in reasons of failures."""
-    reasons = {
-        failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
-        for failure in rewarded.failures
-    }
-    rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
-    return [
-        RolloutRecord(
-            prompt_id=prompt.prompt_id,
-            prompt=prompt.text,
-            question=prompt.question,
-            response=text,
-            answer=str(prompt.example["answer"]),
-            score=score,
-            length=length,
-            failure=reasons.get(index),
-        )
-        for index, (prompt, text, score, length) in enumerate(rows)
-    ]
