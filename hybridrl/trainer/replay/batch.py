@@ -53,12 +53,7 @@ class ReplayBatch(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Decoded prompt and response.
-
-    Attributes:
-        group_id: of the prompt.
-        prompt, response: decoded, special tokens left out.
-    """
+    """Decoded prompt and response, special tokens left out."""
 
     group_id: int
     prompt: str
@@ -72,7 +67,12 @@ def write_replay(folder: Path, replay: ReplayBatch) -> None:
         OSError: the write failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.contiguous().clone() for name, t in _tensors(replay.batch).items()}
+    batch = replay.batch
+    tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
+    for name, value in vars(batch).items():
+        if value is not None:
+            tensors[name] = value.values if isinstance(value, Ragged) else value
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     replace_file(folder / TENSORS_FILE, lambda new: _save(tensors, new))
     facts = {
         "format": FORMAT,
@@ -127,15 +127,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as error:  # also raised if the disk is full
         raise OSError(str(error)) from error
-
-
-def _tensors(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Flatten a batch to tensors by name."""
-    tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
-    for name, value in vars(batch).items():
-        if value is not None:
-            tensors[name] = value.values if isinstance(value, Ragged) else value
-    return tensors
 
 
 def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:

@@ -29,15 +29,9 @@ class SkippedSteps:
     since: dict[str, int] = field(default_factory=dict)
 
     def note(self, step: int, metrics: Mapping[str, float | None], num_steps: int) -> None:
-        """Count the skipped steps of an update.
-
-        Args:
-            step: training step.
-            metrics: of it; those of untrained roles are missing.
-            num_steps: optimizer steps of each role in the update.
-        """
+        """Count the skipped steps of an update with `num_steps` optimizer steps of each role."""
         for role in ROLES:
-            if f"{role}/skipped_last" not in metrics:
+            if f"{role}/skipped_last" not in metrics:  # the role was not trained
                 continue
             last = int(metrics[f"{role}/skipped_last"] or 0)
             if last < num_steps:  # an earlier one was not skipped
@@ -77,14 +71,7 @@ class NonFiniteGuard:
         kl_coef: float,
         metrics: Mapping[str, float | None],
     ) -> None:
-        """Record an update.
-
-        Args:
-            step: training step.
-            scheduled: batch of the update.
-            kl_coef: weight of the KL penalty in its loss.
-            metrics: of the update.
-        """
+        """Record an update: its batch, the weight of the KL penalty in its loss, its metrics."""
         self._met = (step, scheduled, kl_coef)
         self.skipped.note(step, metrics, sum(map(len, scheduled.ranks[0])))
 
