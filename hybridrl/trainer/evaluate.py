@@ -47,7 +47,6 @@ class Evaluator:
         self._top_p = top_p
         self._greedy = greedy
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
-        self._failed = 0
         self.last_accuracy = math.nan
 
     def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
@@ -62,37 +61,32 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch = self._responses(step, generate, self._temperature, self._top_p)
-        self._failed = 0
-        scores = self._scores(batch)
-        metrics = {f"eval/accuracy{rule}": fmean(values) for rule, values in scores.items()}
+        batch, results = self._scored(step, generate, self._temperature, self._top_p)
+        metrics: dict[str, float | None] = {}
         for group, members in self._groups.items():
-            for rule, values in scores.items():
+            for rule, result in results.items():
                 name = f"eval/accuracy_{group}{rule}"
-                metrics[name] = fmean([values[index] for index in members])
-        metrics |= {f"eval/ci95{rule}": half_width(values) for rule, values in scores.items()}
-        metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
-        metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
+                metrics[name] = fmean([result.scores[index] for index in members])
         if self._greedy:
-            greedy = self._responses(step, generate, temperature=0.0, top_p=1.0)
-            for rule, values in self._scores(greedy).items():
-                metrics[f"eval/accuracy_greedy{rule}"] = fmean(values)
-                metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
-        metrics["eval/failed"] = float(self._failed)
-        self.last_accuracy = metrics["eval/accuracy"]
-        return dict(metrics)
+            _, greedy = self._scored(step, generate, temperature=0.0, top_p=1.0)
+            results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
+        self.last_accuracy = fmean(results[""].scores)
+        for suffix, result in results.items():
+            metrics[f"eval/accuracy{suffix}"] = fmean(result.scores)
+            metrics[f"eval/ci95{suffix}"] = half_width(result.scores)
+        return metrics | {
+            "eval/length_mean": float(batch.responses.lengths.float().mean()),
+            "eval/truncated_fraction": float(batch.truncated.float().mean()),
+            "eval/failed": float(sum(len(result.failures) for result in results.values())),
+        }
 
-    def _responses(
+    def _scored(
         self, step: int, generate: Generate, temperature: float, top_p: float
-    ) -> RolloutBatch:
+    ) -> tuple[RolloutBatch, dict[str, Scored]]:
+        """Sample and score; keys are suffixes of metrics, "" for the training reward."""
         request = request_of(self._prompts, step, temperature=temperature, top_p=top_p)
-        return generate(request).batch
-
-    def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
-        """Score the responses by each rule; keys are suffixes, "" for the training reward."""
-        _, results = score_by_rules(self._rewards, self._rules, self._prompts, batch)
-        self._failed += sum(len(result.failures) for result in results.values())
-        return {suffix: result.scores for suffix, result in results.items()}
+        batch = generate(request).batch
+        return batch, score_by_rules(self._rewards, self._rules, self._prompts, batch)[1]
 
 
 def score_by_rules(
@@ -103,11 +97,7 @@ def score_by_rules(
 ) -> tuple[Rewarded, dict[str, Scored]]:
     """Decode responses and score them by each rule; the training reward has the name "".
 
-    Args:
-        rewards: scores as in training.
-        rules: by name.
-        prompts: prompts[b] belongs to response b.
-        batch: the responses.
+    prompts[b] belongs to response b.
     """
     rewarded = rewards.score(prompts, batch)
     items = [

@@ -70,11 +70,8 @@ def generator_for(
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
     """Return the rules of eval.rules by name; `stack` ends their processes."""
     timeout_s = config.reward.timeout_s
+    opened = partial(RewardScorer, timeout_s=timeout_s, num_processes=1, failed_score=0.0)
     return {
-        name: stack.enter_context(
-            RewardScorer(
-                rule.function, rule.args, timeout_s=timeout_s, num_processes=1, failed_score=0.0
-            )
-        )
+        name: stack.enter_context(opened(rule.function, rule.args))
         for name, rule in config.eval.rules.items()
     }

@@ -30,7 +30,6 @@ from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
-from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
 from hybridrl.trainer.rewarding import (
@@ -42,7 +41,7 @@ from hybridrl.trainer.rewarding import (
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling import Sampled, Sampling
+from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling
 from hybridrl.trainer.state import TrainState
 from hybridrl.trainer.timing.engines import (
     StragglerAlarm,
@@ -64,19 +63,7 @@ FORWARDS = {
 
 
 class PPOTrainer:
-    """PPO training loop; one short method per phase.
-
-    Args:
-        config: the run.
-        workers: worker groups of the roles.
-        prompts: training prompts, in order.
-        generator: samples responses.
-        rewards: scores finished responses.
-        evaluator: held-out accuracy.
-        checkpoints: writes and loads checkpoints.
-        preemption: requests to end the run (signals).
-        reporter: console, trackers and files.
-    """
+    """PPO training loop; one short method per phase."""
 
     def __init__(
         self,
@@ -119,19 +106,15 @@ class PPOTrainer:
     def fit(self, resume: Resume | None = None) -> float:
         """Train up to trainer.total_steps; return the final held-out accuracy.
 
-        Args:
-            resume: checkpoint to resume from; None: the run begins.
-
         Raises:
             Preempted: SIGTERM or SIGHUP arrived, and a checkpoint was written.
             RunStopped: too many updates in a row were not finite.
         """
-        last = self.config.trainer.total_steps
         if resume is None:
             self.begin()
         else:
             self.resume(resume)
-        for step in range(self.state.step + 1, last + 1):
+        for step in range(self.state.step + 1, self.config.trainer.total_steps + 1):
             with self.profiler.step(step), self.phases.step():
                 self.train(step)
                 if self.evaluates(step):

@@ -89,10 +89,7 @@ class RewardSource(Protocol):
 def baseline_rewards(rewards: RewardSource, prompts: list[Prompt], greedy: RolloutBatch) -> Tensor:
     """Compute the greedy response's score for each response to its prompt, [B].
 
-    Args:
-        rewards: scores as in training.
-        prompts: [B] the prompt of each sampled response.
-        greedy: one response to each prompt.
+    `prompts` has the prompt of each sampled response, `greedy` one response to each prompt.
 
     Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
     """
@@ -130,9 +127,9 @@ def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """
     overlong, max_tokens = config.algorithm.overlong, config.rollout.max_response_tokens
-    if overlong.buffer_tokens == 0:
-        return torch.zeros(len(lengths))
     buffer = overlong.buffer_tokens
+    if buffer == 0:
+        return torch.zeros(len(lengths))
     return overlong.penalty * overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
 
 
@@ -141,10 +138,7 @@ def outcome_metrics(
 ) -> dict[str, float]:
     """Compute reward/mean, reward/mean_<data set>, reward/std and reward/overlong_penalty.
 
-    Args:
-        prompts: [B] the prompt of each response.
-        outcome: [B] the responses' rewards.
-        penalty: [B] <= 0, part of the outcome, for the length.
+    `outcome` [B] has the responses' rewards, of which `penalty` [B] <= 0 is that for the length.
     """
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -167,12 +161,7 @@ def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
 
 
 class FunctionRewards:
-    """Rewards by the run's reward function.
-
-    Args:
-        decode: token ids of many responses -> their texts.
-        scorer: runs the reward function in other processes.
-    """
+    """Rewards by the run's reward function, which runs in other processes."""
 
     def __init__(self, decode: Decode, scorer: RewardScorer) -> None:
         self._decode = decode

@@ -1,4 +1,4 @@
-"""Sampling of a step's responses: one round, or dynamic sampling (DAPO)."""
+"""Sampling of a step's responses: one round, or dynamic sampling (DAPO); vLLM's weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,12 +7,63 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from hybridrl.config.choices import Offload
 from hybridrl.config.estimators import estimator_of
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
+
+
+class HybridEngine:
+    """vLLM on the GPUs of the actor, whose weights it samples with.
+
+    Args:
+        rollout: the rollout engines of all ranks.
+        offload: state of the trained roles that is offloaded to the host (fsdp.offload).
+
+    Attributes:
+        weight_version: updates of the actor so far.
+        rollout_version: of the weights that vLLM holds; None: no valid ones.
+
+    Source: Sheng et al. 2024 (HybridFlow), section 5, https://arxiv.org/abs/2409.19256
+    """
+
+    def __init__(self, rollout: WorkerGroup, offload: Offload) -> None:
+        self.weight_version = 0
+        self.rollout_version: int | None = None
+        self._rollout = rollout
+        self._offload = offload
+
+    @property
+    def is_current(self) -> bool:
+        """True if vLLM holds the actor's weights."""
+        return self.rollout_version == self.weight_version
+
+    def reshard(self) -> dict[str, float]:
+        """Copy the actor's weights to vLLM; return the maximum of each metric over ranks."""
+        per_rank = self._rollout.call("reshard", self.weight_version)
+        self.rollout_version = self.weight_version
+        return {f"reshard/{name}": max(rank[name] for rank in per_rank) for name in per_rank[0]}
+
+    def sleep(self) -> None:
+        """Put vLLM to sleep; it frees what rollout.sleep names, perhaps its weights."""
+        self.rollout_version = self._rollout.call("sleep")[0]
+
+    def make_room_for_optimizer(self) -> None:
+        """Put vLLM to sleep if optimizer state is offloaded and must return to the GPU."""
+        if self._offload is not Offload.none:
+            self.sleep()
+
+    def restore(self, weight_version: int, *, is_current: bool) -> None:
+        """Restore an earlier run's state: vLLM awake with the actor's weights, or asleep."""
+        self.weight_version = weight_version
+        self.reshard()
+        if not is_current:
+            self.sleep()
+            self.rollout_version = None  # even if it keeps weights: those are of another version
 
 
 @dataclass(frozen=True)
@@ -37,13 +88,8 @@ class Sampled:
 class Sampling:
     """Sampling of responses as the algorithm section says.
 
-    It sets the loss mask, which whitening, selected tokens and the loss share.
-
-    Args:
-        config: the run.
-        take: returns the next n training prompts.
-        generate: samples responses.
-        rewards: scores them.
+    It sets the loss mask, which whitening, selected tokens and the loss share. `take` returns the
+    next n training prompts.
     """
 
     def __init__(
@@ -84,20 +130,27 @@ class Sampling:
         Source: Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
         """
         wanted = missing = self._config.data.prompts_per_step
+        max_rounds = self._config.algorithm.max_sampling_rounds
         kept: list[Sampled] = []
         scores: list[float] = []
-        while missing and len(kept) < self._config.algorithm.max_sampling_rounds:
+        while missing and len(kept) < max_rounds:
             done = self._round(self._take(missing), step, first_sample=len(kept) * self._each)
             rewarded = self._rewards.score(done.prompts, done.rollout.batch)
             scores += rewarded.scores
             of_prompts = torch.tensor(rewarded.scores).view(missing, self._each)
             is_mixed = (of_prompts != of_prompts[:, :1]).any(1)
             missing -= int(is_mixed.sum())
-            is_last = not missing or len(kept) + 1 == self._config.algorithm.max_sampling_rounds
+            is_last = not missing or len(kept) + 1 == max_rounds
             order = (~is_mixed).long().argsort(stable=True)
             order = order if is_last else order[: int(is_mixed.sum())]
             rows = (order[:, None] * self._each + torch.arange(self._each)).flatten().tolist()
-            kept.append(_selected(replace(done, rewarded=rewarded), rows))
+            kept.append(
+                Sampled(
+                    replace(done.rollout, batch=done.rollout.batch.select(rows)),
+                    [done.prompts[row] for row in rows],
+                    rewarded.select(rows),
+                )
+            )
         num_prompts = len(scores) // self._each
         metrics = {
             "sampling/rounds": float(len(kept)),
@@ -107,10 +160,11 @@ class Sampling:
             "sampling/reward_mean": fmean(scores),
         }
         sampled = replace(_joined(kept), metrics=metrics)
-        if missing:
-            is_counted = torch.arange(len(sampled.prompts)) < (wanted - missing) * self._each
-            sampled = counting(sampled, is_counted)
-        return sampled
+        if not missing:
+            return sampled
+        return counting(
+            sampled, torch.arange(len(sampled.prompts)) < (wanted - missing) * self._each
+        )
 
     def _round(self, prompts: list[Prompt], step: int, first_sample: int = 0) -> Sampled:
         """Sample once; a prompt may return within a step: first_sample makes its samples differ."""
@@ -135,14 +189,9 @@ def request_of(
     samples: int = 1,
     first_sample: int = 0,
 ) -> PromptBatch:
-    """Build a request for responses.
+    """Build a request for `samples` responses to each prompt.
 
-    Args:
-        prompts: each is sampled from.
-        step: of the weights.
-        temperature, top_p: how to sample; temperature 0 decodes greedily.
-        samples: of each prompt.
-        first_sample: samples of each prompt that exist already; seeds derive from it.
+    Seeds derive from `first_sample`, the number of samples of each prompt that exist already.
     """
     return PromptBatch(
         prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
@@ -163,27 +212,16 @@ def counting(sampled: Sampled, counts: Tensor) -> Sampled:
     return replace(sampled, rollout=replace(sampled.rollout, batch=batch))
 
 
-def _selected(sampled: Sampled, rows: list[int]) -> Sampled:
-    """Select responses of one round."""
-    assert sampled.rewarded is not None
-    return Sampled(
-        replace(sampled.rollout, batch=sampled.rollout.batch.select(rows)),
-        [sampled.prompts[row] for row in rows],
-        sampled.rewarded.select(rows),
-    )
-
-
 def _joined(parts: Sequence[Sampled]) -> Sampled:
     """Join the rounds; groups of one prompt in two rounds stay separate."""
     batch = RolloutBatch.concat([part.rollout.batch for part in parts])
     sizes = torch.tensor([len(part.prompts) for part in parts])
     rounds = torch.arange(len(parts)).repeat_interleave(sizes)
     group_id = batch.group_id + rounds * (int(batch.group_id.max()) + 1)
-    engines = zip(*(part.rollout.engines for part in parts), strict=True)
     return Sampled(
         Rollout(
             replace(batch, group_id=group_id),
-            tuple(map(_over_rounds, engines)),
+            total_stats([part.rollout for part in parts], first_token=max),
             environment_s=sum(part.rollout.environment_s for part in parts),
         ),
         [prompt for part in parts for prompt in part.prompts],
@@ -191,9 +229,15 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
     )
 
 
-def _over_rounds(stats: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(
-        tokens=sum(s.tokens for s in stats),
-        seconds=sum(s.seconds for s in stats),
-        first_token_s=max(s.first_token_s for s in stats),
+def total_stats(
+    rollouts: Sequence[Rollout], first_token: Callable[[Sequence[float]], float]
+) -> tuple[EngineStats, ...]:
+    """Sum each engine over rollouts; `first_token` picks among the times of its first tokens."""
+    return tuple(
+        EngineStats(
+            tokens=sum(stats.tokens for stats in of_engine),
+            seconds=sum(stats.seconds for stats in of_engine),
+            first_token_s=first_token([stats.first_token_s for stats in of_engine]),
+        )
+        for of_engine in zip(*(rollout.engines for rollout in rollouts), strict=True)
     )

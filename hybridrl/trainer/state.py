@@ -12,8 +12,8 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.advantage import KLControl
-from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
+from hybridrl.trainer.sampling import HybridEngine
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ class TrainState:
 
     A checkpoint within a step is one of the step before. `commit` is cheap; `finished` passes over
     all prompts seen so far.
-
-    Args:
-        prompts: the training prompts.
-        kl: the KL penalty.
-        engine: versions of the actor's weights and of vLLM's.
-        guard: counts skipped optimizer steps.
 
     Attributes:
         lengths: of the responses so far.

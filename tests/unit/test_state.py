@@ -11,8 +11,8 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.hybrid_engine import HybridEngine
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.sampling import HybridEngine
 from hybridrl.trainer.state import TrainState, read_state
 from tests.batches import batch_of
 

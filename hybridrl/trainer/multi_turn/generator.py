@@ -17,23 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool, EnvironmentReply
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.sampling import total_stats
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that end a conversation.
-
-    Attributes:
-        max_turns: turns of the policy.
-        max_tokens: tokens after the prompt, those of the environment included.
-    """
+    """Limits of a conversation: the policy's turns, and all tokens after the prompt."""
 
     max_turns: int
     max_tokens: int
@@ -47,12 +43,10 @@ class _Conversation:
         prompt: index of its prompt in the request.
         sample: index among all samples of that prompt; seeds derive from it.
         state: of its environment; empty if that failed before the first turn.
-        tokens, log_probs, masks: parts in their order, [n] each.
-        turns: of the policy, so far.
-        reward: sum over the turns.
         failure, reason: of the environment.
+        tokens, log_probs, masks: parts in their order, [n] each.
+        turns, reward: of the policy so far.
         truncated: ended by a limit.
-        is_open: more turns may follow.
     """
 
     prompt: int
@@ -73,18 +67,13 @@ class _Conversation:
         """Tokens after the prompt."""
         return sum(map(len, self.tokens))
 
-    def add_turn(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Append a turn of the policy."""
+    def add(self, tokens: Tensor, log_probs: Tensor | None = None) -> None:
+        """Append a turn of the policy or, without log-probs, text of the environment."""
+        is_reply = log_probs is None
         self.tokens.append(tokens)
-        self.log_probs.append(log_probs)
-        self.masks.append(torch.ones(len(tokens), dtype=torch.bool))
-        self.turns += 1
-
-    def add_reply(self, ids: list[int]) -> None:
-        """Append text of the environment."""
-        self.tokens.append(torch.tensor(ids, dtype=torch.int32))
-        self.log_probs.append(torch.zeros(len(ids)))
-        self.masks.append(torch.zeros(len(ids), dtype=torch.bool))
+        self.log_probs.append(torch.zeros(len(tokens)) if log_probs is None else log_probs)
+        self.masks.append(torch.full((len(tokens),), not is_reply))
+        self.turns += not is_reply
 
     def end(self, *, truncated: bool) -> None:
         """Close the conversation."""
@@ -100,7 +89,7 @@ class MultiTurn:
         tokens: encodes replies.
         decode: token ids of many turns -> their texts.
         examples: prompt id -> the row of the data set.
-        limits: end a conversation that neither side has ended.
+        limits: of each conversation.
         failures: numbers the reasons of failures.
     """
 
@@ -141,7 +130,7 @@ class MultiTurn:
         batch = _batch(request, conversations, int(versions[0]), self._failures)
         return Rollout(
             replace(batch, engine=engine_of),
-            tuple(_over_turns(each) for each in zip(*(r.engines for r in rollouts), strict=True)),
+            total_stats(rollouts, first_token=lambda of_turns: of_turns[0]),
             self._environment_s,
         )
 
@@ -155,19 +144,20 @@ class MultiTurn:
         replies = self._environments.open(examples)
         self._environment_s += time.perf_counter() - start
         openings = self._tokens.encode([reply.result.text for reply in replies])
-        samples = range(request.responses_per_prompt)
         first = [0] * len(request) if request.first_sample is None else request.first_sample
         conversations = []
         for prompt, (reply, ids) in enumerate(zip(replies, openings, strict=True)):
             failure, reason = reply.failure, reply.reason
             if len(ids) >= self._limits.max_tokens:  # no room for the policy's turn
-                failure, reason = FailureKind.error, _too_long(len(ids), self._limits.max_tokens)
+                limit = f"rollout.max_response_tokens={self._limits.max_tokens}"
+                failure = FailureKind.error
+                reason = f"its opening of {len(ids)} tokens leaves none of {limit}"
                 openings[prompt] = ids = []
-            for sample in samples:
+            for sample in range(request.responses_per_prompt):
                 state = "" if failure else reply.state
                 new = _Conversation(prompt, int(first[prompt]) + sample, state, failure, reason)
                 if ids:
-                    new.add_reply(ids)
+                    new.add(torch.tensor(ids, dtype=torch.int32))
                 conversations.append(new)
         if not any(openings):
             return request, conversations
@@ -182,7 +172,7 @@ class MultiTurn:
         rows = batch.responses.rows()
         fields = zip(conversations, rows, batch.rollout_log_probs.rows(), strict=True)
         for conversation, tokens, log_probs in fields:
-            conversation.add_turn(tokens, log_probs)
+            conversation.add(tokens, log_probs)
         texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
         turns = [StepRequest(conversations[i].state, texts[i]) for i in asked]
@@ -217,14 +207,9 @@ class MultiTurn:
         last = [int(conversation.tokens[-1][-1]) for conversation in conversations]
         for conversation, ids in zip(conversations, self._tokens.answers(texts, last), strict=True):
             if conversation.length + len(ids) < self._limits.max_tokens:
-                conversation.add_reply(ids)
+                conversation.add(torch.tensor(ids, dtype=torch.int32))
             else:
                 conversation.end(truncated=True)
-
-
-def _too_long(opening: int, max_tokens: int) -> str:
-    limit = f"rollout.max_response_tokens={max_tokens}"
-    return f"its opening of {opening} tokens leaves none of {limit}"
 
 
 def _continued(
@@ -233,13 +218,9 @@ def _continued(
     turn: int,
     engine_of: Tensor | None,
 ) -> PromptBatch:
-    """Return the request of a later turn, whose prompts are the conversations so far.
+    """Return the request of a later turn, whose prompts are the open conversations so far.
 
-    Args:
-        request: of the first turn.
-        conversations: those that are open.
-        turn: its index.
-        engine_of: engine of each response in the first turn; None: unknown.
+    `engine_of` is the engine of each response in the first turn, if known.
     """
     rows = request.prompts.rows()
     which = [conversation.prompt for conversation in conversations]
@@ -282,13 +263,4 @@ def _batch(
         turns=torch.tensor([c.turns for c in conversations]),
         environment_rewards=torch.tensor([c.reward for c in conversations], dtype=torch.float64),
         environment_failures=torch.tensor(numbers),
-    )
-
-
-def _over_turns(stats: Sequence[EngineStats]) -> EngineStats:
-    """Sum one engine over all turns; its first token is that of the first turn."""
-    return EngineStats(
-        tokens=sum(turn.tokens for turn in stats),
-        seconds=sum(turn.seconds for turn in stats),
-        first_token_s=stats[0].first_token_s,
     )
