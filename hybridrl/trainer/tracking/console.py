@@ -9,33 +9,56 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.logging import RichHandler
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
-from hybridrl.trainer.tracking.steps import StepDisplay
-from hybridrl.trainer.tracking.summary import Change, Metrics, accuracy_changes, summary_lines
+from hybridrl.trainer.tracking.steps import Eta, step_line, step_row, title_row
+from hybridrl.trainer.tracking.summary import (
+    Change,
+    Metrics,
+    accuracy_changes,
+    phases_text,
+    short_name,
+    summary_lines,
+)
 
 MAX_SAMPLE_LINES = 8
 # Maximum width of text, also on wider terminals.
 MAX_TEXT_WIDTH = 110
+# Rows until the titles are repeated.
+ROWS_BETWEEN_TITLES = 25
 
 
 class RunConsole:
-    """Console output of a run; a context manager that restores the terminal on exit.
-
-    Args:
-        total_steps: of the run.
-        console: output; None: standard output.
-    """
+    """Console output of a run; a context manager that restores the terminal on exit."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._total = total_steps
-        self._steps: StepDisplay | None = None
+        self._eta = Eta(total_steps)
+        self._rows = 0
+        self._progress = Progress(
+            TextColumn("[bold]{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f}%"),
+            TextColumn("ETA {task.fields[eta]}"),
+            TextColumn("[cyan]{task.fields[phase]}"),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("", total=total_steps, eta="?", phase="starting")
+        self._last = Text("")
+        self._live = Live(
+            get_renderable=lambda: Group(self._progress, self._last),
+            console=self.console,
+            refresh_per_second=4,
+            transient=True,
+        )
 
     def __enter__(self) -> "RunConsole":
         return self
@@ -53,11 +76,26 @@ class RunConsole:
 
     def phase(self, name: str) -> None:
         """Show the current phase; the first one starts the progress line."""
-        self._display().phase(name)
+        if self.console.is_terminal:
+            self._live.start()
+            self._progress.update(self._task, phase=short_name(name))
 
     def step(self, metrics: Metrics) -> None:
-        """Show a finished step."""
-        self._display().step(metrics)
+        """Print the step's row and move the progress bar, or print the step's line."""
+        step = int(metrics["step"] or 0)
+        eta, width = self._eta.after(step), self.console.width
+        if not self.console.is_terminal:
+            self.console.print(Text(step_line(metrics, self._total, eta)), soft_wrap=True)
+            return
+        style = "" if metrics.get("eval/accuracy") is None else "green"
+        rows = [Text(step_row(metrics, width), style=style)]
+        if self._rows % ROWS_BETWEEN_TITLES == 0:
+            rows.insert(0, Text(title_row(width), style="bold"))
+        self._rows += 1
+        for row in rows:
+            self.console.print(row, overflow="ellipsis", no_wrap=True)
+        self._progress.update(self._task, completed=step, eta=eta)
+        self._last = Text(f"last step: {phases_text([metrics], 4)}", style="dim", no_wrap=True)
 
     def samples(self, step: int, records: Sequence[RolloutRecord]) -> None:
         """Print responses with their prompts and scores."""
@@ -86,10 +124,8 @@ class RunConsole:
         self.header("done", [*summary_lines(rows, failed_checkpoints), *files])
 
     def close(self) -> None:
-        """Restore the terminal."""
-        if self._steps is not None:
-            self._steps.stop()
-            self._steps = None
+        """Restore the terminal: remove the progress line, show the cursor."""
+        self._live.stop()
 
     def header(self, title: str, lines: Sequence[tuple[str, str]]) -> None:
         """Print labelled texts: a panel on a terminal, else a title with lines below."""
@@ -106,19 +142,8 @@ class RunConsole:
         grid.add_column(overflow="fold", ratio=1)
         for label, text in lines:
             grid.add_row(Text(label), Text(text))
-        self.console.print(
-            Panel(
-                grid,
-                title=Text(title),
-                title_align="left",
-                box=box.ROUNDED,
-                width=self._text_width() + 4,
-            )
-        )
-
-    def _display(self) -> StepDisplay:
-        self._steps = self._steps or StepDisplay(self.console, self._total)
-        return self._steps
+        width = self._text_width() + 4
+        self.console.print(Panel(grid, title=Text(title), title_align="left", width=width))
 
     def _text_width(self) -> int:
         return min(self.console.width - 4, MAX_TEXT_WIDTH)
@@ -129,20 +154,16 @@ def _accuracy_table(changes: Sequence[Change]) -> Table:
     table.add_column("held-out accuracy")
     for title in ("before", "after", "change"):
         table.add_column(title, justify="right")
-    for change in changes:
-        gain = change.after - change.before
-        table.add_row(
-            change.name,
-            _with_interval(change.before, change.before_ci),
-            _with_interval(change.after, change.after_ci),
-            Text(f"{gain:+.3f}", style="green" if gain > 0 else "red" if gain < 0 else ""),
-        )
+    for name, before, after in changes:
+        gain = after[0] - before[0]
+        # '0.934 +- 0.027', or the value alone
+        values = [
+            " +- ".join(f"{part:.3f}" for part in pair if part is not None)
+            for pair in (before, after)
+        ]
+        style = "green" if gain > 0 else "red" if gain < 0 else ""
+        table.add_row(name, *values, Text(f"{gain:+.3f}", style=style))
     return table
-
-
-def _with_interval(value: float, half_width: float | None) -> str:
-    """Format as '0.934 +- 0.027', or the value alone."""
-    return f"{value:.3f}" if half_width is None else f"{value:.3f} +- {half_width:.3f}"
 
 
 def _files(run_dir: Path) -> str:

@@ -1,28 +1,18 @@
-"""Display of steps: rows above a live progress bar on a terminal, else one plain line each."""
+"""Text of a step: a row below titles, or one plain line; the time left."""
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
-
 from hybridrl.trainer.tracking.header import count_text
-from hybridrl.trainer.tracking.summary import Metrics, duration_text, phases_text, short_name
+from hybridrl.trainer.tracking.summary import Metrics, duration_text, phases_text
 
 
 class Column(NamedTuple):
-    """Column of the table: one metric of a step.
+    """Column of the table: one metric of a step, in `width` characters.
 
-    Attributes:
-        title: above the column, or before the number.
-        metric: its name in metrics.jsonl.
-        show: formats the number.
-        width: characters.
-        min_terminal: minimum width of a terminal to show the column.
+    It is shown on terminals of `min_terminal` characters and more, and in each plain line.
     """
 
     title: str
@@ -52,17 +42,10 @@ COLUMNS = (
 )
 # Minimum width of a terminal to show the longest phases.
 PHASES_MIN_TERMINAL = 120
-# Rows until the titles are repeated.
-ROWS_BETWEEN_TITLES = 25
 
 
 class Eta:
-    """Estimate of the time left, from the mean time of a step.
-
-    Args:
-        total_steps: of the run.
-        clock: monotonic seconds.
-    """
+    """Estimate of the time left, from the mean time of a step; `clock` has monotonic seconds."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total_steps
@@ -77,60 +60,6 @@ class Eta:
             return "?"
         first_step, start = self._first
         return duration_text((now - start) / (step - first_step) * (self._total - step))
-
-
-class StepDisplay:
-    """Row per step above a progress bar with the current phase; without a terminal, plain lines."""
-
-    def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
-        self._total = total_steps
-        self._eta = Eta(total_steps)
-        self._rows = 0
-        self._progress = Progress(
-            TextColumn("[bold]{task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:.0f}%"),
-            TextColumn("ETA {task.fields[eta]}"),
-            TextColumn("[cyan]{task.fields[phase]}"),
-            console=console,
-        )
-        self._task = self._progress.add_task("", total=total_steps, eta="?", phase="starting")
-        self._last = Text("")
-        self._live = Live(
-            get_renderable=self._view, console=console, refresh_per_second=4, transient=True
-        )
-        if console.is_terminal:
-            self._live.start()
-
-    def phase(self, name: str) -> None:
-        """Show the current phase."""
-        self._progress.update(self._task, phase=short_name(name))
-
-    def step(self, metrics: Metrics) -> None:
-        """Print the step's row and move the bar, or print the step's line."""
-        step = int(metrics["step"] or 0)
-        eta, width = self._eta.after(step), self._console.width
-        if not self._console.is_terminal:
-            self._console.print(Text(step_line(metrics, self._total, eta)), soft_wrap=True)
-            return
-        if self._rows % ROWS_BETWEEN_TITLES == 0:
-            self._print(title_row(width), "bold")
-        self._rows += 1
-        style = "" if metrics.get("eval/accuracy") is None else "green"
-        self._print(step_row(metrics, width), style)
-        self._progress.update(self._task, completed=step, eta=eta)
-        self._last = Text(f"last step: {phases_text([metrics], 4)}", style="dim", no_wrap=True)
-
-    def stop(self) -> None:
-        """Remove the progress line and restore the cursor."""
-        self._live.stop()
-
-    def _view(self) -> RenderableType:
-        return Group(self._progress, self._last)
-
-    def _print(self, row: str, style: str) -> None:
-        self._console.print(Text(row, style=style), overflow="ellipsis", no_wrap=True)
 
 
 def title_row(terminal: int) -> str:

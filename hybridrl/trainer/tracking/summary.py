@@ -27,10 +27,8 @@ class Change(NamedTuple):
     """
 
     name: str
-    before: float
-    after: float
-    before_ci: float | None = None
-    after_ci: float | None = None
+    before: tuple[float, float | None]
+    after: tuple[float, float | None]
 
 
 def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tuple[str, str]]:
@@ -73,8 +71,9 @@ def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
         before, after = first[name], last.get(name)
         if name.startswith(ACCURACY) and before is not None and after is not None:
             suffix = name.removeprefix(ACCURACY)
-            widths = [row.get(f"eval/ci95{suffix}") for row in (first, last)]
-            changes.append(Change(accuracy_label(suffix), before, after, *widths))
+            interval = f"eval/ci95{suffix}"
+            pairs = (before, first.get(interval)), (after, last.get(interval))
+            changes.append(Change(accuracy_label(suffix), *pairs))
     return changes
 
 
