@@ -38,9 +38,6 @@ WHOLE = 2**62
 class KLControl:
     """KL penalty against the frozen reference, with a fixed or adaptive coefficient.
 
-    Args:
-        config: placement, estimator and coefficient; coef = 0: no reference and no penalty.
-
     Attributes:
         coef: weight of the penalty in the next step, the only state; None without a penalty.
     """
@@ -61,13 +58,9 @@ class KLControl:
         if self.coef is None or self._config.placement is KLPlacement.loss:
             return batch.scores
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-        rewards = in_chunks(
-            partial(kl_penalty_rewards, coef=self.coef, estimator=self._config.estimator),
-            batch.scores.values,
-            batch.old_log_probs.values,
-            batch.ref_log_probs.values,
-        )
-        return batch.scores.like(rewards)
+        penalised = partial(kl_penalty_rewards, coef=self.coef, estimator=self._config.estimator)
+        fields = (batch.scores, batch.old_log_probs, batch.ref_log_probs)
+        return batch.scores.like(in_chunks(penalised, *(field.values for field in fields)))
 
     def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
         """Compute actor/kl in nats per token (k3, mean >= 0); update an adaptive coefficient."""
@@ -98,9 +91,6 @@ class AdvantageEstimator:
 
     A group-wise function (algorithms/advantages.py) runs on blocks of the batch. Any other
     function runs on the whole batch, padded.
-
-    Args:
-        config: the algorithm section, checked.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -150,9 +140,7 @@ class AdvantageEstimator:
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
     ) -> Iterator[Estimate]:
         padded = [
-            blocks.of(value, 0.0)
-            if isinstance(value, Ragged)
-            else map(value.__getitem__, blocks.rows)
+            blocks.of(value, 0.0) if isinstance(value, Ragged) else (value[k] for k in blocks.rows)
             for value in inputs.values()
         ]
         for tensors in zip(*padded, strict=True):
@@ -178,12 +166,7 @@ def value_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 class LossInputs:
-    """Fields that the run's policy loss needs, beside log-probs and advantages.
-
-    Args:
-        config: the algorithm section, checked.
-        seed: of the run.
-    """
+    """Fields that the run's policy loss needs, beside log-probs and advantages."""
 
     def __init__(self, config: AlgorithmConfig, seed: int) -> None:
         loss, correction = policy_loss_of(config.loss.function), config.rollout_correction
@@ -197,10 +180,6 @@ class LossInputs:
 
     def of_step(self, batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
         """Compute fields to add to the batch, and metrics.
-
-        Args:
-            batch: with rollout_log_probs, old_log_probs and advantages.
-            step: training step.
 
         Returns:
             loss_weights: importance weights of trainer over sampler. selected: tokens chosen by

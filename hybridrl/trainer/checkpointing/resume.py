@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.commit import quarantine
@@ -98,15 +97,24 @@ def find_resume(
             return None
         state = _state(found)
         rows = _rows(run_dir, found, state)
-    differences = _differences(config, found, models, _other_prompts(state.prompts, prompts))
-    if differences.mattering and not config.checkpoint.allow_config_changes:
-        listed = "\n".join(f"  {text}" for text in differences.mattering)
+    before = found.manifest
+    changed = changes(before.config, plain(config), other_files(before.models, models))
+    mattering = [str(change) for change in changed if change.matters]
+    mattering += _other_prompts(state.prompts, prompts)
+    if mattering and not config.checkpoint.allow_config_changes:
+        listed = "\n".join(f"  {text}" for text in mattering)
         raise ConfigError(
             f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
             f"The results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
-    notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
+    free = [str(c) for c in changed if not c.matters and c.key not in NOT_TOLD]
+    notes = [
+        *_notes(config, found, state, rows),
+        *_listed("changed, as allowed", mattering),
+        *_listed("changed, without effect on the results", free),
+        *_listed("other versions", _other_versions(before.versions, versions())),
+    ]
     return Resume(found, state, rows, notes)
 
 
@@ -158,35 +166,6 @@ def _refuse_used(run_dir: Path) -> None:
         )
 
 
-class _Differences(NamedTuple):
-    """Differences from the run that wrote the checkpoint: those that matter, and the others."""
-
-    mattering: list[str]
-    free: list[str]
-
-    def notes(self) -> list[str]:
-        """Describe each kind in one line."""
-        named = (
-            ("changed, as allowed", self.mattering),
-            ("changed, without effect on the results", self.free),
-        )
-        return [f"{what}: {_shortened(texts)}" for what, texts in named if texts]
-
-
-def _differences(
-    config: RunConfig, found: Found, models: Fingerprints, other_prompts: list[str]
-) -> _Differences:
-    before = found.manifest
-    differences = _Differences([], [])
-    for change in changes(before.config, plain(config), other_files(before.models, models)):
-        if change.matters:
-            differences.mattering.append(str(change))
-        elif change.key not in NOT_TOLD:
-            differences.free.append(str(change))
-    differences.mattering.extend(other_prompts)
-    return differences
-
-
 def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describe changes of the training prompts (`PromptSource.fingerprint`)."""
     if before["tokens"] != now["tokens"]:
@@ -196,18 +175,17 @@ def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     return []
 
 
-def _other_versions(found: Found) -> list[str]:
-    """Describe changed versions of packages that influence a run's numbers, in one line."""
-    before, now = found.manifest.versions, versions()
-    texts = [
+def _other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Describe changed versions of packages that influence a run's numbers."""
+    return [
         f"{name} {before.get(name, MISSING)} then, {now.get(name, MISSING)} now"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
-    return [f"other versions: {_shortened(texts)}"] if texts else []
 
 
-def _shortened(texts: list[str]) -> str:
+def _listed(what: str, texts: list[str]) -> list[str]:
+    """Describe changes in one line, if there are any."""
     more = len(texts) - MAX_CHANGES_SHOWN
     end = f" and {more} more" if more > 0 else ""
-    return f"{'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"
+    return [f"{what}: {'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"] if texts else []

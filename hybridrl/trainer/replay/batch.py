@@ -33,15 +33,12 @@ _RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.ty
 
 
 class ReplayBatch(NamedTuple):
-    """Update that was not finite.
+    """Update of an actor or critic that was not finite.
 
     Attributes:
-        role: "actor" or "critic".
-        step: training step.
         kl_coef: weight of the KL penalty in the loss.
         batch: the responses with all fields of the update.
         ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
-        config: of the run.
     """
 
     role: str

@@ -46,13 +46,7 @@ class SkippedSteps:
 class NonFiniteGuard:
     """Guard against skipped updates; it holds each step's batch until `check`.
 
-    Args:
-        config: the run.
-        run_dir: of the run.
-        save_weights: writes the workers' state into a new folder.
-
-    Attributes:
-        skipped: counts, part of the loop's state.
+    `skipped` is part of the loop's state. `save_weights` writes the workers' state into a folder.
     """
 
     def __init__(

@@ -113,12 +113,7 @@ class _Unjoined(ScheduledBatch):
 
 
 def replay(kept: ReplayBatch, folder: Path) -> Findings:
-    """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`.
-
-    Args:
-        kept: content of `folder`.
-        folder: of the weights and of the workers' logs.
-    """
+    """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`."""
     config = kept.config
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
     configs = {role: getattr(config, role) for role in roles}
@@ -133,12 +128,7 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
 
 
 def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
-    """Find the non-finite values of an update.
-
-    Args:
-        kept: the update.
-        group: replay workers of the role, with the weights of the update.
-    """
+    """Find the non-finite values of an update; `group` has its weights."""
     weights: Counter[str] = Counter()
     for counts in group.call("nonfinite_weights"):
         weights.update(counts)

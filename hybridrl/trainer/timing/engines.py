@@ -21,13 +21,7 @@ QUIET = 50
 def rollout_metrics(
     rollout: Rollout, seconds: float, switch_s: float | None
 ) -> dict[str, float | None]:
-    """Compute metrics of a step's responses, engines and turns.
-
-    Args:
-        rollout: of the step.
-        seconds: that it took.
-        switch_s: from the last update to its begin (`Phases.switch_s`).
-    """
+    """Compute metrics of a step's responses, engines and turns; for times see `Phases`."""
     metrics = response_metrics(rollout.batch) | engine_metrics(rollout.engines, seconds)
     if switch_s is not None:
         first_token_s = max(engine.first_token_s for engine in rollout.engines)
@@ -64,9 +58,7 @@ def turn_metrics(rollout: Rollout) -> dict[str, float]:
 def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
     """Compute speeds of all engines and of each with prompts, and the last first token.
 
-    Args:
-        engines: statistics of each, over all rounds of the step.
-        seconds: of the whole phase.
+    `engines` has the sums over all rounds of the step, which took `seconds`.
     """
     speeds = {k: engine.tokens_per_second for k, engine in enumerate(engines) if engine.tokens}
     if not speeds:
@@ -83,11 +75,7 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
 
 
 class StragglerAlarm:
-    """Straggler alarm: an engine much slower than the others in several steps in a row.
-
-    Args:
-        where: engine index -> ranks, node and GPUs it runs on, for the warning.
-    """
+    """Straggler alarm: an engine much slower than the others in several steps in a row."""
 
     def __init__(self, where: Callable[[int], str]) -> None:
         self._where = where
@@ -132,15 +120,11 @@ def engine_place(rollout: WorkerGroup, engine: int) -> str:
     hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
     first, last = hosts[0].rank, hosts[-1].rank
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-    places = [
-        f"node {there[0].node_name} {_gpus([host.slot.local_rank for host in there])}"
-        for there in by_node(hosts).values()
-    ]
+    places = []
+    for there in by_node(hosts).values():
+        gpus = ", ".join(str(host.slot.local_rank) for host in there)
+        places.append(f"node {there[0].node_name} GPU{'s' * (len(there) > 1)} {gpus}")
     return f"{ranks} on {', '.join(places)}"
-
-
-def _gpus(numbers: Sequence[int]) -> str:
-    return f"GPU{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def straddling(rollout: WorkerGroup) -> int:

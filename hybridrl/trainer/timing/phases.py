@@ -83,9 +83,12 @@ class Phases:
 
     Attributes:
         timeline: the last whole step.
+        switch_s: seconds from a rank's last update to its sampling in the last section, maximum
+            over ranks by their own clocks; None if no rank sampled there after an update.
     """
 
     timeline: Timeline
+    switch_s: float | None = None
 
     def __init__(
         self,
@@ -97,7 +100,6 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._sections: list[Section] = []
         self._updated: dict[int, float] = {}
-        self._switches: list[float] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -115,25 +117,19 @@ class Phases:
         with Stopwatch(name) as watch:
             yield
         self._sections.append(Section(watch.span, self._take_spans()))
-        self._follow(self._sections[-1])
+        self.switch_s = self._switch_s(self._sections[-1])
         self._seconds[name] = self.seconds(name) + watch.span.seconds
 
-    @property
-    def switch_s(self) -> float | None:
-        """Seconds from a rank's last update to its sampling in the last section.
-
-        Maximum over ranks, by their own clocks; None if no rank sampled there after an update.
-        """
-        return max(self._switches, default=None)
-
-    def _follow(self, section: Section) -> None:
-        self._switches = []
+    def _switch_s(self, section: Section) -> float | None:
+        """Compute `switch_s` of a section."""
+        switches = []
         for rank, spans in enumerate(section.ranks):
             for span in spans:
                 if _method(span) == "update":
                     self._updated[rank] = span.start + span.seconds
                 elif _method(span) == "generate" and rank in self._updated:
-                    self._switches.append(span.start - self._updated.pop(rank))
+                    switches.append(span.start - self._updated.pop(rank))
+        return max(switches, default=None)
 
     def split(self, name: str, calls: Mapping[str, TimedResult]) -> None:
         """Count calls in a finished phase, on their slowest ranks, as separate phases."""
@@ -148,21 +144,15 @@ class Phases:
 
     def metrics(self) -> dict[str, float | None]:
         """Compute time/<phase>_s, time/step_s and `Timeline.metrics` of the finished step."""
-        metrics: dict[str, float | None] = {
-            f"time/{name}_s": seconds for name, seconds in self._seconds.items()
-        }
-        metrics["time/step_s"] = self.timeline.step.seconds
-        return metrics | self.timeline.metrics()
+        seconds = self._seconds | {"step": self.timeline.step.seconds}
+        return {**{f"time/{name}_s": s for name, s in seconds.items()}, **self.timeline.metrics()}
 
 
 class GraceCheck:
     """Warning, once, if SIGTERM would end the run without a checkpoint.
 
-    The running phase ends before the checkpoint is written.
-
-    Args:
-        grace_s: checkpoint.on_sigterm, in seconds; 0: no checkpoint is expected.
-        warn: prints a warning.
+    The running phase ends before the checkpoint is written. `grace_s` is checkpoint.on_sigterm;
+    0: no checkpoint is expected.
     """
 
     def __init__(self, grace_s: float, warn: Callable[[str], None]) -> None:
@@ -170,12 +160,7 @@ class GraceCheck:
         self._warn = warn
 
     def look(self, timeline: Timeline, write_s: float | None) -> None:
-        """Compare a step's longest phase plus the writing of a checkpoint with the grace.
-
-        Args:
-            timeline: of the step.
-            write_s: seconds of writing the last checkpoint; None: none yet.
-        """
+        """Compare a step's longest phase plus the writing of the last checkpoint with the grace."""
         if not self._grace_s or write_s is None or not timeline.sections:
             return
         phase = max((section.span for section in timeline.sections), key=lambda span: span.seconds)

@@ -33,12 +33,9 @@ class Throughput:
     trains_all: bool = True
 
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>.
+        """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>, from a step's metrics.
 
         The time of an update includes its optimizer steps; recomputed activations count no FLOPs.
-
-        Args:
-            step: metrics of a step; phases without a time have no throughput.
         """
         if TOKENS not in step:
             return {}

@@ -46,11 +46,7 @@ class AppendOnlyFile:
             self._waiting, self.reason = [], None
 
     def sync(self) -> None:
-        """Fsync the file.
-
-        Raises:
-            OSError: fsync failed.
-        """
+        """Fsync the file; raises OSError."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -72,23 +68,14 @@ class AppendOnlyFile:
 
 
 class BestEffortFiles:
-    """Writer of whole files; failures are counted, not raised.
-
-    Attributes:
-        failures: number of failed writes.
-    """
+    """Writer of whole files; failures are counted, not raised."""
 
     def __init__(self) -> None:
         self.failures = 0
         self._reasons: dict[str, list[str]] = {}
 
-    def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write`; return false after an OSError. The first one of a kind is logged.
-
-        Args:
-            what: the kind of file, for messages.
-            write: raises OSError on failure.
-        """
+    def attempt(self, what: str, write: Callable[[], object]) -> None:
+        """Call `write`; log the first OSError of a kind of file."""
         try:
             write()
         except OSError as error:
@@ -96,8 +83,6 @@ class BestEffortFiles:
             if what not in self._reasons:
                 log.warning("%s could not be written: %s; the run goes on", what, error)
             self._reasons.setdefault(what, []).append(str(error))
-            return False
-        return True
 
     def lines(self) -> list[str]:
         """Describe each kind of file with failures in one line."""

@@ -31,7 +31,6 @@ class Panel(NamedTuple):
     """Panel of the plot.
 
     Attributes:
-        title, unit: above it and beside it.
         metrics: label -> metric.
         bands: metric -> metric with the half-width of its confidence interval.
     """

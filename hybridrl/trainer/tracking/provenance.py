@@ -60,10 +60,11 @@ def write_manifest(
         run_dir: existing directory of the run.
         config: the run, resolved.
         facts: `hardware` and inputs, by name: dataclasses, mappings and plain values.
-        started: time of the start, with time zone.
+        started: with time zone.
         found: checkpoint it resumes from; earlier starts stay listed.
         argv: the command line.
     """
+    path = run_dir / MANIFEST_FILE
     manifest = {
         "run": config.run.name,
         "seed": config.seed,
@@ -75,9 +76,8 @@ def write_manifest(
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
         **{name: plain(fact, name) for name, fact in facts.items()},
         "platform": platform.platform(),
+        "earlier_starts": [] if found is None else _starts(path),
     }
-    path = run_dir / MANIFEST_FILE
-    manifest["earlier_starts"] = [] if found is None else _starts(path)
     return replace_text(path, json.dumps(manifest, indent=2) + "\n")
 
 
@@ -125,25 +125,15 @@ def versions() -> dict[str, str]:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit and a flag for uncommitted changes; None outside a repository."""
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(changed)}
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return answer.stdout.strip()
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output, or None after a failure."""
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None

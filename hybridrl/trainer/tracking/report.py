@@ -27,15 +27,7 @@ WORTH_A_WARNING = {
 
 
 class Reporter:
-    """Reporter of steps, samples, rollouts and the summary.
-
-    Args:
-        config: the run.
-        run_dir: existing directory of the run.
-        console: prints.
-        tracker: stores metrics.
-        throughput: computes tokens per second and MFU from a step's times.
-    """
+    """Reporter of steps, samples, rollouts and the summary."""
 
     def __init__(
         self,
@@ -116,11 +108,7 @@ class Reporter:
             )
 
     def finish(self, failed_checkpoints: int) -> None:
-        """Draw the curves and print the summary.
-
-        Args:
-            failed_checkpoints: number lost since the start.
-        """
+        """Draw the curves and print the summary."""
         title = f"{self._config.run.name}, seed {self._config.seed}"
         self._files.attempt(PLOT_FILE, lambda: draw(self.run_dir, title))
         for failure in [*self._tracker.failures(), *self._files.lines()]:

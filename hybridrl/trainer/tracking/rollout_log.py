@@ -71,8 +71,8 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """Pick the best and the worst response of a step; one if all scores are equal."""
-    if not records:
+    best = max(records, key=lambda record: record.score, default=None)
+    worst = min(records, key=lambda record: record.score, default=None)
+    if best is None or worst is None:
         return []
-    best = max(records, key=lambda record: record.score)
-    worst = min(records, key=lambda record: record.score)
     return [best] if best.score == worst.score else [best, worst]

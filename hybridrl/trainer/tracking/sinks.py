@@ -44,10 +44,6 @@ Known = tuple[int, Mapping[str, float]]
 class BackgroundSink:
     """Sink in its own thread, whose failures do not stop the run.
 
-    Args:
-        name: for messages.
-        open_sink: imports the package and builds the sink.
-
     Attributes:
         failures: number of calls that raised or were dropped.
         reason: the first failure, in one line, or None.
@@ -107,7 +103,7 @@ def open_sinks(
     """Open the sinks of conf/tracking.
 
     Args:
-        config: of the run; stored beside the metrics, without secrets.
+        config: stored beside the metrics, without secrets.
         run_dir: directory of the run.
         before: steps up to the checkpoint of a resumed run.
     """
@@ -213,8 +209,7 @@ class WandbSink:
     are disabled, because they may hold secrets.
 
     Args:
-        project: of the run.
-        name: of the run.
+        project, name: of the run.
         folder: of the run; its W&B id is kept there.
         config: kept beside the metrics.
         goes_on: continue the run of that id, if there is one.
@@ -260,14 +255,9 @@ class WandbSink:
 
 
 class MLflowSink:
-    """Run of an MLflow experiment named like the run.
+    """Run of an MLflow experiment named like the run, on the tracking server `uri`.
 
-    Args:
-        uri: of the tracking server.
-        name: of the experiment.
-        folder: of the run; its MLflow id is kept there.
-        config: kept as parameters.
-        goes_on: continue the run of that id, if there is one; known steps are not sent again.
+    `folder` and `goes_on` are as for `WandbSink`; known steps are not sent again.
     """
 
     def __init__(
@@ -287,11 +277,9 @@ class MLflowSink:
             sent = self._client.get_metric_history(known, "time/step_s")  # every step has it
             self._last = max((metric.step for metric in sent), default=-1)
             return
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = (
-            experiment.experiment_id if experiment else self._client.create_experiment(name)
-        )
-        self._run_id = self._client.create_run(experiment_id).info.run_id
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._run_id = self._client.create_run(experiment).info.run_id
         remember_run(folder, "mlflow", self._run_id)
         for key, value in _flat(config).items():
             self._client.log_param(self._run_id, key, value[:500])

@@ -32,12 +32,7 @@ class Change(NamedTuple):
 
 
 def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tuple[str, str]]:
-    """Describe a run as (label, text) pairs.
-
-    Args:
-        rows: as in metrics.jsonl; row 0 is the evaluation before training.
-        failed_checkpoints: number of lost ones; no row counts a loss of the last one.
-    """
+    """Describe a run as (label, text) pairs; no row counts a loss of the last checkpoint."""
     steps = max([int(row["step"] or 0) for row in rows], default=0)
     seconds, idle, outside = (_total(rows, name) for name in (STEP, IDLE, OUTSIDE))
     each = f"{(seconds or 0.0) / max(1, steps):.1f} s each"

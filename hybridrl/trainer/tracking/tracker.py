@@ -43,7 +43,7 @@ class Tracker:
 
     Args:
         run_dir: existing directory of the run.
-        config: the run; selects the trackers, and is stored beside the metrics.
+        config: selects the trackers, and is stored beside the metrics.
         before: steps up to the checkpoint of a resumed run; later ones are removed.
 
     Attributes:
@@ -118,14 +118,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             text = "%s: line %d of %d is damaged: it and later rows are ignored"
             log.warning(text, path, number, len(lines))
             break
-        rows.append(row)
     return rows
 
 
