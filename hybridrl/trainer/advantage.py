@@ -140,7 +140,7 @@ class AdvantageEstimator:
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
     ) -> Iterator[Estimate]:
         padded = [
-            blocks.of(value, 0.0) if isinstance(value, Ragged) else (value[k] for k in blocks.rows)
+            blocks.of(value, 0.0) if isinstance(value, Ragged) else [value[k] for k in blocks.rows]
             for value in inputs.values()
         ]
         for tensors in zip(*padded, strict=True):

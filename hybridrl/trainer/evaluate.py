@@ -22,12 +22,8 @@ Scored = Rewarded | ScoreResult
 class Evaluator:
     """Evaluation of the weights that generation uses, on the held-out problems.
 
-    Args:
-        prompts: the held-out problems.
-        rewards: scores as in training; gives eval/accuracy.
-        rules: further rules for the same responses; give eval/accuracy_<name>.
-        temperature, top_p: as in training.
-        greedy: also decode greedily; gives eval/accuracy_greedy.
+    Responses are sampled as in training and, if asked for, `greedy`. They are scored by the rewards
+    of the training and by further rules.
     """
 
     def __init__(

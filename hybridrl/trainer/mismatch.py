@@ -21,11 +21,7 @@ def check_rollout_log_probs(
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the sampled tokens of each engine.
 
-    Args:
-        batch: responses with both.
-        top_p: what vLLM sampled from.
-        limit: largest mean difference of an engine, nats per token.
-        where: engine index -> the ranks it runs on, for the error.
+    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks.
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and

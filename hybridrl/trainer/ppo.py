@@ -49,8 +49,7 @@ from hybridrl.trainer.timing.engines import (
     rollout_metrics,
     straddling,
 )
-from hybridrl.trainer.timing.phases import GraceCheck, Phases
-from hybridrl.trainer.timing.profiling import StepProfiler
+from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
 
 # Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.

@@ -1,6 +1,6 @@
 """Rewards of finished responses: by the reward function, a reward model and their length."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
@@ -34,34 +34,20 @@ class Rewarded:
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def select(self, rows: Sequence[int]) -> "Rewarded":
-        """Select responses; `parts` stays that of all."""
-        place = {row: index for index, row in enumerate(rows)}
-        return replace(
-            self,
-            texts=[self.texts[row] for row in rows],
-            scores=[self.scores[row] for row in rows],
-            failures=[
-                replace(failure, index=place[failure.index])
-                for failure in self.failures
-                if failure.index in place
-            ],
-        )
-
     @classmethod
-    def concat(cls, several: Sequence["Rewarded"]) -> "Rewarded":
-        """Concatenate responses."""
-        failures, start = [], 0
-        for one in several:
-            failures += [replace(fail, index=start + fail.index) for fail in one.failures]
-            start += len(one.scores)
-        names = {name for one in several for name in one.parts}
-        return cls(
-            [text for one in several for text in one.texts],
-            [score for one in several for score in one.scores],
-            failures,
-            {name: [v for one in several for v in one.parts.get(name, [])] for name in names},
-        )
+    def joined(cls, parts: Iterable[tuple["Rewarded", Sequence[int]]]) -> "Rewarded":
+        """Join the given rows of each; the parts of scores stay those of all rows."""
+        joined = cls([], [], [])
+        for one, rows in parts:
+            failed = {failure.index: failure for failure in one.failures}
+            for row in rows:
+                if row in failed:
+                    joined.failures.append(replace(failed[row], index=len(joined.scores)))
+                joined.texts.append(one.texts[row])
+                joined.scores.append(one.scores[row])
+            for name, values in one.parts.items():
+                joined.parts.setdefault(name, []).extend(values)
+        return joined
 
     def stop_if_all_failed(self, step: int) -> None:
         """Raise RunStopped if all rewards of a step failed."""
@@ -102,10 +88,7 @@ def add_model_scores(
 ) -> tuple[Rewarded, dict[str, float]]:
     """Compute score + weight * reward model's score; reward/model_mean is unweighted.
 
-    Args:
-        rewarded: by the reward function.
-        per_token: the reward model's scores; that of a response is on its last token.
-        weight: factor of each score of the model.
+    The reward model's score of a response is on its last token.
 
     Raises:
         ValueError: a score of the model is NaN or infinite.

@@ -20,10 +20,6 @@ from hybridrl.trainer.rewarding import Rewarded, RewardSource
 class HybridEngine:
     """vLLM on the GPUs of the actor, whose weights it samples with.
 
-    Args:
-        rollout: the rollout engines of all ranks.
-        offload: state of the trained roles that is offloaded to the host (fsdp.offload).
-
     Attributes:
         weight_version: updates of the actor so far.
         rollout_version: of the weights that vLLM holds; None: no valid ones.
@@ -74,7 +70,6 @@ class Sampled:
         rollout: responses to train on, those of each prompt together.
         prompts: [B] the prompt of each response.
         rewarded: their rewards, if sampling needed them.
-        metrics: of the sampling.
         greedy: one greedy response to each prompt, if the advantage estimator needs them.
     """
 
@@ -132,11 +127,10 @@ class Sampling:
         wanted = missing = self._config.data.prompts_per_step
         max_rounds = self._config.algorithm.max_sampling_rounds
         kept: list[Sampled] = []
-        scores: list[float] = []
+        rewards: list[tuple[Rewarded, list[int]]] = []
         while missing and len(kept) < max_rounds:
             done = self._round(self._take(missing), step, first_sample=len(kept) * self._each)
             rewarded = self._rewards.score(done.prompts, done.rollout.batch)
-            scores += rewarded.scores
             of_prompts = torch.tensor(rewarded.scores).view(missing, self._each)
             is_mixed = (of_prompts != of_prompts[:, :1]).any(1)
             missing -= int(is_mixed.sum())
@@ -144,13 +138,10 @@ class Sampling:
             order = (~is_mixed).long().argsort(stable=True)
             order = order if is_last else order[: int(is_mixed.sum())]
             rows = (order[:, None] * self._each + torch.arange(self._each)).flatten().tolist()
-            kept.append(
-                Sampled(
-                    replace(done.rollout, batch=done.rollout.batch.select(rows)),
-                    [done.prompts[row] for row in rows],
-                    rewarded.select(rows),
-                )
-            )
+            rewards.append((rewarded, rows))
+            selected = replace(done.rollout, batch=done.rollout.batch.select(rows))
+            kept.append(Sampled(selected, [done.prompts[row] for row in rows]))
+        scores = [score for rewarded, _ in rewards for score in rewarded.scores]
         num_prompts = len(scores) // self._each
         metrics = {
             "sampling/rounds": float(len(kept)),
@@ -159,7 +150,7 @@ class Sampling:
             "sampling/unmixed_prompts": float(missing),
             "sampling/reward_mean": fmean(scores),
         }
-        sampled = replace(_joined(kept), metrics=metrics)
+        sampled = replace(_joined(kept), rewarded=Rewarded.joined(rewards), metrics=metrics)
         if not missing:
             return sampled
         return counting(
@@ -225,7 +216,6 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
             environment_s=sum(part.rollout.environment_s for part in parts),
         ),
         [prompt for part in parts for prompt in part.prompts],
-        Rewarded.concat([part.rewarded for part in parts if part.rewarded is not None]),
     )
 
 

@@ -1,8 +1,8 @@
 """State of the driver's loop, beside the workers' weights and optimizer state."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ class LoopState:
     All other random choices (mini-batches, samples) are functions of seed and step.
 
     Attributes:
-        step: the last finished training step.
         prompts_taken: position in the run's sequence of prompts, resampled ones included.
         prompts: fingerprint of that sequence (`PromptSource.fingerprint`).
         kl_coef: weight of the KL penalty in the next step; None without a reference.
@@ -104,9 +103,8 @@ def read_state(checkpoint: Path) -> LoopState:
     Raises:
         DamagedCheckpoint: the file has other fields than `LoopState`.
     """
-    body = json.loads((checkpoint / DRIVER).read_bytes())
-    names = [field.name for field in fields(LoopState)]
-    if not isinstance(body, Mapping) or sorted(body) != sorted(names):
-        reason = f"has {sorted(body)}, this version of hybridrl reads {sorted(names)}"
-        raise DamagedCheckpoint(checkpoint, DRIVER, reason)
-    return LoopState(**body)
+    try:
+        return LoopState(**json.loads((checkpoint / DRIVER).read_bytes()))
+    except TypeError as error:
+        reason = f"is of another version of hybridrl ({error})"
+        raise DamagedCheckpoint(checkpoint, DRIVER, reason) from error

@@ -12,8 +12,7 @@ from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
-from hybridrl.trainer.tracking.steps import Eta, step_line, step_row, title_row
-from hybridrl.trainer.tracking.summary import duration_text
+from hybridrl.trainer.tracking.summary import Eta, duration_text, step_line, step_row, title_row
 from tests.run_configs import run_config
 
 STEP = {

@@ -171,11 +171,11 @@ def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
 def test_rewards_of_some_rows_keep_their_failures():
     failure = Failure(2, FailureKind.error, "", "")
     rewarded = Rewarded(["a", "b", "c"], [1.0, 2.0, 3.0], [failure], {"x": [0.5]})
-    kept = rewarded.select([2, 0])
+    kept = Rewarded.joined([(rewarded, [2, 0])])
     assert kept.texts == ["c", "a"] and kept.scores == [3.0, 1.0]
     assert [f.index for f in kept.failures] == [0]
-    assert rewarded.select([0, 1]).failures == []
-    both = Rewarded.concat([rewarded, kept])
+    assert Rewarded.joined([(rewarded, [0, 1])]).failures == []
+    both = Rewarded.joined([(rewarded, [0, 1, 2]), (kept, [0, 1])])
     assert both.scores == [1.0, 2.0, 3.0, 3.0, 1.0]
     assert [f.index for f in both.failures] == [2, 3]
     assert both.parts == {"x": [0.5, 0.5]}

@@ -48,13 +48,7 @@ class PendingSave:
 class Checkpointer:
     """Asynchronous writer of a run's checkpoints.
 
-    Args:
-        config: the run.
-        run_dir: existing directory of the run, shared by all nodes.
-        saver: the role that saves the workers' state.
-        sync: flushes metrics to disk, so that no checkpoint is newer than they are.
-        warn: shows a warning.
-        models: fingerprints of the base models.
+    All nodes share `run_dir`. `sync` flushes metrics to disk: no checkpoint is newer than they are.
 
     Attributes:
         failures: number of lost checkpoints.

@@ -29,14 +29,7 @@ NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
 
 @dataclass(frozen=True)
 class Resume:
-    """Checkpoint that a run resumes from.
-
-    Attributes:
-        found: the verified checkpoint.
-        state: of the loop.
-        rows: metrics of the steps up to it.
-        notes: lines for the user.
-    """
+    """Verified checkpoint that a run resumes from, metrics up to it, and notes for the user."""
 
     found: Found
     state: LoopState

@@ -21,7 +21,7 @@ from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
 from hybridrl.environments.base import StepRequest
-from hybridrl.environments.pool import EnvironmentPool, EnvironmentReply
+from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
 from hybridrl.trainer.sampling import total_stats
@@ -83,14 +83,7 @@ class _Conversation:
 class MultiTurn:
     """Generator of conversations with an environment.
 
-    Args:
-        sample_turn: samples one turn of the policy.
-        environments: reply to turns.
-        tokens: encodes replies.
-        decode: token ids of many turns -> their texts.
-        examples: prompt id -> the row of the data set.
-        limits: of each conversation.
-        failures: numbers the reasons of failures.
+    `sample_turn` samples one turn of the policy. `examples` has the rows of the data set by prompt.
     """
 
     def __init__(
@@ -179,36 +172,28 @@ class MultiTurn:
         start = time.perf_counter()
         replies = dict(zip(asked, self._environments.step(turns), strict=True))
         self._environment_s += time.perf_counter() - start
-        going_on = []
+        answered = []
         for i, conversation in enumerate(conversations):
             cut = bool(batch.truncated[i])
-            if i in replies and self._goes_on(conversation, replies[i], cut):
-                going_on.append(i)
-            elif conversation.is_open:
+            if i not in replies:
                 conversation.end(truncated=cut)
-        self._add_replies(
-            [conversations[i] for i in going_on],
-            [replies[i].result.text for i in going_on],
-        )
-
-    def _goes_on(self, conversation: _Conversation, reply: EnvironmentReply, cut: bool) -> bool:
-        """Add the reward of a turn; return true if another turn may follow."""
-        conversation.state = reply.state
-        conversation.failure, conversation.reason = reply.failure, reply.reason
-        conversation.reward += reply.result.reward
-        if reply.result.done:
-            conversation.end(truncated=cut)
-        elif cut or conversation.turns >= self._limits.max_turns:
-            conversation.end(truncated=True)
-        return conversation.is_open
-
-    def _add_replies(self, conversations: list[_Conversation], texts: list[str]) -> None:
-        """Add replies that leave room for another token; end the other conversations."""
-        last = [int(conversation.tokens[-1][-1]) for conversation in conversations]
-        for conversation, ids in zip(conversations, self._tokens.answers(texts, last), strict=True):
+                continue
+            reply = replies[i]
+            conversation.state = reply.state
+            conversation.failure, conversation.reason = reply.failure, reply.reason
+            conversation.reward += reply.result.reward
+            if reply.result.done:
+                conversation.end(truncated=cut)
+            elif cut or conversation.turns >= self._limits.max_turns:
+                conversation.end(truncated=True)
+            else:
+                answered.append((conversation, reply.result.text))
+        last = [int(conversation.tokens[-1][-1]) for conversation, _ in answered]
+        answers = self._tokens.answers([text for _, text in answered], last)
+        for (conversation, _), ids in zip(answered, answers, strict=True):
             if conversation.length + len(ids) < self._limits.max_tokens:
                 conversation.add(torch.tensor(ids, dtype=torch.int32))
-            else:
+            else:  # no room for another token
                 conversation.end(truncated=True)
 
 

@@ -37,16 +37,7 @@ SHOWN_CHARACTERS = 40
 
 @dataclass
 class MicroBatch:
-    """Micro-batch with a non-finite value.
-
-    Attributes:
-        rank: that computed it.
-        responses: indices in the batch.
-        place: epoch, mini-batch and micro-batch, counted from 0.
-        loss: of the rank.
-        gradient_norm: over the micro-batches of all ranks at this place.
-        outputs_finite: True if the model's outputs for all tokens are finite.
-    """
+    """`MicroBatchResult` of a rank; responses are indices in the whole batch."""
 
     rank: int
     responses: list[int]
@@ -71,8 +62,6 @@ class BadResponse:
 
     Attributes:
         response: index in the batch.
-        group_id: of its prompt.
-        prompt, text: decoded.
         bad: non-finite values: fields of the batch, log_probs or values, loss, gradient.
         loss, gradient_norm: of the response alone; None if its micro-batch was finite.
     """

@@ -1,7 +1,5 @@
-"""Timing of a step: phases, idle time, throughput, profiles, warnings.
+"""Timing of a step.
 
-phases.py: wall time of each phase, idle time of the ranks; start reading there.
-throughput.py, engines.py: tokens per second, MFU, stragglers; profiling.py: traces.
-
-Elsewhere: controller/spans.py (spans of worker calls), tracking/ (output).
+phases.py: wall time of each phase, idle time of the ranks, traces; start reading there.
+throughput.py, engines.py: tokens per second, MFU, stragglers.
 """

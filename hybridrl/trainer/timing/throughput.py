@@ -21,7 +21,6 @@ class Throughput:
     """Throughput of the phases of a step.
 
     Attributes:
-        shape: the model's.
         epochs: passes of an update over the batch.
         peak: FLOP/s of all ranks together; None if unknown.
         trains_all: the actor trains all weights, not only adapters.

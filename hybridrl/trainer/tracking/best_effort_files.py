@@ -11,9 +11,7 @@ log = logging.getLogger(__name__)
 class AppendOnlyFile:
     """File of whole records; records that cannot be written wait in memory and are retried.
 
-    Args:
-        path: in a folder that exists.
-        end: bytes to keep of an existing file; the rest is truncated.
+    Of an existing file, `end` bytes are kept.
 
     Attributes:
         end: bytes of whole records on disk.

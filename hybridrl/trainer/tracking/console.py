@@ -18,14 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord
-from hybridrl.trainer.tracking.steps import Eta, step_line, step_row, title_row
 from hybridrl.trainer.tracking.summary import (
     Change,
+    Eta,
     Metrics,
     accuracy_changes,
     phases_text,
     short_name,
+    step_line,
+    step_row,
     summary_lines,
+    title_row,
 )
 
 MAX_SAMPLE_LINES = 8

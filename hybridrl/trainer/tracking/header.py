@@ -33,25 +33,26 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("machine", facts.machine),
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
         ("model", _model(config, facts)),
-        *_reward_model(config, facts),
+        ("reward model", _reward_model(config, facts)),
         *_data(facts.data_sets),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
         ("batch", _batch(config)),
         ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
-        *_environment(config),
+        ("turns", _turns(config)),
+        *(("note", note) for note in facts.notes),
     ]
-    return lines + [("note", note) for note in facts.notes]
+    return [(label, text) for label, text in lines if text]
 
 
-def _environment(config: RunConfig) -> list[tuple[str, str]]:
+def _turns(config: RunConfig) -> str:
     environment = config.environment
     if environment is None:
-        return []
+        return ""
     ends = "".join(f" or {text!r}" for text in environment.stop)
     text = f"at most {environment.max_turns}, answered by {environment.function}"
-    return [("turns", f"{text}; each ends at the model's end token{ends}")]
+    return f"{text}; each ends at the model's end token{ends}"
 
 
 def count_text(number: float) -> str:
@@ -77,12 +78,11 @@ def _model(config: RunConfig, facts: RunFacts) -> str:
     return f"{config.model.path}{size}{weights}, {dtypes}"
 
 
-def _reward_model(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
+def _reward_model(config: RunConfig, facts: RunFacts) -> str:
     reward = config.reward_model
     if reward is None:
-        return []
-    size = _size(facts.reward_parameters)
-    return [("reward model", f"{reward.model.path}{size}, weight {reward.weight:g}")]
+        return ""
+    return f"{reward.model.path}{_size(facts.reward_parameters)}, weight {reward.weight:g}"
 
 
 def _size(num_parameters: int | None) -> str:

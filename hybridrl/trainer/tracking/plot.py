@@ -55,19 +55,14 @@ INTERVAL = "eval/ci95"
 
 
 def draw(run_dir: Path, title: str) -> None:
-    """Draw the curves of the finished steps, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
-    else:
-        plot_run(run_dir, title)
-
-
-def plot_run(run_dir: Path, title: str) -> Path:
-    """Draw <run>/metrics.png from <run>/metrics.jsonl; return its path.
+    """Draw <run>/metrics.png from <run>/metrics.jsonl, if matplotlib is installed.
 
     Raises:
         OSError: the write failed; an older plot is unchanged.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
+        return
     # Hides messages on fonts.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Imported here: the import needs most of a second, only at the end of a run.
@@ -81,7 +76,7 @@ def plot_run(run_dir: Path, title: str) -> Path:
     panels = [*PANELS, _accuracy_panel(rows)]
     for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _draw(axes, panel, rows)
-    return replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))
+    replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))
 
 
 def _accuracy_panel(rows: Rows) -> Panel:

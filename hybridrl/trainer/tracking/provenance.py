@@ -56,13 +56,8 @@ def write_manifest(
 ) -> Path:
     """Write <run>/manifest.json; return its path.
 
-    Args:
-        run_dir: existing directory of the run.
-        config: the run, resolved.
-        facts: `hardware` and inputs, by name: dataclasses, mappings and plain values.
-        started: with time zone.
-        found: checkpoint it resumes from; earlier starts stay listed.
-        argv: the command line.
+    `facts` has the hardware and inputs, by name. If the run resumes from a checkpoint `found`,
+    earlier starts stay listed.
     """
     path = run_dir / MANIFEST_FILE
     manifest = {

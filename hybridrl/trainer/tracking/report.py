@@ -39,20 +39,13 @@ class Reporter:
     ) -> None:
         self.run_dir = run_dir
         self._config = config
+        self.phase, self.warn = console.phase, console.warn
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
         self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
-
-    def phase(self, name: str) -> None:
-        """Show the current phase."""
-        self._console.phase(name)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        self._console.warn(text)
 
     def log(self, step: int, metrics: Row) -> Row:
         """Store and show one step's metrics, with warnings; return the row."""
@@ -62,7 +55,7 @@ class Reporter:
         self._console.step(row)
         for name, what in WORTH_A_WARNING.items():
             if count := metrics.get(name):
-                self._console.warn(f"step {step}: {count:.0f} {what}")
+                self.warn(f"step {step}: {count:.0f} {what}")
         return row
 
     def log_responses(
@@ -92,17 +85,17 @@ class Reporter:
             if prompt.prompt_id not in self._failed_problems:
                 new.setdefault(prompt.prompt_id, f"{prompt.where}: {failure.reason}")
         self._failed_problems.update([*new][:MAX_FAULTS_SHOWN])
-        self._console.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
+        self.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
         """Warn if the trained model could not be written, or only on `node`."""
         if problem is not None:
-            self._console.warn(
+            self.warn(
                 f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "
                 f"{self.run_dir} <folder>` writes it from the last checkpoint."
             )
         elif not (folder / "config.json").is_file():
-            self._console.warn(
+            self.warn(
                 f"{folder} does not exist on this node: it is on {node}. Set hydra.run.dir to a "
                 "directory that all nodes share."
             )
@@ -112,7 +105,7 @@ class Reporter:
         title = f"{self._config.run.name}, seed {self._config.seed}"
         self._files.attempt(PLOT_FILE, lambda: draw(self.run_dir, title))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
-            self._console.warn(failure)
+            self.warn(failure)
         self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
 
 

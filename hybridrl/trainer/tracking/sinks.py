@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.checks.checkpoint import NONE
+from hybridrl.config.keys import leaves
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_text
 from hybridrl.trainer.tracking.provenance import plain
@@ -100,13 +101,7 @@ class BackgroundSink:
 def open_sinks(
     config: RunConfig, run_dir: Path, before: Sequence[Known] = ()
 ) -> list[BackgroundSink]:
-    """Open the sinks of conf/tracking.
-
-    Args:
-        config: stored beside the metrics, without secrets.
-        run_dir: directory of the run.
-        before: steps up to the checkpoint of a resumed run.
-    """
+    """Open the sinks of conf/tracking; `before` has the steps before a resume."""
     tracking, sinks = config.tracking, []
     if tracking.tensorboard:
         opening = partial(TensorBoardSink, run_dir / "tensorboard", before)
@@ -208,11 +203,7 @@ class WandbSink:
     W&B also records package versions and the machine's load. Command line, git state and program
     are disabled, because they may hold secrets.
 
-    Args:
-        project, name: of the run.
-        folder: of the run; its W&B id is kept there.
-        config: kept beside the metrics.
-        goes_on: continue the run of that id, if there is one.
+    The run's W&B id is kept in `folder`; with `goes_on` the run of that id is continued.
     """
 
     def __init__(
@@ -281,8 +272,8 @@ class MLflowSink:
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._run_id = self._client.create_run(experiment).info.run_id
         remember_run(folder, "mlflow", self._run_id)
-        for key, value in _flat(config).items():
-            self._client.log_param(self._run_id, key, value[:500])
+        for key, value in leaves(config).items():
+            self._client.log_param(self._run_id, key, str(value)[:500])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send scalars in one request."""
@@ -312,12 +303,3 @@ def remember_run(folder: Path, tracker: str, run_id: str) -> None:
     with _REMEMBERING:
         ids = known_runs(folder) | {tracker: run_id}
         replace_text(folder / TRACKERS_FILE, json.dumps(ids))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten a config to dotted names."""
-    leaves: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        leaves |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: str(value)}
-    return leaves

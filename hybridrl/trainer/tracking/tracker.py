@@ -41,10 +41,7 @@ Row = dict[str, float | None]
 class Tracker:
     """Store of every step's metrics.
 
-    Args:
-        run_dir: existing directory of the run.
-        config: selects the trackers, and is stored beside the metrics.
-        before: steps up to the checkpoint of a resumed run; later ones are removed.
+    A resumed run begins with the steps `before` its checkpoint; later ones are removed.
 
     Attributes:
         rows: all steps so far, as in metrics.jsonl.
