@@ -93,7 +93,6 @@ class PPOTrainer:
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
         self.engine_place = partial(engine_place, workers.rollout)
         self.stragglers = StragglerAlarm(self.engine_place)
-        self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
         steps = config.trainer.profile_steps
         self.profiler = StepProfiler(steps, workers.pool, reporter.run_dir, self.phases)
@@ -180,7 +179,7 @@ class PPOTrainer:
             self.engine.sleep()
         seconds, switch_s = self.phases.seconds("rollout"), self.phases.switch_s
         self.metrics |= sampled.metrics | rollout_metrics(sampled.rollout, seconds, switch_s)
-        self.metrics["rollout/straddling_engines"] = self.straddling
+        self.metrics["rollout/straddling_engines"] = straddling(self.workers.rollout)
         for warning in self.stragglers.warnings(sampled.rollout.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled

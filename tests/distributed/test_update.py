@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.replay.batch import ReplayBatch
+from hybridrl.trainer.replay.nonfinite import ReplayBatch
 from hybridrl.trainer.replay.session import examine
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker

@@ -43,9 +43,7 @@ class _Conversation:
         prompt: index of its prompt in the request.
         sample: index among all samples of that prompt; seeds derive from it.
         state: of its environment; empty if that failed before the first turn.
-        failure, reason: of the environment.
         tokens, log_probs, masks: parts in their order, [n] each.
-        turns, reward: of the policy so far.
         truncated: ended by a limit.
     """
 

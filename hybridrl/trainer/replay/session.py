@@ -24,8 +24,7 @@ from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
-from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
-from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
+from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER, ReplayBatch, texts_of
 from hybridrl.trainer.tracking.best_effort_files import replace_text
 from hybridrl.workers.replay import ReplayConfig
 

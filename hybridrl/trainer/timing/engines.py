@@ -100,7 +100,6 @@ class StragglerAlarm:
         ]
 
     def _is_slow(self, engine: int) -> bool:
-        """Return true if it sampled too slowly in each step of the window."""
         return all(
             step[engine].tokens > 0
             and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)

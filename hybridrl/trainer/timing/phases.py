@@ -19,11 +19,9 @@ from hybridrl.controller.spans import Span, Stopwatch
 
 log = logging.getLogger(__name__)
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 # Methods that count as computation: sampling, forward passes and optimizer steps.
 COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})
-# Name of the time between sections.
-BETWEEN = "between"
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Timeline:
             for rank in range(self.num_ranks)
         ]
         idle = {f"rank{rank}": seconds for rank, seconds in enumerate(per_rank)}
-        idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), BETWEEN: between}
+        idle |= {"mean": sum(per_rank) / self.num_ranks, "max": max(per_rank), "between": between}
         for section in self.sections:
             mean = sum(map(section.idle, range(self.num_ranks))) / self.num_ranks
             idle[section.span.name] = idle.get(section.span.name, 0.0) + mean
@@ -129,7 +127,6 @@ class Phases:
         self._seconds[name] = self.seconds(name) + watch.span.seconds
 
     def _switch_s(self, section: Section) -> float | None:
-        """Compute `switch_s` of a section."""
         switches = []
         for rank, spans in enumerate(section.ranks):
             for span in spans:
@@ -166,7 +163,7 @@ class StepProfiler:
     def __init__(self, steps: Sequence[int], pool: Pool, run_dir: Path, phases: Phases) -> None:
         self._steps = frozenset(steps)
         self._pool = pool
-        self._folder = run_dir.resolve() / FOLDER
+        self._folder = run_dir.resolve() / PROFILE_FOLDER
         self._phases = phases
 
     @contextmanager
@@ -185,8 +182,7 @@ class StepProfiler:
             write_trace(phases, self._phases.timeline, f"step {step}")
         except OSError as error:
             log.warning("%s could not be written: %s; the run goes on", phases, error)
-        others = f" to {files[-1].name}" if len(files) > 1 else ""
-        log.info("traces of step %d: %s, %s%s", step, phases, files[0].name, others)
+        log.info("traces of step %d: %s, %s", step, phases, files[0].parent / f"step_{step}_rank*")
 
 
 def write_trace(path: Path, timeline: Timeline, title: str) -> None:

@@ -47,12 +47,10 @@ class Throughput:
             passes = self.epochs if phase in UPDATES else 1
             metrics[f"tokens_per_s/{phase}"] = passes * tokens / seconds
             if phase in WITH_MFU and self.peak is not None:
-                done = passes * self._operations(phase, tokens, responses)
+                batch = (self.shape, tokens, responses)
+                if phase in UPDATES:
+                    done = passes * training_flops(*batch, trains_all=self.trains_all)
+                else:
+                    done = forward_flops(*batch)
                 metrics[f"mfu/{phase}"] = done / seconds / self.peak
         return metrics
-
-    def _operations(self, phase: str, tokens: int, responses: int) -> float:
-        """Compute the FLOPs of one pass over the batch."""
-        if phase in UPDATES:
-            return training_flops(self.shape, tokens, responses, trains_all=self.trains_all)
-        return forward_flops(self.shape, tokens, responses)

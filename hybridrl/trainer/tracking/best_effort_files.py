@@ -105,7 +105,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
     try:
         write(new)
         os.replace(new, path)
-    except OSError:
+    finally:
         new.unlink(missing_ok=True)
-        raise
     return path

@@ -90,7 +90,6 @@ def _size(num_parameters: int | None) -> str:
 
 
 def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
-    """Describe each data set in one line."""
     lines: list[tuple[str, str]] = []
     for facts in data_sets:
         share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""

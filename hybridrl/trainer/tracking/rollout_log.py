@@ -14,13 +14,9 @@ from hybridrl.trainer.tracking.best_effort_files import replace_text
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """Record of one response.
+    """Record of one response, with its reward before the KL penalty.
 
-    Attributes:
-        prompt: with the chat template; `question` is without it.
-        score: reward before the KL penalty.
-        length: tokens of the response, its end token included.
-        failure: reason of a failed reward, or None.
+    `prompt` has the chat template, `question` has not. The length includes the end token.
     """
 
     prompt_id: int
@@ -71,8 +67,8 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
 
 def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """Pick the best and the worst response of a step; one if all scores are equal."""
-    best = max(records, key=lambda record: record.score, default=None)
-    worst = min(records, key=lambda record: record.score, default=None)
-    if best is None or worst is None:
+    if not records:
         return []
+    best = max(records, key=lambda record: record.score)
+    worst = min(records, key=lambda record: record.score)
     return [best] if best.score == worst.score else [best, worst]
