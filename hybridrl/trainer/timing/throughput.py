@@ -18,12 +18,9 @@ WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput of the phases of a step.
+    """Throughput of the phases of a step; an update passes `epochs` times over the batch.
 
-    Attributes:
-        epochs: passes of an update over the batch.
-        peak: FLOP/s of all ranks together; None if unknown.
-        trains_all: the actor trains all weights, not only adapters.
+    `peak` has the FLOP/s of all ranks together. Without `trains_all` only adapters are trained.
     """
 
     shape: ModelShape

@@ -28,12 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """Panel of the plot.
-
-    Attributes:
-        metrics: label -> metric.
-        bands: metric -> metric with the half-width of its confidence interval.
-    """
+    """Panel of the plot: metrics by label, half-widths of confidence intervals by metric."""
 
     title: str
     unit: str
