@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
@@ -37,11 +38,8 @@ from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.generation import SingleTurn
-from hybridrl.trainer.kl_control import KLPenalty
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import Rewarded
-from hybridrl.trainer.value_function import Critic, NoCritic
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 from tests.run_configs import run_config
@@ -329,11 +327,11 @@ def train(
     driver = Driver(ranks)
     names = ("actor", "critic", "rollout", "ref")
     groups = {name: WorkerGroup(ranks, name, IdleConfig()) for name in names}
+    if not uses_critic(config):
+        groups["critic"] = None
     workers = Workers(pool=ranks, reward_model=None, saver=None, **groups)
-    kl = KLPenalty(config.algorithm.kl, groups["ref"])
-    value_function = Critic(groups["critic"], 0) if uses_critic(config) else NoCritic()
-    generator = SingleTurn(groups["rollout"])
-    trainer = trainer_class(config, workers, kl, value_function, driver, generator, *[driver] * 5)
+    generator = partial(groups["rollout"].call, "generate")
+    trainer = trainer_class(config, workers, driver, generator, *[driver] * 5)
     trainer.driver = driver
     with OwnMemory() as memory:
         trainer.fit()

@@ -31,16 +31,15 @@ from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
-from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
 from hybridrl.trainer.ppo import PPOTrainer
 from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
+from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.provenance import write_manifest
-from hybridrl.trainer.tracking.report import Reporter, draw
+from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.tracker import Tracker
-from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +97,6 @@ def train(
         trainer = PPOTrainer(
             config,
             workers,
-            _kl_control(config, workers),
-            _value_function(config, workers),
             inputs.source,
             generator_for(config, environment, workers.rollout, prompts, decode),
             rewards,
@@ -138,18 +135,6 @@ def _evaluator(
         top_p=config.rollout.top_p,
         greedy=config.eval.greedy,
     )
-
-
-def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
-    if workers.ref is None:
-        return NoReference()
-    return KLPenalty(config.algorithm.kl, workers.ref)
-
-
-def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
-    if workers.critic is None:
-        return NoCritic()
-    return Critic(workers.critic, config.trainer.critic_warmup_steps)
 
 
 def _throughput(config: RunConfig, machine: Machine) -> Throughput:
@@ -202,7 +187,7 @@ def _draw_unfinished(
     if kind is None or not tracker.rows:
         return
     try:
-        draw(config, run_dir)
+        draw(run_dir, f"{config.run.name}, seed {config.seed}")
     except OSError as error:
         log.warning("the curves could not be drawn: %s", error)
 

@@ -45,7 +45,7 @@ def _replay(folder: Path, *, runs_code: bool) -> None:
     check_ray()
     # Heavy imports follow the check of the command line.
     from hybridrl.controller.ray.runtime import ray_runtime
-    from hybridrl.trainer.replay.batch import read_replay
+    from hybridrl.trainer.replay.nonfinite import read_replay
     from hybridrl.trainer.replay.session import replay, show, write_findings
 
     kept = read_replay(folder, runs_code=runs_code)

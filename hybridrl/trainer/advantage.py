@@ -1,20 +1,90 @@
-"""Advantages from rewards, by the estimator of the config."""
+"""From token scores to the inputs of the losses.
+
+KLControl            scores -> rewards, less the KL penalty
+AdvantageEstimator   rewards -> advantages, returns
+LossInputs           importance weights against the sampler, and tokens that the loss selects
+"""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import GROUP_WISE, Estimate
-from hybridrl.algorithms.masked import check_finite, whiten_parts
-from hybridrl.config.algorithm_schema import AlgorithmConfig
+from hybridrl.algorithms.covariance_losses import covariances
+from hybridrl.algorithms.kl import adapt_coef, estimate_kl, kl_penalty_rewards
+from hybridrl.algorithms.masked import check_finite, masked_mean, on_mask, whiten_parts
+from hybridrl.algorithms.rollout_correction import (
+    correction_weights,
+    importance_ratios,
+    mismatch_from,
+    mismatch_sums,
+)
+from hybridrl.config.algorithm_schema import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
 from hybridrl.config.estimators import TENSORS, estimator_of
+from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks
+from hybridrl.data.blocks import BLOCK_ELEMENTS, PaddedBlocks, in_chunks, row_chunks
 from hybridrl.data.ragged import Ragged
+from hybridrl.data.seeds import derive_seed
 
 # A block size above that of any batch.
 WHOLE = 2**62
+
+
+class KLControl:
+    """KL penalty against the frozen reference, with a fixed or adaptive coefficient.
+
+    Attributes:
+        coef: weight of the penalty in the next step, the only state; None without a penalty.
+    """
+
+    def __init__(self, config: KLConfig) -> None:
+        self.coef = config.coef or None
+        self._config = config
+
+    @property
+    def loss_coef(self) -> float:
+        """Weight of the penalty in the actor's loss."""
+        in_loss = self._config.placement is KLPlacement.loss
+        return self.coef or 0.0 if in_loss else 0.0
+
+    def rewards(self, batch: RolloutBatch) -> Ragged:
+        """Compute per-token rewards: scores, minus coef * KL if the penalty is in the reward."""
+        assert batch.scores is not None
+        if self.coef is None or self._config.placement is KLPlacement.loss:
+            return batch.scores
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        penalised = partial(kl_penalty_rewards, coef=self.coef, estimator=self._config.estimator)
+        fields = (batch.scores, batch.old_log_probs, batch.ref_log_probs)
+        return batch.scores.like(in_chunks(penalised, *(field.values for field in fields)))
+
+    def adapt(self, batch: RolloutBatch) -> dict[str, float | None]:
+        """Compute actor/kl in nats per token (k3, mean >= 0); update an adaptive coefficient."""
+        used = self.coef
+        if used is None:
+            return {"actor/kl": None, "actor/kl_coef": None}
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        mask = batch.response_mask.values
+        k3 = partial(estimate_kl, estimator=KLEstimator.k3)
+        per_token = in_chunks(k3, batch.old_log_probs.values, batch.ref_log_probs.values)
+        if self._config.target is not None:
+            self.coef = adapt_coef(
+                used,
+                current=float(on_mask(per_token, mask).sum()) / len(batch),
+                target=self._config.target,
+                horizon=self._config.horizon,
+                num_responses=len(batch),
+            )
+        return {"actor/kl": float(masked_mean(per_token, mask)), "actor/kl_coef": used}
+
+    def restore(self, coef: float | None) -> None:
+        """Restore an adaptive weight; a fixed one is the config's."""
+        if self.coef is not None and self._config.target is not None:
+            self.coef = coef or self.coef
 
 
 class AdvantageEstimator:
@@ -22,9 +92,6 @@ class AdvantageEstimator:
 
     A group-wise function (algorithms/advantages.py) runs on blocks of the batch. Any other
     function runs on the whole batch, padded.
-
-    Args:
-        config: the algorithm section, checked.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -56,7 +123,8 @@ class AdvantageEstimator:
             batch.group_id if self._compares_groups else None,
             BLOCK_ELEMENTS if self._is_group_wise else WHOLE,
         )
-        inputs = {name: _input(name, batch, rewards) for name in self._tensors}
+        known = vars(batch) | {"rewards": rewards, "loss_mask": batch.counted}
+        inputs = {name: known[name] for name in self._tensors}
         _check_finite(self._name, batch.response_mask, inputs)
         estimates = list(self._by_block(blocks, inputs))
         advantages = [estimate.advantages for estimate in estimates]
@@ -72,24 +140,13 @@ class AdvantageEstimator:
     def _by_block(
         self, blocks: PaddedBlocks, inputs: Mapping[str, Ragged | Tensor]
     ) -> Iterator[Estimate]:
-        def of(value: Ragged | Tensor) -> Iterator[Tensor]:
-            if isinstance(value, Ragged):
-                return blocks.of(value, 0.0)
-            return (value[rows] for rows in blocks.rows)
-
-        padded = [of(value) for value in inputs.values()]
+        padded = [
+            blocks.of(value, 0.0) if isinstance(value, Ragged) else [value[k] for k in blocks.rows]
+            for value in inputs.values()
+        ]
         for tensors in zip(*padded, strict=True):
             named = dict(zip(inputs, tensors, strict=True))
             yield Estimate(*self._function(**named, **self._settings))
-
-
-def _input(name: str, batch: RolloutBatch, rewards: Ragged) -> Ragged | Tensor:
-    """Return one of TENSORS: of tokens, or of responses [B]."""
-    if name == "rewards":
-        return rewards
-    found = batch.counted if name == "loss_mask" else vars(batch)[name]
-    assert found is not None, name
-    return found
 
 
 def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Tensor]) -> None:
@@ -97,3 +154,85 @@ def _check_finite(function: str, mask: Ragged, fields: Mapping[str, Ragged | Ten
     for name, field in fields.items():
         if isinstance(field, Ragged) and not bool(field.values.sum().isfinite()):
             check_finite(function, mask.pad(False), **{name: field.pad(0.0)})
+
+
+def value_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Compute critic/value_mean and critic/return_mean over the response tokens."""
+    assert batch.values is not None and batch.returns is not None
+    mask = batch.response_mask.values
+    return {
+        "critic/value_mean": float(on_mask(batch.values.values, mask).mean()),
+        "critic/return_mean": float(on_mask(batch.returns.values, mask).mean()),
+    }
+
+
+class LossInputs:
+    """Fields that the run's policy loss needs, beside log-probs and advantages."""
+
+    def __init__(self, config: AlgorithmConfig, seed: int) -> None:
+        loss, correction = policy_loss_of(config.loss.function), config.rollout_correction
+        corrects = correction.method is not CorrectionMethod.none and not loss.is_against_rollout
+        self._correction = correction if corrects else None
+        self._select = None
+        if loss.selection is not None:
+            settings = {name: config.loss.args[name] for name in loss.selection_settings}
+            self._select = partial(locate(f"{KEY}.function", loss.selection), **settings)
+        self._seed = seed
+
+    def of_step(self, batch: RolloutBatch, step: int) -> tuple[dict[str, Ragged], dict[str, float]]:
+        """Compute fields to add to the batch, and metrics.
+
+        Returns:
+            loss_weights: importance weights of trainer over sampler. selected: tokens chosen by
+            the covariance of log-probability and advantage; deterministic in run seed and step.
+        """
+        fields: dict[str, Ragged] = {}
+        metrics = mismatch(batch)
+        if self._correction is not None:
+            fields["loss_weights"], found = importance_weights(batch, self._correction)
+            metrics |= found
+        if self._select is not None:
+            seed = derive_seed(self._seed, "selected_tokens", step)
+            draw = partial(self._select, generator=torch.Generator().manual_seed(seed))
+            fields["selected"], metrics["actor/covariance_max"] = _selected(batch, draw)
+        return fields, metrics
+
+
+def mismatch(batch: RolloutBatch) -> dict[str, float]:
+    """Compute metrics of the mismatch between trainer and sampler."""
+    assert batch.old_log_probs is not None
+    fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+    chunks = row_chunks(batch.responses.lengths, *(field.values for field in fields))
+    sums = [mismatch_sums(lengths, old - rollout, mask) for lengths, old, rollout, mask in chunks]
+    return {f"rollout/mismatch_{name}": value for name, value in mismatch_from(sums).items()}
+
+
+def importance_weights(
+    batch: RolloutBatch, config: RolloutCorrectionConfig
+) -> tuple[Ragged, dict[str, float]]:
+    """Compute importance weights, their mean, and the share of clipped or masked tokens."""
+    blocks = PaddedBlocks(batch.responses.lengths)
+    weights, num_cut = [], 0
+    assert batch.old_log_probs is not None
+    fields = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+    padded = (blocks.of(field, 0.0) for field in fields)
+    for old, rollout, mask in zip(*padded, strict=True):
+        ratios = importance_ratios(old, rollout, mask, config.level)
+        weights.append(correction_weights(ratios, mask, config.method, config.low, config.high))
+        num_cut += int(((weights[-1] != ratios) & mask).count_nonzero())
+    field = blocks.ragged(weights)
+    sampled = on_mask(field.values, batch.response_mask.values)
+    return field, {
+        "rollout/correction_weight_mean": float(sampled.mean()),
+        "rollout/corrected_fraction": float(torch.tensor(float(num_cut)) / len(sampled)),
+    }
+
+
+def _selected(batch: RolloutBatch, select: partial[Tensor]) -> tuple[Ragged, float]:
+    """Select tokens among those that count; return them and the largest covariance."""
+    assert batch.old_log_probs is not None and batch.advantages is not None
+    mask = batch.counted.values
+    if not bool(mask.any()):
+        return batch.counted, 0.0
+    covariance = covariances(batch.old_log_probs.values, batch.advantages.values, mask)
+    return batch.responses.like(select(covariance, mask)), float(covariance.max())

@@ -4,13 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-import torch
-
-from hybridrl.data.batch import Generate, PromptBatch, RolloutBatch
-from hybridrl.data.ragged import Ragged
+from hybridrl.data.batch import Generate, RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.scorer import RewardScorer, ScoreResult
 from hybridrl.trainer.rewarding import Rewarded, RewardSource
+from hybridrl.trainer.sampling import request_of
 
 # A tag with more values than this (a name, an id) gets no accuracy of its own.
 MAX_TAG_VALUES = 8
@@ -24,12 +22,8 @@ Scored = Rewarded | ScoreResult
 class Evaluator:
     """Evaluation of the weights that generation uses, on the held-out problems.
 
-    Args:
-        prompts: the held-out problems.
-        rewards: scores as in training; gives eval/accuracy.
-        rules: further rules for the same responses; give eval/accuracy_<name>.
-        temperature, top_p: as in training.
-        greedy: also decode greedily; gives eval/accuracy_greedy.
+    Responses are sampled as in training and, if asked for, `greedy`. They are scored by the rewards
+    of the training and by further rules.
     """
 
     def __init__(
@@ -49,7 +43,6 @@ class Evaluator:
         self._top_p = top_p
         self._greedy = greedy
         self._groups = tag_groups(prompts, taken={"greedy", *rules})
-        self._failed = 0
         self.last_accuracy = math.nan
 
     def evaluate(self, step: int, generate: Generate) -> dict[str, float | None]:
@@ -64,63 +57,32 @@ class Evaluator:
             eval/length_mean (tokens) and eval/truncated_fraction of the sampled responses,
             eval/failed: scores that raised or hung, over all rules.
         """
-        batch = generate(self._request(step, self._temperature, self._top_p)).batch
-        self._failed = 0
-        scores = self._scores(batch)
-        metrics = {f"eval/accuracy{rule}": fmean(values) for rule, values in scores.items()}
+        batch, results = self._scored(step, generate, self._temperature, self._top_p)
+        metrics: dict[str, float | None] = {}
         for group, members in self._groups.items():
-            for rule, values in scores.items():
+            for rule, result in results.items():
                 name = f"eval/accuracy_{group}{rule}"
-                metrics[name] = fmean([values[index] for index in members])
-        metrics |= {f"eval/ci95{rule}": half_width(values) for rule, values in scores.items()}
-        metrics["eval/length_mean"] = float(batch.responses.lengths.float().mean())
-        metrics["eval/truncated_fraction"] = float(batch.truncated.float().mean())
+                metrics[name] = fmean([result.scores[index] for index in members])
         if self._greedy:
-            greedy = generate(self._request(step, 0.0, 1.0)).batch
-            for rule, values in self._scores(greedy).items():
-                metrics[f"eval/accuracy_greedy{rule}"] = fmean(values)
-                metrics[f"eval/ci95_greedy{rule}"] = half_width(values)
-        metrics["eval/failed"] = float(self._failed)
-        self.last_accuracy = metrics["eval/accuracy"]
-        return dict(metrics)
+            _, greedy = self._scored(step, generate, temperature=0.0, top_p=1.0)
+            results |= {f"_greedy{rule}": result for rule, result in greedy.items()}
+        self.last_accuracy = fmean(results[""].scores)
+        for suffix, result in results.items():
+            metrics[f"eval/accuracy{suffix}"] = fmean(result.scores)
+            metrics[f"eval/ci95{suffix}"] = half_width(result.scores)
+        return metrics | {
+            "eval/length_mean": float(batch.responses.lengths.float().mean()),
+            "eval/truncated_fraction": float(batch.truncated.float().mean()),
+            "eval/failed": float(sum(len(result.failures) for result in results.values())),
+        }
 
-    def _request(self, step: int, temperature: float, top_p: float) -> PromptBatch:
-        return request_of(self._prompts, step, temperature=temperature, top_p=top_p)
-
-    def _scores(self, batch: RolloutBatch) -> dict[str, Sequence[float]]:
-        """Score the responses by each rule; keys are suffixes, "" for the training reward."""
-        _, results = score_by_rules(self._rewards, self._rules, self._prompts, batch)
-        self._failed += sum(len(result.failures) for result in results.values())
-        return {suffix: result.scores for suffix, result in results.items()}
-
-
-def request_of(
-    prompts: Sequence[Prompt],
-    step: int,
-    *,
-    temperature: float,
-    top_p: float,
-    samples: int = 1,
-    first_sample: int = 0,
-) -> PromptBatch:
-    """Build the request for responses to held-out problems.
-
-    Args:
-        prompts: the problems.
-        step: of the evaluated weights.
-        temperature, top_p: how to sample; temperature 0 decodes greedily.
-        samples: of each problem.
-        first_sample: samples of each problem that exist already; seeds derive from it.
-    """
-    return PromptBatch(
-        prompts=Ragged.from_rows([prompt.token_ids for prompt in prompts], torch.int32),
-        prompt_id=torch.tensor([prompt.prompt_id for prompt in prompts]),
-        step=step,
-        responses_per_prompt=samples,
-        temperature=temperature,
-        top_p=top_p,
-        first_sample=torch.full((len(prompts),), first_sample),
-    )
+    def _scored(
+        self, step: int, generate: Generate, temperature: float, top_p: float
+    ) -> tuple[RolloutBatch, dict[str, Scored]]:
+        """Sample and score; keys are suffixes of metrics, "" for the training reward."""
+        request = request_of(self._prompts, step, temperature=temperature, top_p=top_p)
+        batch = generate(request).batch
+        return batch, score_by_rules(self._rewards, self._rules, self._prompts, batch)[1]
 
 
 def score_by_rules(
@@ -131,11 +93,7 @@ def score_by_rules(
 ) -> tuple[Rewarded, dict[str, Scored]]:
     """Decode responses and score them by each rule; the training reward has the name "".
 
-    Args:
-        rewards: scores as in training.
-        rules: by name.
-        prompts: prompts[b] belongs to response b.
-        batch: the responses.
+    prompts[b] belongs to response b.
     """
     rewarded = rewards.score(prompts, batch)
     items = [

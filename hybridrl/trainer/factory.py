@@ -1,14 +1,15 @@
 """Factories of generation and rewards: with an environment, without one, and for evaluations."""
 
 from contextlib import ExitStack
+from functools import partial
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data.batch import Generate
 from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.generation import Generator, SingleTurn
 from hybridrl.trainer.multi_turn.environment import EnvironmentRewards, RunEnvironment, turn_tokens
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
 from hybridrl.trainer.rewarding import FunctionRewards, RewardSource
@@ -50,33 +51,27 @@ def generator_for(
     rollout: WorkerGroup,
     prompts: PromptSets,
     decode: Decode,
-) -> Generator:
-    """Return the multi-turn generator if there is an environment, else the single-turn one."""
-    single_turn = SingleTurn(rollout)
+) -> Generate:
+    """Return the multi-turn generation if there is an environment, else the single-turn one."""
+    single_turn = partial(rollout.call, "generate")
     if config.environment is None or environment is None:
         return single_turn
     return MultiTurn(
-        single_turn.generate,
+        single_turn,
         environment.processes,
         turn_tokens(config.model.path, config.environment),
         decode,
         {prompt.prompt_id: prompt.example for prompt in [*prompts.train, *prompts.held_out]},
         Limits(config.environment.max_turns, config.rollout.max_response_tokens),
         environment.failures,
-    )
+    ).generate
 
 
 def open_rules(config: RunConfig, stack: ExitStack) -> dict[str, RewardScorer]:
     """Return the rules of eval.rules by name; `stack` ends their processes."""
+    timeout_s = config.reward.timeout_s
+    opened = partial(RewardScorer, timeout_s=timeout_s, num_processes=1, failed_score=0.0)
     return {
-        name: stack.enter_context(
-            RewardScorer(
-                rule.function,
-                rule.args,
-                timeout_s=config.reward.timeout_s,
-                num_processes=1,
-                failed_score=0.0,
-            )
-        )
+        name: stack.enter_context(opened(rule.function, rule.args))
         for name, rule in config.eval.rules.items()
     }

@@ -21,11 +21,7 @@ def check_rollout_log_probs(
 ) -> dict[str, float | None]:
     """Compare rollout_log_probs with old_log_probs on the sampled tokens of each engine.
 
-    Args:
-        batch: responses with both.
-        top_p: what vLLM sampled from.
-        limit: largest mean difference of an engine, nats per token.
-        where: engine index -> the ranks it runs on, for the error.
+    `limit` is the largest mean of an engine, nats per token; `where` names an engine's ranks.
 
     Returns:
         rollout/log_prob_diff_mean and rollout/log_prob_diff_max over all tokens and
@@ -36,11 +32,8 @@ def check_rollout_log_probs(
     """
     assert batch.old_log_probs is not None
     mask = batch.response_mask.values
-    difference = in_chunks(
-        partial(log_prob_difference, top_p=top_p),
-        batch.rollout_log_probs.values,
-        batch.old_log_probs.values,
-    )
+    compared = (batch.rollout_log_probs.values, batch.old_log_probs.values)
+    difference = in_chunks(partial(log_prob_difference, top_p=top_p), *compared)
     means = _mean_by_engine(batch, difference)
     wrong = {k: mean for k, mean in means.items() if not mean <= limit}  # NaN is wrong, too
     if wrong:
@@ -79,13 +72,7 @@ def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | Non
     sum (rollout - ref) (old - ref) / sum (old - ref)^2 over the sampled tokens; ref is the model
     without adapters. The share is 1 if vLLM samples with the trainer's adapters, 0 if it samples
     without. While the policy has moved less than the kernels' rounding, it is 0.5 to 1.
-
-    Args:
-        batch: responses with old_log_probs, and ref_log_probs if the run has a reference.
-        top_p: what vLLM sampled from.
-
-    Returns:
-        rollout/adapter_share; null without a reference, and before the first update.
+    rollout/adapter_share is null without a reference, and before the first update.
     """
     if batch.ref_log_probs is None:
         return {"rollout/adapter_share": None}
@@ -101,13 +88,9 @@ def adapter_share(batch: RolloutBatch, *, top_p: float) -> dict[str, float | Non
 def log_prob_difference(rollout: Tensor, trained: Tensor, top_p: float) -> Tensor:
     """Compute the difference of log-probs of sampled tokens, [N] float32, nats, >= 0.
 
-    Nucleus sampling raises the log-prob of kept tokens by up to -log(top_p). Only the distance
-    from [trained, trained - log(top_p)] counts.
-
-    Args:
-        rollout: [N] log-probs as vLLM reported them, of the distribution it sampled from.
-        trained: [N] log-probs of the same tokens under the actor's whole distribution.
-        top_p: probability mass of the nucleus; 1 is the whole distribution.
+    `rollout` is of the nucleus of mass `top_p`, `trained` of the whole distribution. Nucleus
+    sampling raises the log-prob of kept tokens by up to -log(top_p), so that only the distance from
+    [trained, trained - log(top_p)] counts.
     """
     return _outside_nucleus(rollout, trained, top_p).abs_()
 

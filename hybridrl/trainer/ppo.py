@@ -11,79 +11,65 @@ The trainer runs in the driver process. It holds no weights and calls the worker
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybridrl.config.estimators import estimator_of
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import TimedResult
 from hybridrl.controller.signals import Preempted, Preemption
 from hybridrl.controller.worker_group import Call, Workers, begin_together, call_together
-from hybridrl.data.batch import PromptBatch, Rollout
+from hybridrl.data.batch import Generate, PromptBatch, Rollout
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, schedule, update_sizes
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.models.resolve import read_model_config
-from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.baseline import Baseline, GreedyBaseline, NoBaseline
+from hybridrl.trainer.advantage import AdvantageEstimator, KLControl, LossInputs, value_metrics
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.evaluate import Evaluator
-from hybridrl.trainer.generation import Generator
-from hybridrl.trainer.hybrid_engine import HybridEngine
-from hybridrl.trainer.kl_control import KLControl
-from hybridrl.trainer.loss_inputs import LossInputs
 from hybridrl.trainer.mismatch import adapter_share, check_rollout_log_probs
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
-from hybridrl.trainer.reward_model import reward_model_for
 from hybridrl.trainer.rewarding import (
     Rewarded,
     RewardSource,
+    add_model_scores,
+    baseline_rewards,
     outcome_metrics,
     outcome_on_last_token,
     overlong_shaping,
 )
-from hybridrl.trainer.sampling import Sampled, sampling_for
+from hybridrl.trainer.sampling import HybridEngine, Sampled, Sampling
 from hybridrl.trainer.state import TrainState
-from hybridrl.trainer.timing.engines import StragglerAlarm, engine_place, straddling
-from hybridrl.trainer.timing.grace import GraceCheck
-from hybridrl.trainer.timing.phases import Phases
-from hybridrl.trainer.timing.profiling import StepProfiler
+from hybridrl.trainer.timing.engines import (
+    StragglerAlarm,
+    engine_place,
+    rollout_metrics,
+    straddling,
+)
+from hybridrl.trainer.timing.phases import GraceCheck, Phases, StepProfiler
 from hybridrl.trainer.tracking.report import Reporter, is_due
-from hybridrl.trainer.tracking.rollout_metrics import rollout_metrics
-from hybridrl.trainer.value_function import ValueFunction
+
+# Calls of the forward phase, on the roles that the run has: field of the batch -> role, method.
+FORWARDS = {
+    "old_log_probs": ("actor", "compute_log_probs"),
+    "ref_log_probs": ("ref", "compute_log_probs"),
+    "values": ("critic", "compute_values"),
+    "model_scores": ("reward_model", "compute_scores"),
+}
 
 
 class PPOTrainer:
-    """PPO training loop; one short method per phase.
-
-    Args:
-        config: the run.
-        workers: groups of actor and rollout.
-        kl: KL penalty against the reference, or its null object.
-        value_function: the critic, or its null object.
-        prompts: training prompts, in order.
-        generator: samples responses.
-        rewards: scores finished responses.
-        evaluator: held-out accuracy.
-        checkpoints: writes and loads checkpoints.
-        preemption: requests to end the run (signals).
-        reporter: console, trackers and files.
-    """
+    """PPO training loop; one short method per phase."""
 
     def __init__(
         self,
         config: RunConfig,
         workers: Workers,
-        kl: KLControl,
-        value_function: ValueFunction,
         prompts: PromptSource,
-        generator: Generator,
+        generator: Generate,
         rewards: RewardSource,
         evaluator: Evaluator,
         checkpoints: Checkpointer,
@@ -92,19 +78,13 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.workers = workers
-        self.kl = kl
-        self.value_function = value_function
+        self.kl = KLControl(config.algorithm.kl)
         self.estimator = AdvantageEstimator(config.algorithm)
         self.loss_inputs = LossInputs(config.algorithm, config.seed)
         self.generator = generator
         self.rewards = rewards
         self.engine = HybridEngine(workers.rollout, config.fsdp.offload)
-        self.sampling = sampling_for(config, prompts.take, self.generate, rewards)
-        self.baseline: Baseline = NoBaseline()
-        if estimator_of(config.algorithm.advantage).needs_greedy_responses:
-            self.baseline = GreedyBaseline(config, self.generate, rewards)
-        self.reward_model = reward_model_for(config, workers)
-        self.overlong = overlong_shaping(config)
+        self.sampling = Sampling(config, prompts.take, self.generate, rewards)
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.preemption = preemption
@@ -113,35 +93,26 @@ class PPOTrainer:
         self.sizes = update_sizes(config.actor, workers.actor.num_shards, shape)
         self.engine_place = partial(engine_place, workers.rollout)
         self.stragglers = StragglerAlarm(self.engine_place)
-        self.straddling = straddling(workers.rollout)
         self.phases = Phases(workers.pool.spans.take, reporter.phase)
-        self.profiler = StepProfiler(
-            config.trainer.profile_steps,
-            workers.pool,
-            reporter.run_dir,
-            lambda: self.phases.timeline,
-        )
+        steps = config.trainer.profile_steps
+        self.profiler = StepProfiler(steps, workers.pool, reporter.run_dir, self.phases)
         self.grace = GraceCheck(config.checkpoint.on_sigterm, reporter.warn)
         self.guard = NonFiniteGuard(config, reporter.run_dir, checkpoints.write_state)
-        self.state = TrainState(prompts, kl, self.engine, self.guard)
+        self.state = TrainState(prompts, self.kl, self.engine, self.guard)
         self.metrics: dict[str, float | None] = {}
 
     def fit(self, resume: Resume | None = None) -> float:
         """Train up to trainer.total_steps; return the final held-out accuracy.
 
-        Args:
-            resume: checkpoint to resume from; None: the run begins.
-
         Raises:
             Preempted: SIGTERM or SIGHUP arrived, and a checkpoint was written.
             RunStopped: too many updates in a row were not finite.
         """
-        last = self.config.trainer.total_steps
         if resume is None:
             self.begin()
         else:
             self.resume(resume)
-        for step in range(self.state.step + 1, last + 1):
+        for step in range(self.state.step + 1, self.config.trainer.total_steps + 1):
             with self.profiler.step(step), self.phases.step():
                 self.train(step)
                 if self.evaluates(step):
@@ -205,22 +176,17 @@ class PPOTrainer:
         """Sample responses to the next prompts; then put vLLM to sleep."""
         with self.phases.section("rollout"):
             sampled = self.sampling.sample(step)
-            self.baseline.generate(sampled.prompts, step)
             self.engine.sleep()
-        seconds = self.phases.seconds("rollout")
-        self.metrics |= sampled.metrics | rollout_metrics(sampled.rollout, seconds)
-        self.metrics["rollout/straddling_engines"] = self.straddling
-        if (switch := self.phases.switch_s) is not None:
-            engines = sampled.rollout.engines
-            first_token = max(engine.first_token_s for engine in engines)
-            self.metrics["rollout/switch_s"] = switch + first_token
+        seconds, switch_s = self.phases.seconds("rollout"), self.phases.switch_s
+        self.metrics |= sampled.metrics | rollout_metrics(sampled.rollout, seconds, switch_s)
+        self.metrics["rollout/straddling_engines"] = straddling(self.workers.rollout)
         for warning in self.stragglers.warnings(sampled.rollout.engines):
             self.reporter.warn(f"step {step}: {warning}")
         return sampled
 
     def generate(self, prompts: PromptBatch) -> Rollout:
-        """Generate responses, dealt to engines by the lengths that earlier ones had."""
-        rollout = self.generator.generate(self.state.lengths.expect(prompts))
+        """Generate responses, partitioned over engines by the lengths that earlier ones had."""
+        rollout = self.generator(self.state.lengths.expect(prompts))
         assert (rollout.batch.weight_version == self.engine.weight_version).all(), "stale weights"
         self.state.lengths.learn(rollout.batch)
         return rollout
@@ -229,7 +195,9 @@ class PPOTrainer:
         """Score the responses and, with a greedy baseline, the greedy ones."""
         batch, start = sampled.rollout.batch, time.perf_counter()
         rewarded = sampled.rewarded or self.rewards.score(sampled.prompts, batch)
-        baseline = self.baseline.rewards()
+        baseline = None
+        if sampled.greedy is not None:
+            baseline = baseline_rewards(self.rewards, sampled.prompts, sampled.greedy)
         self.metrics |= rewarded.part_metrics() | {
             "reward/seconds": time.perf_counter() - start,
             "reward/failed": float(len(rewarded.failures)),
@@ -239,7 +207,7 @@ class PPOTrainer:
     def token_scores(self, sampled: Sampled, rewarded: Rewarded, step: int) -> Ragged:
         """Place outcome rewards on the last tokens."""
         responses = sampled.rollout.batch.responses
-        penalty = self.overlong(responses.lengths)
+        penalty = overlong_shaping(self.config, responses.lengths)
         outcome = torch.tensor(rewarded.scores) + penalty
         self.metrics |= outcome_metrics(sampled.prompts, outcome, penalty)
         self.reporter.log_responses(step, sampled.prompts, responses, rewarded)
@@ -253,10 +221,9 @@ class PPOTrainer:
         ratio there is 1. Rewards are computed meanwhile.
         """
         calls = {
-            "old_log_probs": Call(self.workers.actor, "compute_log_probs"),
-            **self.kl.forward_calls(),
-            **self.value_function.forward_calls(),
-            **self.reward_model.forward_calls(),
+            name: Call(group, method)
+            for name, (role, method) in FORWARDS.items()
+            if (group := getattr(self.workers, role)) is not None
         }
         batch, seed = sampled.rollout.batch, self.config.seed
         with self.phases.section("score"):  # the phase's name in metrics
@@ -265,19 +232,22 @@ class PPOTrainer:
             rewarded, baseline = self.reward(sampled)
             outcomes = results()
             found = {name: outcome.value for name, outcome in outcomes.items()}
-            rewarded, metrics = self.reward_model.added(rewarded, found)
+            if self.workers.reward_model is not None:
+                weight, scores = self.config.reward_model.weight, found.pop("model_scores")
+                rewarded, metrics = add_model_scores(rewarded, scores, weight)
+                self.metrics |= metrics
             scores = self.token_scores(sampled, rewarded, step)
             scored = replace(batch, scores=scores, baseline_rewards=baseline)
             scheduled = scheduled.keeping(scored).adding(**found)
-        self.phases.split("score", seconds_of(outcomes))
-        self.metrics |= metrics | check_rollout_log_probs(
+        self.phases.split("score", outcomes)
+        top_p = self.config.rollout.top_p
+        self.metrics |= check_rollout_log_probs(
             scheduled.batch,
-            top_p=self.config.rollout.top_p,
+            top_p=top_p,
             limit=self.config.trainer.max_log_prob_diff,
             where=self.engine_place,
         )
         if self.config.lora is not None:
-            top_p = self.config.rollout.top_p
             self.metrics |= adapter_share(scheduled.batch, top_p=top_p)
         return scheduled
 
@@ -288,7 +258,9 @@ class PPOTrainer:
             scheduled = scheduled.adding(**self.estimator.estimate(scheduled.batch, rewards))
             fields, metrics = self.loss_inputs.of_step(scheduled.batch, step)
             scheduled = scheduled.adding(**fields) if fields else scheduled
-        self.metrics |= metrics | self.value_function.metrics(scheduled.batch)
+        self.metrics |= metrics
+        if self.workers.critic is not None:
+            self.metrics |= value_metrics(scheduled.batch)
         return scheduled
 
     def update(self, scheduled: ScheduledBatch, step: int) -> None:
@@ -296,14 +268,16 @@ class PPOTrainer:
 
         An adaptive KL coefficient changes last, so that the whole step uses one value.
         """
-        calls = self.value_function.update_calls(step)
-        trains_policy = step > self.value_function.warmup_steps
+        calls = {}
+        if self.workers.critic is not None:
+            calls["update_critic"] = Call(self.workers.critic, "update", (step,))
+        trains_policy = not calls or step > self.config.trainer.critic_warmup_steps
         if trains_policy:
             arguments = (step, self.kl.loss_coef)
             calls["update_actor"] = Call(self.workers.actor, "update", arguments)
         with self.phases.section("update"):
             outcomes = call_together(calls, scheduled)
-        self.phases.split("update", seconds_of(outcomes))
+        self.phases.split("update", outcomes)
         self.engine.weight_version += trains_policy
         for outcome in outcomes.values():
             self.metrics |= outcome.value
@@ -347,8 +321,3 @@ class PPOTrainer:
             self.engine.sleep()
             problem = self.workers.actor.call("save", str(folder))
             self.reporter.saved(folder, self.workers.pool.hosts[0].node_name, problem)
-
-
-def seconds_of(outcomes: Mapping[str, TimedResult]) -> dict[str, float]:
-    """Return the seconds of each call on its slowest rank."""
-    return {name: outcome.span.seconds for name, outcome in outcomes.items()}

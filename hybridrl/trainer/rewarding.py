@@ -1,6 +1,6 @@
-"""Rewards of finished responses: decoded texts, scored by the reward processes."""
+"""Rewards of finished responses: by the reward function, a reward model and their length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol
@@ -35,34 +35,20 @@ class Rewarded:
     failures: list[Failure]
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def select(self, rows: Sequence[int]) -> "Rewarded":
-        """Select responses; `parts` stays that of all."""
-        place = {row: index for index, row in enumerate(rows)}
-        return replace(
-            self,
-            texts=[self.texts[row] for row in rows],
-            scores=[self.scores[row] for row in rows],
-            failures=[
-                replace(failure, index=place[failure.index])
-                for failure in self.failures
-                if failure.index in place
-            ],
-        )
-
     @classmethod
-    def concat(cls, several: Sequence["Rewarded"]) -> "Rewarded":
-        """Concatenate responses."""
-        failures, start = [], 0
-        for one in several:
-            failures += [replace(fail, index=start + fail.index) for fail in one.failures]
-            start += len(one.scores)
-        names = {name for one in several for name in one.parts}
-        return cls(
-            [text for one in several for text in one.texts],
-            [score for one in several for score in one.scores],
-            failures,
-            {name: [v for one in several for v in one.parts.get(name, [])] for name in names},
-        )
+    def joined(cls, parts: Iterable[tuple["Rewarded", Sequence[int]]]) -> "Rewarded":
+        """Join the given rows of each; the parts of scores stay those of all rows."""
+        joined = cls([], [], [])
+        for one, rows in parts:
+            failed = {failure.index: failure for failure in one.failures}
+            for row in rows:
+                if row in failed:
+                    joined.failures.append(replace(failed[row], index=len(joined.scores)))
+                joined.texts.append(one.texts[row])
+                joined.scores.append(one.scores[row])
+            for name, values in one.parts.items():
+                joined.parts.setdefault(name, []).extend(values)
+        return joined
 
     def stop_if_all_failed(self, step: int) -> None:
         """Raise RunStopped if all rewards of a step failed."""
@@ -87,32 +73,48 @@ class RewardSource(Protocol):
         ...
 
 
-def overlong_shaping(config: RunConfig) -> Callable[[Tensor], Tensor]:
-    """Build the penalty for overlong responses: lengths [B] -> [B] <= 0.
+def baseline_rewards(rewards: RewardSource, prompts: list[Prompt], greedy: RolloutBatch) -> Tensor:
+    """Compute the greedy response's score for each response to its prompt, [B].
+
+    `prompts` has the prompt of each sampled response, `greedy` one response to each prompt.
+
+    Source: Li et al. 2024 (ReMax), https://arxiv.org/abs/2310.10505
+    """
+    each = len(prompts) // len(greedy)
+    return torch.tensor(rewards.score(prompts[::each], greedy).scores).repeat_interleave(each)
+
+
+def add_model_scores(
+    rewarded: Rewarded, per_token: Ragged, weight: float
+) -> tuple[Rewarded, dict[str, float]]:
+    """Compute score + weight * reward model's score; reward/model_mean is unweighted.
+
+    The reward model's score of a response is on its last token.
+
+    Raises:
+        ValueError: a score of the model is NaN or infinite.
+    """
+    scores = per_token.values[per_token.lengths.cumsum(0) - 1].double()
+    if wrong := int((~scores.isfinite()).sum()):
+        raise ValueError(
+            f"the reward model scored {wrong} of {len(scores)} responses NaN or infinite; "
+            f"try fsdp.param_dtype=float32, or another checkpoint"
+        )
+    pairs = zip(rewarded.scores, scores.tolist(), strict=True)
+    total = [score + weight * more for score, more in pairs]
+    return replace(rewarded, scores=total), {"reward/model_mean": float(scores.mean())}
+
+
+def overlong_shaping(config: RunConfig, lengths: Tensor) -> Tensor:
+    """Compute the penalty for overlong responses: lengths [B] -> [B] <= 0.
 
     Source: Yu et al. 2025 (DAPO), equation 13, https://arxiv.org/abs/2503.14476
     """
     overlong, max_tokens = config.algorithm.overlong, config.rollout.max_response_tokens
-    if overlong.buffer_tokens == 0:
-        return lambda lengths: torch.zeros(len(lengths))
-    return lambda lengths: (
-        overlong.penalty
-        * overlong_penalty(lengths, max_tokens=max_tokens, buffer=overlong.buffer_tokens)
-    )
-
-
-def data_set_means(prompts: Sequence[Prompt], outcome: Tensor) -> dict[str, float]:
-    """Compute reward/mean_<data set> for each data set of a mixture in this step.
-
-    Args:
-        prompts: [B] the prompt of each response.
-        outcome: [B] the responses' rewards.
-    """
-    rows: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        if prompt.dataset:
-            rows.setdefault(prompt.dataset, []).append(row)
-    return {f"reward/mean_{name}": float(outcome[of_set].mean()) for name, of_set in rows.items()}
+    buffer = overlong.buffer_tokens
+    if buffer == 0:
+        return torch.zeros(len(lengths))
+    return overlong.penalty * overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
 
 
 def outcome_metrics(
@@ -120,12 +122,14 @@ def outcome_metrics(
 ) -> dict[str, float]:
     """Compute reward/mean, reward/mean_<data set>, reward/std and reward/overlong_penalty.
 
-    Args:
-        prompts: [B] the prompt of each response.
-        outcome: [B] the responses' rewards.
-        penalty: [B] <= 0, part of the outcome, for the length.
+    `outcome` [B] has the responses' rewards, of which `penalty` [B] <= 0 is that for the length.
     """
-    return data_set_means(prompts, outcome) | {
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt.dataset:
+            rows.setdefault(prompt.dataset, []).append(row)
+    means = {f"reward/mean_{name}": float(outcome[found].mean()) for name, found in rows.items()}
+    return means | {
         "reward/mean": float(outcome.mean()),
         "reward/std": float(outcome.std(correction=0)),
         "reward/overlong_penalty": -float(penalty.mean()),
@@ -141,19 +145,14 @@ def outcome_on_last_token(outcomes: Tensor, responses: Ragged) -> Ragged:
 
 
 class FunctionRewards:
-    """Rewards by the run's reward function.
-
-    Args:
-        decode: token ids of many responses -> their texts.
-        scorer: runs the reward function in other processes.
-    """
+    """Rewards by the run's reward function, which runs in other processes."""
 
     def __init__(self, decode: Decode, scorer: RewardScorer) -> None:
         self._decode = decode
         self._scorer = scorer
 
     def score(self, prompts: list[Prompt], batch: RolloutBatch) -> Rewarded:
-        """Return the responses' texts and scores; prompts[b] belongs to response b."""
+        """Decode the responses and score their texts."""
         texts = self._decode(row.tolist() for row in batch.responses.rows())
         items = [
             (prompt.text, text, prompt.example) for prompt, text in zip(prompts, texts, strict=True)

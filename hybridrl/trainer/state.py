@@ -1,8 +1,8 @@
 """State of the driver's loop, beside the workers' weights and optimizer state."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from hybridrl.checkpoint.files import DRIVER
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
-from hybridrl.trainer.hybrid_engine import HybridEngine
-from hybridrl.trainer.kl_control import KLControl
+from hybridrl.trainer.advantage import KLControl
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard, SkippedSteps
+from hybridrl.trainer.sampling import HybridEngine
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class LoopState:
     All other random choices (mini-batches, samples) are functions of seed and step.
 
     Attributes:
-        step: the last finished training step.
         prompts_taken: position in the run's sequence of prompts, resampled ones included.
         prompts: fingerprint of that sequence (`PromptSource.fingerprint`).
         kl_coef: weight of the KL penalty in the next step; None without a reference.
@@ -52,12 +51,6 @@ class TrainState:
 
     A checkpoint within a step is one of the step before. `commit` is cheap; `finished` passes over
     all prompts seen so far.
-
-    Args:
-        prompts: the training prompts.
-        kl: the KL penalty.
-        engine: versions of the actor's weights and of vLLM's.
-        guard: counts skipped optimizer steps.
 
     Attributes:
         lengths: of the responses so far.
@@ -97,8 +90,7 @@ class TrainState:
     def restore(self, state: LoopState) -> None:
         """Restore a snapshot; the actor already has its weights."""
         self._prompts.seek(state.prompts_taken)
-        if state.kl_coef is not None:
-            self._kl.restore(state.kl_coef)
+        self._kl.restore(state.kl_coef)
         self.lengths = ResponseLengths.restored(state.lengths)
         self._guard.skipped = SkippedSteps(**state.skipped)
         self._engine.restore(state.weight_version, is_current=state.rollout_is_current)
@@ -111,9 +103,8 @@ def read_state(checkpoint: Path) -> LoopState:
     Raises:
         DamagedCheckpoint: the file has other fields than `LoopState`.
     """
-    body = json.loads((checkpoint / DRIVER).read_bytes())
-    names = [field.name for field in fields(LoopState)]
-    if not isinstance(body, Mapping) or sorted(body) != sorted(names):
-        reason = f"has {sorted(body)}, this version of hybridrl reads {sorted(names)}"
-        raise DamagedCheckpoint(checkpoint, DRIVER, reason)
-    return LoopState(**body)
+    try:
+        return LoopState(**json.loads((checkpoint / DRIVER).read_bytes()))
+    except TypeError as error:
+        reason = f"is of another version of hybridrl ({error})"
+        raise DamagedCheckpoint(checkpoint, DRIVER, reason) from error

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridrl.data.schedule import ScheduledBatch
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.trainer.replay.batch import ReplayBatch
+from hybridrl.trainer.replay.nonfinite import ReplayBatch
 from hybridrl.trainer.replay.session import examine
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.critic import CriticWorker
@@ -229,8 +229,8 @@ def test_a_replay_names_the_response_and_its_field(found):
     (response,) = replayed.responses
     assert response.response == 5
     assert response.bad == ["advantages", "loss", "gradient"]
-    (micro,) = [micro for micro in replayed.micro_batches if not math.isfinite(micro.result.loss)]
-    assert 5 in micro.rows
+    (micro,) = [micro for micro in replayed.micro_batches if not math.isfinite(micro.loss)]
+    assert 5 in micro.responses
     assert not replayed.weights
 
 

@@ -10,8 +10,7 @@ from hybridrl.config.algorithm_schema import AlgorithmConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, SETTINGS, TENSORS, estimator_of
 from hybridrl.config.user_code.classes import locate
-from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.value_function import Critic, NoCritic
+from hybridrl.trainer.advantage import AdvantageEstimator, value_metrics
 from tests.batches import batch_of
 from tests.run_configs import run_config
 
@@ -141,17 +140,7 @@ def test_what_is_no_estimator_is_refused(advantage, words):
         estimator_of(advantage)
 
 
-def test_without_a_critic_nothing_is_called_and_the_policy_trains_at_once():
-    nobody = NoCritic()
-    assert nobody.forward_calls() == nobody.update_calls(1) == nobody.metrics(batch_of([1])) == {}
-    assert nobody.warmup_steps == 0
-
-
-def test_a_critic_computes_values_and_trains():
-    critic = Critic(None, warmup_steps=3)  # the group is only named
-    assert [call.method for call in critic.forward_calls().values()] == ["compute_values"]
-    (update,) = critic.update_calls(5).values()
-    assert (update.method, update.args) == ("update", (5,))
+def test_values_and_returns_by_hand():
     batch = scored()
     batch = batch.adding(returns=batch.responses.like(torch.tensor([1.0, 2.0, 3.0, 6.0])))
-    assert critic.metrics(batch) == {"critic/value_mean": 1.0, "critic/return_mean": 3.0}
+    assert value_metrics(batch) == {"critic/value_mean": 1.0, "critic/return_mean": 3.0}

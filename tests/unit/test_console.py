@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from hybridrl.data.sources.prompts import DataSetSummary
-from hybridrl.trainer.tracking.console import RunConsole, pick_samples
+from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord
-from hybridrl.trainer.tracking.steps import Eta, duration_text, step_line, step_row, title_row
-from hybridrl.trainer.tracking.summary import summarize
+from hybridrl.trainer.tracking.rollout_log import RolloutRecord, pick_samples
+from hybridrl.trainer.tracking.summary import Eta, duration_text, step_line, step_row, title_row
 from tests.run_configs import run_config
 
 STEP = {
@@ -226,7 +225,7 @@ def test_summary_shows_before_and_after_times_and_files(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     for terminal in (True, False):
         console, file = screen(terminal)
-        console.summary(summarize(rows), tmp_path)
+        console.summary(rows, 0, tmp_path)
         text = shown(file)
         assert re.search(r"sampled +0\.300 +0\.750 +\+0\.450", text)
         assert re.search(r"flexible +0\.500 +0\.450 +-0\.050", text)
@@ -245,7 +244,7 @@ def test_summary_says_how_well_the_devices_were_used(tmp_path):
         | {"mfu/old_log_probs": 0.52, "mfu/update_actor": None},
     ]
     console, file = screen(terminal=False)
-    console.summary(summarize(rows), tmp_path)
+    console.summary(rows, 0, tmp_path)
     assert "ranks 20%; outside sampling, scoring and updates 30%" in file.getvalue()
     assert "old logp 51%, actor 40%" in file.getvalue()
     assert "other 100%" in file.getvalue()  # neither of them is a phase
@@ -260,7 +259,7 @@ def test_step_shows_idle_time_and_mfu_where_known():
 
 def test_summary_of_a_run_without_evaluation_is_no_crash(tmp_path):
     console, file = screen(terminal=False)
-    console.summary(summarize([]), tmp_path)
+    console.summary([], 0, tmp_path)
     assert "accuracy" not in file.getvalue()
 
 

@@ -27,7 +27,7 @@ from hybridrl.environments.base import (
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import MAX_REASONS, EnvironmentRewards, FailureReasons
 from hybridrl.trainer.multi_turn.generator import Limits, MultiTurn
-from hybridrl.trainer.tracking.rollout_metrics import turn_metrics
+from hybridrl.trainer.timing.engines import turn_metrics
 
 # Sampled pieces merge when they are read again: "a", "b" becomes "ab".
 VOCABULARY = {token: i for i, token in enumerate(["<end>", "=", "a", "b", "ab", "aba", "1", "11"])}

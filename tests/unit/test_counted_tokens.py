@@ -12,22 +12,12 @@ from hybridrl.data.batch import Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.trainer import advantage
 from hybridrl.trainer.advantage import AdvantageEstimator
-from hybridrl.trainer.sampling import Sampled, WithoutTruncated, counting
+from hybridrl.trainer.sampling import Sampled, counting
 from tests.batches import batch_of
 from tests.run_configs import run_config
 
 ALGORITHM = run_config().algorithm
 EACH = 3
-
-
-class Given:
-    """Sampling whose batch is known."""
-
-    def __init__(self, batch: RolloutBatch) -> None:
-        self._batch = batch
-
-    def sample(self, step: int) -> Sampled:
-        return Sampled(Rollout(self._batch, ()), [])
 
 
 def case(seed: int, *, tools: bool, unmixed: int, filtered: bool) -> tuple[RolloutBatch, Ragged]:
@@ -49,10 +39,11 @@ def case(seed: int, *, tools: bool, unmixed: int, filtered: bool) -> tuple[Rollo
         baseline_rewards=torch.randn(4 * EACH, generator=generator),
     )
     mixed = torch.arange(4 * EACH) < (4 - unmixed) * EACH
-    batch = counting(batch, mixed) if unmixed else batch
+    sampled = Sampled(Rollout(batch, ()), [])
+    sampled = counting(sampled, mixed) if unmixed else sampled
     if filtered:
-        batch = WithoutTruncated(Given(batch)).sample(1).rollout.batch
-    return batch, like(torch.randn(count, generator=generator))
+        sampled = counting(sampled, ~batch.truncated)
+    return sampled.rollout.batch, like(torch.randn(count, generator=generator))
 
 
 def estimated(name: str, batch: RolloutBatch, rewards: Ragged) -> torch.Tensor:

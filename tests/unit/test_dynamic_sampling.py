@@ -11,17 +11,22 @@ import torch
 from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.data.sources.prompts import Prompt
 from hybridrl.rewards.messages import Failure, FailureKind
-from hybridrl.trainer.baseline import GreedyBaseline
-from hybridrl.trainer.rewarding import FunctionRewards, Rewarded, overlong_shaping
-from hybridrl.trainer.sampling import DynamicSampling, PlainSampling, sampling_for
+from hybridrl.trainer.rewarding import (
+    FunctionRewards,
+    Rewarded,
+    baseline_rewards,
+    overlong_shaping,
+)
+from hybridrl.trainer.sampling import Sampling
 from tests.run_configs import run_config
 from tests.unit.sampling_fakes import decode, generate, prompt
 
 EACH = 2
 
 
-def config(rounds: int = 3, prompts: int = 4):
+def config(rounds: int = 3, prompts: int = 4, advantage: str = "gae"):
     return run_config(
+        f"algorithm.advantage={advantage}",
         f"data.prompts_per_step={prompts}",
         f"rollout.responses_per_prompt={EACH}",
         f"actor.mini_batch_size={prompts * EACH}",
@@ -59,7 +64,7 @@ class Scorer:
 
 def sampled(mixed: set[int], rounds: int = 3, prompts: int = 4):
     source, scorer = Source(), Scorer(mixed)
-    sampling = DynamicSampling(
+    sampling = Sampling(
         config(rounds, prompts), source.take, generate, FunctionRewards(decode, scorer)
     )
     return sampling.sample(step=1), source, scorer
@@ -140,33 +145,37 @@ def test_engines_are_timed_over_all_rounds():
 def test_one_round_scores_nothing_while_sampling():
     source = Source()
     rewarder = FunctionRewards(decode, Scorer(set()))
-    plain = sampling_for(config(rounds=1), source.take, generate, rewarder)
-    assert isinstance(plain, PlainSampling)
-    result = plain.sample(1)
+    result = Sampling(config(rounds=1), source.take, generate, rewarder).sample(1)
     assert result.rewarded is None and numbers(result) == [0, 1, 2, 3]
-    assert isinstance(sampling_for(config(), source.take, generate, rewarder), DynamicSampling)
+    assert result.greedy is None and result.metrics == {}
 
 
 def test_a_greedy_baseline_is_the_same_for_all_responses_to_a_prompt():
-    baseline = GreedyBaseline(config(), greedy_only, FunctionRewards(decode, Scorer({2})))
-    prompts = [prompt(number) for number in (1, 1, 2, 2, 3, 3)]
-    baseline.generate(prompts, step=1)
-    assert baseline.rewards().tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    source, rewarder = Source(), FunctionRewards(decode, Scorer({2}))
+    remax = config(rounds=1, prompts=3, advantage="remax")
+    requests: list[PromptBatch] = []
 
+    def noting(request: PromptBatch) -> Rollout:
+        requests.append(request)
+        return generate(request)
 
-def greedy_only(request: PromptBatch) -> Rollout:
-    assert request.temperature == 0.0 and request.responses_per_prompt == 1
-    return generate(request)
+    source.next = 1
+    result = Sampling(remax, source.take, noting, rewarder).sample(1)
+    sampled, greedy = requests
+    assert (sampled.temperature, sampled.responses_per_prompt) == (1.0, EACH)
+    assert (greedy.temperature, greedy.responses_per_prompt) == (0.0, 1)
+    rewards = baseline_rewards(rewarder, result.prompts, result.greedy)
+    assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_rewards_of_some_rows_keep_their_failures():
     failure = Failure(2, FailureKind.error, "", "")
     rewarded = Rewarded(["a", "b", "c"], [1.0, 2.0, 3.0], [failure], {"x": [0.5]})
-    kept = rewarded.select([2, 0])
+    kept = Rewarded.joined([(rewarded, [2, 0])])
     assert kept.texts == ["c", "a"] and kept.scores == [3.0, 1.0]
     assert [f.index for f in kept.failures] == [0]
-    assert rewarded.select([0, 1]).failures == []
-    both = Rewarded.concat([rewarded, kept])
+    assert Rewarded.joined([(rewarded, [0, 1])]).failures == []
+    both = Rewarded.joined([(rewarded, [0, 1, 2]), (kept, [0, 1])])
     assert both.scores == [1.0, 2.0, 3.0, 3.0, 1.0]
     assert [f.index for f in both.failures] == [2, 3]
     assert both.parts == {"x": [0.5, 0.5]}
@@ -174,7 +183,7 @@ def test_rewards_of_some_rows_keep_their_failures():
 
 def test_overlong_shaping_by_config():
     lengths = torch.tensor([20, 38, 48])
-    assert overlong_shaping(run_config())(lengths).tolist() == [0.0, 0.0, 0.0]
+    assert overlong_shaping(run_config(), lengths).tolist() == [0.0, 0.0, 0.0]
     shaped = run_config("algorithm.overlong.buffer_tokens=20", "algorithm.overlong.penalty=0.5")
     assert shaped.rollout.max_response_tokens == 48
-    assert overlong_shaping(shaped)(lengths).tolist() == pytest.approx([0.0, -0.25, -0.5])
+    assert overlong_shaping(shaped, lengths).tolist() == pytest.approx([0.0, -0.25, -0.5])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridrl.data.batch import PromptBatch, Rollout
 from hybridrl.trainer.rewarding import FunctionRewards
-from hybridrl.trainer.sampling import DynamicSampling
+from hybridrl.trainer.sampling import Sampling
 from tests.run_configs import run_config
 from tests.unit.sampling_fakes import decode, generate, prompt
 
@@ -94,7 +94,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
     seed, solved, wanted, each, bound, spare
 ):
     chance = Chance(seed, solved, wanted + spare, each)
-    sampling = DynamicSampling(
+    sampling = Sampling(
         config(wanted, each, bound), chance.take, chance.generate, FunctionRewards(decode, chance)
     )
     result = sampling.sample(step=1)
@@ -139,7 +139,7 @@ def test_every_mixed_group_is_in_the_batch_once_and_counts(
 )
 def test_each_round_asks_for_what_is_missing_and_the_bound_is_kept(seed, solved, wanted, bound):
     chance = Chance(seed, solved, 100, each=2)
-    DynamicSampling(
+    Sampling(
         config(wanted, 2, bound), chance.take, chance.generate, FunctionRewards(decode, chance)
     ).sample(step=1)
     missing = wanted

@@ -35,7 +35,7 @@ import json
 from hybridrl.trainer.tracking.report import Reporter
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles, replace_file
-from hybridrl.trainer.tracking.plot import plot_run
+from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.tracker import Tracker, read_metrics
 from tests.run_configs import run_config
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
@@ -47,7 +47,7 @@ def keep(step):
     number = lambda new: new.write_text(str(step))
     files.attempt("number", lambda: replace_file(disk / "number", number))
     if step in (1, 3):
-        files.attempt("metrics.png", lambda: plot_run(disk, "title"))
+        files.attempt("metrics.png", lambda: draw(disk, "title"))
 def settle():
     (sink,) = tracker._sinks
     for call in list(sink._waiting):

@@ -3,8 +3,7 @@
 import pytest
 
 from hybridrl.controller.spans import Span
-from hybridrl.trainer.timing.grace import GraceCheck
-from hybridrl.trainer.timing.timeline import Section, Timeline
+from hybridrl.trainer.timing.phases import GraceCheck, Section, Timeline
 
 STEP = Timeline(
     Span("step", 0.0, 30.0),

@@ -7,19 +7,19 @@ import torch
 
 from hybridrl.config.algorithm_schema import KLConfig
 from hybridrl.config.choices import KLEstimator, KLPlacement
-from hybridrl.trainer.kl_control import KLPenalty, NoReference
+from hybridrl.trainer.advantage import KLControl
 from tests.batches import batch_of
 
 
-def control(placement: str, schedule: str) -> KLPenalty:
+def control(placement: str, schedule: str, coef: float = 0.1) -> KLControl:
     config = KLConfig(
         placement=KLPlacement(placement),
         estimator=KLEstimator.k1,
-        coef=0.1,
+        coef=coef,
         target=0.01 if schedule == "adaptive" else None,
         horizon=20,
     )
-    return KLPenalty(config, reference=None)  # the group is only named by scores()
+    return KLControl(config)
 
 
 def scored():
@@ -70,5 +70,8 @@ def test_tokens_that_nobody_sampled_are_no_part_of_the_kl():
 
 
 def test_without_reference_nothing_is_taken_off():
-    assert NoReference().rewards(scored()).values.tolist() == [0.0, 1.0, 0.0, 0.0]
-    assert NoReference().loss_coef == 0.0
+    for placement in ("reward", "loss"):
+        kl = control(placement, "fixed", coef=0.0)
+        assert kl.rewards(scored()).values.tolist() == [0.0, 1.0, 0.0, 0.0]
+        assert kl.loss_coef == 0.0
+        assert kl.adapt(scored()) == {"actor/kl": None, "actor/kl_coef": None}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrl.data.batch import RolloutBatch
-from hybridrl.trainer.loss_inputs import LossInputs
+from hybridrl.trainer.advantage import LossInputs
 from tests.batches import batch_of
 from tests.run_configs import run_config
 

@@ -12,7 +12,7 @@ from hybridrl.data.sources.problem_sets import load_problem_sets
 from hybridrl.data.sources.prompt_source import prompt_source
 from hybridrl.data.sources.prompts import Prompt, examine_prompts, load_prompts
 from hybridrl.trainer.evaluate import tag_groups
-from hybridrl.trainer.rewarding import data_set_means
+from hybridrl.trainer.rewarding import outcome_metrics
 from tests.data_configs import data_config, jsonl, part, sums
 from tests.end_to_end.metric_names import unexplained
 from tests.tokenizer_folders import model_folder
@@ -81,10 +81,12 @@ def test_steps_keep_the_shares_and_data_sets_their_epochs(config, model):
 
 def test_mean_rewards_by_data_set():
     prompts = [Prompt(i, [], "", "", {}, {}, name) for i, name in enumerate(["a", "b", "a", "a"])]
-    means = data_set_means(prompts, torch.tensor([1.0, 0.5, 0.0, 0.5]))
+    metrics = outcome_metrics(prompts, torch.tensor([1.0, 0.5, 0.0, 0.5]), torch.zeros(4))
+    means = {name: value for name, value in metrics.items() if name.startswith("reward/mean_")}
     assert means == {"reward/mean_a": 0.5, "reward/mean_b": 0.5}
-    assert unexplained(means) == []
-    assert data_set_means([Prompt(0, [], "", "", {}, {})], torch.ones(1)) == {}
+    assert unexplained(metrics) == []
+    plain = outcome_metrics([Prompt(0, [], "", "", {}, {})], torch.ones(1), torch.zeros(1))
+    assert plain.keys() == {"reward/mean", "reward/std", "reward/overlong_penalty"}
 
 
 def test_a_data_set_may_have_a_system_prompt_of_its_own(config, model):

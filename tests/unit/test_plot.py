@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.image import imread
 
-from hybridrl.trainer.tracking.plot import plot_run
+from hybridrl.trainer.tracking.plot import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE = np.array([0x1F, 0x6F, 0xB2]) / 255
@@ -33,6 +33,11 @@ def rows(values: list[float | None]) -> list[dict]:
     return [{"step": step} | dict.fromkeys(names, v) for step, v in enumerate(values)]
 
 
+def drawn(folder: Path, title: str) -> Path:
+    draw(folder, title)
+    return folder / "metrics.png"
+
+
 def blue_pixels(path: Path) -> list[int]:
     """Pixels of the first curve's colour in each sixth of the picture."""
     image = imread(path)[..., :3]
@@ -47,8 +52,7 @@ def blue_pixels(path: Path) -> list[int]:
 
 
 def test_each_of_the_six_panels_has_its_curve(tmp_path):
-    path = plot_run(run_dir(tmp_path / "a", rows([0.1, 0.4, 0.3, 0.6])), "a run")
-    assert path == tmp_path / "a" / "metrics.png"
+    path = drawn(run_dir(tmp_path / "a", rows([0.1, 0.4, 0.3, 0.6])), "a run")
     assert min(blue_pixels(path)) > 300
 
 
@@ -56,19 +60,19 @@ def test_nulls_are_left_out_of_a_curve(tmp_path):
     """Steps without evaluation break no line: two points and the line between them remain."""
     whole = run_dir(tmp_path / "a", rows([0.0, 0.5, 1.0]))
     sparse = run_dir(tmp_path / "b", rows([0.0, None, 1.0]))
-    more, less = blue_pixels(plot_run(whole, "")), blue_pixels(plot_run(sparse, ""))
+    more, less = blue_pixels(drawn(whole, "")), blue_pixels(drawn(sparse, ""))
     assert all(a / 2 < b < a for a, b in zip(more, less, strict=True)), (more, less)
 
 
 def test_run_without_numbers_still_gets_a_picture(tmp_path):
-    path = plot_run(run_dir(tmp_path / "a", [{"step": 0}]), "ended early")
+    path = drawn(run_dir(tmp_path / "a", [{"step": 0}]), "ended early")
     assert blue_pixels(path) == [0] * 6
 
 
 def test_intervals_are_drawn_around_their_curve(tmp_path):
     plain = rows([0.2, 0.5, 0.8])
     with_band = [row | {"eval/ci95": 0.1} for row in plain]
-    paths = [plot_run(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", with_band))]
+    paths = [drawn(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", with_band))]
     before, after = (imread(path)[..., :3] for path in paths)
     tinted = np.abs(before - after).max(axis=-1) > 0.05
     height, width = tinted.shape
@@ -79,7 +83,7 @@ def test_intervals_are_drawn_around_their_curve(tmp_path):
 def test_a_rule_of_the_users_own_is_drawn(tmp_path):
     plain = [row | {"eval/accuracy_flexible": 0.9} for row in rows([0.2, 0.5, 0.8])]
     own = [row | {"eval/accuracy_right": 0.1, "eval/ci95_right": 0.05} for row in plain]
-    paths = [plot_run(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", own))]
+    paths = [drawn(run_dir(tmp_path / n, r), "") for n, r in (("a", plain), ("b", own))]
     before, after = (imread(path)[..., :3] for path in paths)
     assert (np.abs(before - after).max(axis=-1) > 0.05).sum() > 1000
 
@@ -87,9 +91,9 @@ def test_a_rule_of_the_users_own_is_drawn(tmp_path):
 FIRST_PLOT = """
 import logging, sys
 from pathlib import Path
-from hybridrl.trainer.tracking.plot import plot_run
+from hybridrl.trainer.tracking.plot import draw
 logging.basicConfig(level=logging.INFO)
-plot_run(Path(sys.argv[1]), "title")
+draw(Path(sys.argv[1]), "title")
 """
 
 
@@ -110,7 +114,7 @@ sys.modules.update(dict.fromkeys(["matplotlib", "tensorboard", "peft", "math_ver
 import hybridrl.main
 from hybridrl.config.checks.resources import package_problems
 from hybridrl.distributed.storage import export
-from hybridrl.trainer.tracking.report import draw
+from hybridrl.trainer.tracking.plot import draw
 from hybridrl.trainer.tracking.tracker import Tracker
 from tests.run_configs import run_config
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -120,7 +124,7 @@ assert list(package_problems(config)) == []
 tracker = Tracker(folder, config)
 tracker.log(0, {"reward/mean": 1.0})
 tracker.close()
-draw(config, folder)
+draw(folder, "title")
 print(*package_problems(run_config()))
 """
 

@@ -194,7 +194,7 @@ def test_wandb_is_told_to_keep_no_command_line_git_state_or_code(tmp_path, wandb
 OFFLINE = """
 import sys
 from pathlib import Path
-from hybridrl.trainer.tracking.remote_sinks import WandbSink
+from hybridrl.trainer.tracking.sinks import WandbSink
 sink = WandbSink("p", "n", Path(sys.argv[1]), {"a": 1}, goes_on=False)
 sink.log(0, {"x": 1.0})
 sink.close()

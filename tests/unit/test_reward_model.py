@@ -12,49 +12,31 @@ from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.models.vocabulary import read_vocabulary, vocabulary_problems
 from hybridrl.rewards.none import score
-from hybridrl.trainer.reward_model import NoRewardModel, WeightedRewardModel
-from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.rewarding import Rewarded, add_model_scores
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
 from tests.role_configs import fsdp_config, reward_model_config
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
 
-class Group:
-    """Only named by the call; nothing is computed here."""
-
-
-def found(*last):
-    """Two responses of 3 and 1 tokens, scored on their last ones, and another call's result."""
-    values = torch.tensor([0.0, 0.0, last[0], last[1]])
-    scores = Ragged(values, torch.tensor([3, 1]))
-    return {"old_log_probs": scores.like(-torch.ones(4)), "model_scores": scores}
+def model_scores(*last):
+    """Two responses of 3 and 1 tokens, scored on their last ones."""
+    return Ragged(torch.tensor([0.0, 0.0, last[0], last[1]]), torch.tensor([3, 1]))
 
 
 def test_scores_are_added_with_their_weight():
     """1 - 0.5 * 4 = -1; 0 - 0.5 * -0.2 = 0.1; the model's mean (4 - 0.2) / 2 has no weight."""
-    model, results = WeightedRewardModel(Group(), -0.5), found(4.0, -0.2)
-    rewarded, metrics = model.added(Rewarded(["a", "b"], [1.0, 0.0], []), results)
+    by_function = Rewarded(["a", "b"], [1.0, 0.0], [])
+    rewarded, metrics = add_model_scores(by_function, model_scores(4.0, -0.2), -0.5)
     assert rewarded.scores == pytest.approx([-1.0, 0.1])
     assert rewarded.texts == ["a", "b"]
     assert metrics == {"reward/model_mean": pytest.approx(1.9)}
-    assert list(results) == ["old_log_probs"]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_ends_the_run(wrong):
-    model = WeightedRewardModel(Group(), 1.0)
     with pytest.raises(ValueError, match="scored 1 of 2 responses NaN or infinite"):
-        model.added(Rewarded(["a", "b"], [1.0, 0.0], []), found(wrong, 1.0))
-
-
-def test_it_is_asked_for_scores_and_nothing_else_is():
-    group = Group()
-    (name, call), *others = WeightedRewardModel(group, 1.0).forward_calls().items()
-    assert (name, call.group, call.method, others) == ("model_scores", group, "compute_scores", [])
-    assert NoRewardModel().forward_calls() == {}
-    rewarded = Rewarded(["a"], [1.0], [])
-    assert NoRewardModel().added(rewarded, {}) == (rewarded, {})
+        add_model_scores(Rewarded(["a", "b"], [1.0, 0.0], []), model_scores(wrong, 1.0), 1.0)
 
 
 def test_no_reward_is_0():

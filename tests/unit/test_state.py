@@ -11,9 +11,8 @@ from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.config.choices import Offload
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.trainer.hybrid_engine import HybridEngine
-from hybridrl.trainer.kl_control import NoReference
 from hybridrl.trainer.replay.nonfinite import NonFiniteGuard
+from hybridrl.trainer.sampling import HybridEngine
 from hybridrl.trainer.state import TrainState, read_state
 from tests.batches import batch_of
 
@@ -86,7 +85,7 @@ class Run:
 
     def __init__(self, num_taken: int = 0, *, adaptive: bool = True, keep: bool = False) -> None:
         self.prompts = taken(num_taken)
-        self.kl = control("loss", "adaptive") if adaptive else NoReference()
+        self.kl = control("loss", "adaptive") if adaptive else control("loss", "fixed", coef=0.0)
         self.engine = HybridEngine(Engines(keep=keep), Offload.none)
         self.engine.reshard()
         # Is asked neither to stop the run nor to write.

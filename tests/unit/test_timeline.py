@@ -10,8 +10,7 @@ import json
 import pytest
 
 from hybridrl.controller.spans import Span, SpanLog, Stopwatch
-from hybridrl.trainer.timing.phases import Phases
-from hybridrl.trainer.timing.timeline import Section, Timeline, write_trace
+from hybridrl.trainer.timing.phases import Phases, Section, Timeline, write_trace
 
 T0 = 1_700_000_000.0
 ROLLOUT = Section(

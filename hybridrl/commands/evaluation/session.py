@@ -22,9 +22,10 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
-from hybridrl.trainer.evaluate import Scored, request_of, score_by_rules
+from hybridrl.trainer.evaluate import Scored, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.sampling import request_of
 from hybridrl.workers.policy import PolicyConfig
 
 # Responses per call, in units of those that the engines decode together. A larger value leaves
@@ -113,14 +114,14 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         rules = open_rules(config, stack)
         log = stack.enter_context(CompletionLog(evaluation.output, options.correct_at))
         rollout = _rollout_engines(evaluation, stack)
-        generator = generator_for(config, environment, rollout, evaluation.prompts, decode)
+        generate = generator_for(config, environment, rollout, evaluation.prompts, decode)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
         for first, count in passes(
             options.samples, len(evaluation.asked), _responses_per_call(config)
         ):
             start = time.perf_counter()
-            batch = generator.generate(lengths.expect(_request(evaluation, first, count))).batch
+            batch = generate(lengths.expect(_request(evaluation, first, count))).batch
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in evaluation.asked for _ in range(count)]

@@ -4,6 +4,5 @@ checkpointer.py: `Checkpointer`, called by the training loop; start reading ther
 resume.py: the checkpoint to resume from, and differences of config, model, data and versions.
 base_models.py: fingerprints of models that checkpoints do not hold.
 verification.py: progress of a verification, and its distribution over nodes.
-
 Elsewhere: checkpoint/ (files on disk), workers/saver.py and distributed/storage/ (tensors).
 """

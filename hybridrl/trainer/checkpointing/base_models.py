@@ -35,11 +35,7 @@ def base_models(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def trained_model(model: ModelConfig, *, weights: bool) -> dict[str, dict[str, str]]:
-    """Compute the fingerprints of the trained model's files.
-
-    Args:
-        model: its config.
-        weights: include its weights; else they need not exist.
+    """Compute the fingerprints of the trained model's files; without `weights` none need exist.
 
     Raises:
         ConfigError: as `base_models`.
@@ -51,11 +47,7 @@ def trained_model(model: ModelConfig, *, weights: bool) -> dict[str, dict[str, s
 def other_files(before: Fingerprints, now: Fingerprints) -> dict[str, tuple[str, ...]]:
     """List files that were changed, added or removed, by key, for models in both."""
     changed = {
-        key: tuple(
-            name
-            for name in sorted(before[key].keys() | now[key].keys())
-            if before[key].get(name) != now[key].get(name)
-        )
+        key: tuple(sorted({name for name, _ in before[key].items() ^ now[key].items()}))
         for key in before.keys() & now.keys()
     }
     return {key: names for key, names in changed.items() if names}

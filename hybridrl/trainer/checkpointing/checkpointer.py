@@ -37,14 +37,7 @@ Row = Mapping[str, float | None]
 
 @dataclass
 class PendingSave:
-    """Checkpoint that is being written.
-
-    Attributes:
-        partial: its folder.
-        step: after which it is taken.
-        driver: size and checksum of driver.json.
-        row: the step's metrics, once they are known.
-    """
+    """Checkpoint of a step that is being written into `partial`, with the step's metrics."""
 
     partial: Path
     step: int
@@ -55,13 +48,7 @@ class PendingSave:
 class Checkpointer:
     """Asynchronous writer of a run's checkpoints.
 
-    Args:
-        config: the run.
-        run_dir: existing directory of the run, shared by all nodes.
-        saver: the role that saves the workers' state.
-        sync: flushes metrics to disk, so that no checkpoint is newer than they are.
-        warn: shows a warning.
-        models: fingerprints of the base models.
+    All nodes share `run_dir`. `sync` flushes metrics to disk: no checkpoint is newer than they are.
 
     Attributes:
         failures: number of lost checkpoints.
@@ -93,7 +80,12 @@ class Checkpointer:
         self._writing: PendingSave | None = None
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
-        self._clear_up()
+        folder = checkpoints_folder(run_dir)
+        if folder.is_dir():  # leftovers of a killed run may be large
+            try:
+                clean(folder)
+            except OSError as error:
+                warn(f"leftovers of an earlier run in {folder} could not be removed: {error}")
 
     def step_ended(self) -> None:
         """Record the random generators' state, for a checkpoint within the next step."""
@@ -128,16 +120,13 @@ class Checkpointer:
         """Copy the state and start writing it, after the save before has ended."""
         self.finish()
         step = state.step
+        partial = None
         try:
             partial = commit.begin(self._run_dir, step)
-        except OSError as error:
-            self._failed(step, str(error))
-            return
-        try:
             write_file(partial / DRIVER, state.encode())
             driver = digest(partial / DRIVER)
         except OSError as error:
-            self._give_up(partial, step, str(error))
+            self._failed(step, str(error), partial)
             return
         self._saver.call("begin_save", str(partial))
         known, row = self._last
@@ -156,13 +145,13 @@ class Checkpointer:
             done = [result for result in results if result is not None]
             if len(done) == len(results):
                 self._end(self._writing, done)
-        self._look_at_removal(wait=False)
+        self._check_removal(self._removal.failure(wait=False))
 
     def finish(self) -> None:
         """Wait for the pending save and commit it; wait for removals, too."""
         if self._writing is not None:
             self._end(self._writing, self._saver.call("finish_save"))
-        self._look_at_removal(wait=True)
+        self._check_removal(self._removal.failure(wait=True))
 
     def write_state(self, folder: Path) -> None:
         """Write the workers' state into a new folder, synchronously.
@@ -179,35 +168,29 @@ class Checkpointer:
 
     def _end(self, writing: PendingSave, results: list[SaveResult]) -> None:
         self._writing = None
-        error = results[0].error
-        if error is None:
-            error = self._commit(writing, results)
+        error = results[0].error or self._commit(writing, results)
         if error is not None:
-            self._give_up(writing.partial, writing.step, error)
+            self._failed(writing.step, error, writing.partial)
             return
         self._look_for_best(writing)
         try:
             keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
             commit.prune(self._run_dir, keep_last, best)
         except OSError as failure:
-            self._not_removed(failure)
+            self._check_removal(failure)
         self._removal.begin()
 
-    def _look_at_removal(self, *, wait: bool) -> None:
-        failure = self._removal.failure(wait=wait)
+    def _check_removal(self, failure: OSError | None) -> None:
         if failure is not None:
-            self._not_removed(failure)
-
-    def _not_removed(self, failure: OSError) -> None:
-        self._warn(f"old checkpoints could not be removed: {failure}")
+            self._warn(f"old checkpoints could not be removed: {failure}")
 
     def _look_for_best(self, writing: PendingSave) -> None:
         """Warn once if a due checkpoint lacks the metric of checkpoint.keep_best."""
         best = self._config.checkpoint.keep_best
-        name = "" if best is None else best.removeprefix("-")
-        if best is None or self._lacked_best or writing.row.get(name) is not None:
+        if best is None or self._lacked_best or not self.is_due(writing.step):
             return
-        if not self.is_due(writing.step):  # saved because of SIGTERM
+        name = best.removeprefix("-")
+        if writing.row.get(name) is not None:
             return
         self._lacked_best = True
         near = [] if name in writing.row else difflib.get_close_matches(name, writing.row, n=1)
@@ -242,20 +225,9 @@ class Checkpointer:
         log.debug("%s: %.2f GiB in %.1f s", self.newest, size / 2**30, self.write_s)
         return None
 
-    def _clear_up(self) -> None:
-        """Remove leftovers of a killed run, which may be large."""
-        folder = checkpoints_folder(self._run_dir)
-        if folder.is_dir():
-            try:
-                clean(folder)
-            except OSError as error:
-                self._warn(f"leftovers of an earlier run in {folder} could not be removed: {error}")
-
-    def _give_up(self, partial: Path, step: int, why: str) -> None:
-        commit.abandon(partial)
-        self._failed(step, why)
-
-    def _failed(self, step: int, why: str) -> None:
+    def _failed(self, step: int, why: str, partial: Path | None) -> None:
+        if partial is not None:
+            commit.abandon(partial)
         self.failures += 1
         kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
         self._warn(f"the checkpoint of step {step} could not be written: {why}; {kept}")

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.commit import quarantine
@@ -20,7 +19,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, other_files
 from hybridrl.trainer.state import LoopState, read_state
 from hybridrl.trainer.tracking.provenance import plain, versions
-from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_rows
+from hybridrl.trainer.tracking.tracker import METRICS_FILE, Row, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +29,7 @@ NOT_TOLD = ("resume", "checkpoint.allow_config_changes", "hardware.reason")
 
 @dataclass(frozen=True)
 class Resume:
-    """Checkpoint that a run resumes from.
-
-    Attributes:
-        found: the verified checkpoint.
-        state: of the loop.
-        rows: metrics of the steps up to it.
-        notes: lines for the user.
-    """
+    """Verified checkpoint that a run resumes from, metrics up to it, and notes for the user."""
 
     found: Found
     state: LoopState
@@ -98,15 +90,24 @@ def find_resume(
             return None
         state = _state(found)
         rows = _rows(run_dir, found, state)
-    differences = _differences(config, found, models, _other_prompts(state.prompts, prompts))
-    if differences.mattering and not config.checkpoint.allow_config_changes:
-        listed = "\n".join(f"  {text}" for text in differences.mattering)
+    before = found.manifest
+    changed = changes(before.config, plain(config), other_files(before.models, models))
+    mattering = [str(change) for change in changed if change.matters]
+    mattering += _other_prompts(state.prompts, prompts)
+    if mattering and not config.checkpoint.allow_config_changes:
+        listed = "\n".join(f"  {text}" for text in mattering)
         raise ConfigError(
             f"resume = {found.folder} was made with another config, model or data:\n{listed}\n"
             f"The results would differ from those of the steps so far.\n"
             f"Revert these changes, or set checkpoint.allow_config_changes=true."
         )
-    notes = _notes(config, found, state, rows) + differences.notes() + _other_versions(found)
+    free = [str(c) for c in changed if not c.matters and c.key not in NOT_TOLD]
+    notes = [
+        *_notes(config, found, state, rows),
+        *_listed("changed, as allowed", mattering),
+        *_listed("changed, without effect on the results", free),
+        *_listed("other versions", _other_versions(before.versions, versions())),
+    ]
     return Resume(found, state, rows, notes)
 
 
@@ -133,7 +134,7 @@ def _state(found: Found) -> LoopState:
 def _rows(run_dir: Path, found: Found, state: LoopState) -> list[Row]:
     """Read the metrics up to the checkpoint, of the run that wrote it."""
     source = found.folder.resolve().parent.parent
-    known = read_rows(source / METRICS_FILE) or read_rows(run_dir / METRICS_FILE)
+    known = read_metrics(source / METRICS_FILE) or read_metrics(run_dir / METRICS_FILE)
     return [row for row in known if (row["step"] or 0) <= state.step]
 
 
@@ -158,35 +159,6 @@ def _refuse_used(run_dir: Path) -> None:
         )
 
 
-class _Differences(NamedTuple):
-    """Differences from the run that wrote the checkpoint: those that matter, and the others."""
-
-    mattering: list[str]
-    free: list[str]
-
-    def notes(self) -> list[str]:
-        """Describe each kind in one line."""
-        named = (
-            ("changed, as allowed", self.mattering),
-            ("changed, without effect on the results", self.free),
-        )
-        return [f"{what}: {_shortened(texts)}" for what, texts in named if texts]
-
-
-def _differences(
-    config: RunConfig, found: Found, models: Fingerprints, other_prompts: list[str]
-) -> _Differences:
-    before = found.manifest
-    differences = _Differences([], [])
-    for change in changes(before.config, plain(config), other_files(before.models, models)):
-        if change.matters:
-            differences.mattering.append(str(change))
-        elif change.key not in NOT_TOLD:
-            differences.free.append(str(change))
-    differences.mattering.extend(other_prompts)
-    return differences
-
-
 def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describe changes of the training prompts (`PromptSource.fingerprint`)."""
     if before["tokens"] != now["tokens"]:
@@ -196,18 +168,17 @@ def _other_prompts(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     return []
 
 
-def _other_versions(found: Found) -> list[str]:
-    """Describe changed versions of packages that influence a run's numbers, in one line."""
-    before, now = found.manifest.versions, versions()
-    texts = [
+def _other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Describe changed versions of packages that influence a run's numbers."""
+    return [
         f"{name} {before.get(name, MISSING)} then, {now.get(name, MISSING)} now"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
-    return [f"other versions: {_shortened(texts)}"] if texts else []
 
 
-def _shortened(texts: list[str]) -> str:
+def _listed(what: str, texts: list[str]) -> list[str]:
+    """Describe changes in one line, if there are any."""
     more = len(texts) - MAX_CHANGES_SHOWN
     end = f" and {more} more" if more > 0 else ""
-    return f"{'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"
+    return [f"{what}: {'; '.join(texts[:MAX_CHANGES_SHOWN])}{end}"] if texts else []

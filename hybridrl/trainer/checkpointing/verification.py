@@ -27,13 +27,9 @@ class VerificationEnded(Exception):
 
 
 class VerificationProgress:
-    """Progress callback of verifications, which prints lines.
+    """Progress callback of verifications, which prints lines; `clock` has monotonic seconds.
 
     As a context manager it cancels a verification in another thread within a second on exit.
-
-    Args:
-        tell: prints a line.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -52,11 +48,7 @@ class VerificationProgress:
         self._is_left.set()
 
     def __call__(self, folder: Path, read: int, size: int) -> None:
-        """Print a line if it is time.
-
-        Args:
-            folder: of the checkpoint.
-            read, size: bytes read, and in all.
+        """Print a line if it is time; `read` and `size` are bytes read, and in all.
 
         Raises:
             VerificationEnded: the context was left.
@@ -77,8 +69,7 @@ class VerificationProgress:
 class ClusterVerification:
     """Verification on all nodes of a cluster, each hashing its share; a `Confirm` callback.
 
-    Args:
-        agents: of the nodes, once the process joined the cluster.
+    `agents` has the nodes' probes once the process joined the cluster.
     """
 
     def __init__(self, agents: "Future[NodeProbes]") -> None:

@@ -49,10 +49,7 @@ class RunEnvironment:
 class EnvironmentRewards:
     """Rewards that responses earned from an environment while they were generated.
 
-    Args:
-        decode: token ids of many responses -> their texts.
-        failures: reasons of the failures, filled by generation.
-        failed_score: of a response whose environment failed.
+    Generation fills `failures`. A response whose environment failed has `failed_score`.
     """
 
     def __init__(self, decode: Decode, failures: FailureReasons, failed_score: float) -> None:

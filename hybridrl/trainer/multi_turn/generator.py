@@ -17,23 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
+from hybridrl.data.batch import Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.tokenizer import Decode, TurnTokens
-from hybridrl.environments.base import EnvironmentReply, StepRequest
+from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.messages import FailureKind
 from hybridrl.trainer.multi_turn.environment import FailureReasons
+from hybridrl.trainer.sampling import total_stats
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that end a conversation.
-
-    Attributes:
-        max_turns: turns of the policy.
-        max_tokens: tokens after the prompt, those of the environment included.
-    """
+    """Limits of a conversation: the policy's turns, and all tokens after the prompt."""
 
     max_turns: int
     max_tokens: int
@@ -48,11 +44,7 @@ class _Conversation:
         sample: index among all samples of that prompt; seeds derive from it.
         state: of its environment; empty if that failed before the first turn.
         tokens, log_probs, masks: parts in their order, [n] each.
-        turns: of the policy, so far.
-        reward: sum over the turns.
-        failure, reason: of the environment.
         truncated: ended by a limit.
-        is_open: more turns may follow.
     """
 
     prompt: int
@@ -73,18 +65,13 @@ class _Conversation:
         """Tokens after the prompt."""
         return sum(map(len, self.tokens))
 
-    def add_turn(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Append a turn of the policy."""
+    def add(self, tokens: Tensor, log_probs: Tensor | None = None) -> None:
+        """Append a turn of the policy or, without log-probs, text of the environment."""
+        is_reply = log_probs is None
         self.tokens.append(tokens)
-        self.log_probs.append(log_probs)
-        self.masks.append(torch.ones(len(tokens), dtype=torch.bool))
-        self.turns += 1
-
-    def add_reply(self, ids: list[int]) -> None:
-        """Append text of the environment."""
-        self.tokens.append(torch.tensor(ids, dtype=torch.int32))
-        self.log_probs.append(torch.zeros(len(ids)))
-        self.masks.append(torch.zeros(len(ids), dtype=torch.bool))
+        self.log_probs.append(torch.zeros(len(tokens)) if log_probs is None else log_probs)
+        self.masks.append(torch.full((len(tokens),), not is_reply))
+        self.turns += not is_reply
 
     def end(self, *, truncated: bool) -> None:
         """Close the conversation."""
@@ -94,14 +81,7 @@ class _Conversation:
 class MultiTurn:
     """Generator of conversations with an environment.
 
-    Args:
-        sample_turn: samples one turn of the policy.
-        environments: reply to turns.
-        tokens: encodes replies.
-        decode: token ids of many turns -> their texts.
-        examples: prompt id -> the row of the data set.
-        limits: end a conversation that neither side has ended.
-        failures: numbers the reasons of failures.
+    `sample_turn` samples one turn of the policy. `examples` has the rows of the data set by prompt.
     """
 
     def __init__(
@@ -141,7 +121,7 @@ class MultiTurn:
         batch = _batch(request, conversations, int(versions[0]), self._failures)
         return Rollout(
             replace(batch, engine=engine_of),
-            tuple(_over_turns(each) for each in zip(*(r.engines for r in rollouts), strict=True)),
+            total_stats(rollouts, first_token=lambda of_turns: of_turns[0]),
             self._environment_s,
         )
 
@@ -155,19 +135,20 @@ class MultiTurn:
         replies = self._environments.open(examples)
         self._environment_s += time.perf_counter() - start
         openings = self._tokens.encode([reply.result.text for reply in replies])
-        samples = range(request.responses_per_prompt)
         first = [0] * len(request) if request.first_sample is None else request.first_sample
         conversations = []
         for prompt, (reply, ids) in enumerate(zip(replies, openings, strict=True)):
             failure, reason = reply.failure, reply.reason
             if len(ids) >= self._limits.max_tokens:  # no room for the policy's turn
-                failure, reason = FailureKind.error, _too_long(len(ids), self._limits.max_tokens)
+                limit = f"rollout.max_response_tokens={self._limits.max_tokens}"
+                failure = FailureKind.error
+                reason = f"its opening of {len(ids)} tokens leaves none of {limit}"
                 openings[prompt] = ids = []
-            for sample in samples:
+            for sample in range(request.responses_per_prompt):
                 state = "" if failure else reply.state
                 new = _Conversation(prompt, int(first[prompt]) + sample, state, failure, reason)
                 if ids:
-                    new.add_reply(ids)
+                    new.add(torch.tensor(ids, dtype=torch.int32))
                 conversations.append(new)
         if not any(openings):
             return request, conversations
@@ -182,49 +163,36 @@ class MultiTurn:
         rows = batch.responses.rows()
         fields = zip(conversations, rows, batch.rollout_log_probs.rows(), strict=True)
         for conversation, tokens, log_probs in fields:
-            conversation.add_turn(tokens, log_probs)
+            conversation.add(tokens, log_probs)
         texts = self._decode(row.tolist() for row in rows)
         asked = [i for i, c in enumerate(conversations) if c.state]
         turns = [StepRequest(conversations[i].state, texts[i]) for i in asked]
         start = time.perf_counter()
         replies = dict(zip(asked, self._environments.step(turns), strict=True))
         self._environment_s += time.perf_counter() - start
-        going_on = []
+        answered = []
         for i, conversation in enumerate(conversations):
             cut = bool(batch.truncated[i])
-            if i in replies and self._goes_on(conversation, replies[i], cut):
-                going_on.append(i)
-            elif conversation.is_open:
+            if i not in replies:
                 conversation.end(truncated=cut)
-        self._add_replies(
-            [conversations[i] for i in going_on],
-            [replies[i].result.text for i in going_on],
-        )
-
-    def _goes_on(self, conversation: _Conversation, reply: EnvironmentReply, cut: bool) -> bool:
-        """Add the reward of a turn; return true if another turn may follow."""
-        conversation.state = reply.state
-        conversation.failure, conversation.reason = reply.failure, reply.reason
-        conversation.reward += reply.result.reward
-        if reply.result.done:
-            conversation.end(truncated=cut)
-        elif cut or conversation.turns >= self._limits.max_turns:
-            conversation.end(truncated=True)
-        return conversation.is_open
-
-    def _add_replies(self, conversations: list[_Conversation], texts: list[str]) -> None:
-        """Add replies that leave room for another token; end the other conversations."""
-        last = [int(conversation.tokens[-1][-1]) for conversation in conversations]
-        for conversation, ids in zip(conversations, self._tokens.answers(texts, last), strict=True):
-            if conversation.length + len(ids) < self._limits.max_tokens:
-                conversation.add_reply(ids)
-            else:
+                continue
+            reply = replies[i]
+            conversation.state = reply.state
+            conversation.failure, conversation.reason = reply.failure, reply.reason
+            conversation.reward += reply.result.reward
+            if reply.result.done:
+                conversation.end(truncated=cut)
+            elif cut or conversation.turns >= self._limits.max_turns:
                 conversation.end(truncated=True)
-
-
-def _too_long(opening: int, max_tokens: int) -> str:
-    limit = f"rollout.max_response_tokens={max_tokens}"
-    return f"its opening of {opening} tokens leaves none of {limit}"
+            else:
+                answered.append((conversation, reply.result.text))
+        last = [int(conversation.tokens[-1][-1]) for conversation, _ in answered]
+        answers = self._tokens.answers([text for _, text in answered], last)
+        for (conversation, _), ids in zip(answered, answers, strict=True):
+            if conversation.length + len(ids) < self._limits.max_tokens:
+                conversation.add(torch.tensor(ids, dtype=torch.int32))
+            else:  # no room for another token
+                conversation.end(truncated=True)
 
 
 def _continued(
@@ -233,13 +201,9 @@ def _continued(
     turn: int,
     engine_of: Tensor | None,
 ) -> PromptBatch:
-    """Return the request of a later turn, whose prompts are the conversations so far.
+    """Return the request of a later turn, whose prompts are the open conversations so far.
 
-    Args:
-        request: of the first turn.
-        conversations: those that are open.
-        turn: its index.
-        engine_of: engine of each response in the first turn; None: unknown.
+    `engine_of` is the engine of each response in the first turn, if known.
     """
     rows = request.prompts.rows()
     which = [conversation.prompt for conversation in conversations]
@@ -282,13 +246,4 @@ def _batch(
         turns=torch.tensor([c.turns for c in conversations]),
         environment_rewards=torch.tensor([c.reward for c in conversations], dtype=torch.float64),
         environment_failures=torch.tensor(numbers),
-    )
-
-
-def _over_turns(stats: Sequence[EngineStats]) -> EngineStats:
-    """Sum one engine over all turns; its first token is that of the first turn."""
-    return EngineStats(
-        tokens=sum(turn.tokens for turn in stats),
-        seconds=sum(turn.seconds for turn in stats),
-        first_token_s=stats[0].first_token_s,
     )

@@ -1,19 +1,40 @@
-"""Guard against non-finite updates: stops the run and saves the batch for a replay."""
+"""Guard against non-finite updates: stops the run and saves the update's batch for a replay.
 
+batch.safetensors   the responses with all inputs of the update's forward passes and losses
+batch.json          step, role, schedule, config without secrets, decoded texts
+"""
+
+import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.load import load_resolved
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.untrusted_code import untrusted_code
-from hybridrl.data.schedule import ScheduledBatch
+from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code, untrusted_code
+from hybridrl.data.batch import RolloutBatch
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.schedule import Epochs, ScheduledBatch
+from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.errors import RunStopped
-from hybridrl.trainer.replay.batch import REPLAY_FOLDER, ReplayBatch, write_replay
+from hybridrl.trainer.tracking.best_effort_files import replace_file, replace_text
 from hybridrl.trainer.tracking.provenance import plain
 
 WEIGHTS_FOLDER = "weights"
 ROLES = ("actor", "critic")
+REPLAY_FOLDER = "replay"
+TENSORS_FILE, FACTS_FILE = "batch.safetensors", "batch.json"
+FORMAT = 1
+PROMPT_LENGTHS, RESPONSE_LENGTHS = "lengths.prompts", "lengths.responses"
+# Ragged fields, with the lengths of prompts or responses.
+_RAGGED = frozenset(f.name for f in fields(RolloutBatch) if "Ragged" in str(f.type))
 
 
 @dataclass
@@ -29,15 +50,9 @@ class SkippedSteps:
     since: dict[str, int] = field(default_factory=dict)
 
     def note(self, step: int, metrics: Mapping[str, float | None], num_steps: int) -> None:
-        """Count the skipped steps of an update.
-
-        Args:
-            step: training step.
-            metrics: of it; those of untrained roles are missing.
-            num_steps: optimizer steps of each role in the update.
-        """
+        """Count the skipped steps of an update with `num_steps` optimizer steps of each role."""
         for role in ROLES:
-            if f"{role}/skipped_last" not in metrics:
+            if f"{role}/skipped_last" not in metrics:  # the role was not trained
                 continue
             last = int(metrics[f"{role}/skipped_last"] or 0)
             if last < num_steps:  # an earlier one was not skipped
@@ -52,13 +67,7 @@ class SkippedSteps:
 class NonFiniteGuard:
     """Guard against skipped updates; it holds each step's batch until `check`.
 
-    Args:
-        config: the run.
-        run_dir: of the run.
-        save_weights: writes the workers' state into a new folder.
-
-    Attributes:
-        skipped: counts, part of the loop's state.
+    `skipped` is part of the loop's state. `save_weights` writes the workers' state into a folder.
     """
 
     def __init__(
@@ -77,14 +86,7 @@ class NonFiniteGuard:
         kl_coef: float,
         metrics: Mapping[str, float | None],
     ) -> None:
-        """Record an update.
-
-        Args:
-            step: training step.
-            scheduled: batch of the update.
-            kl_coef: weight of the KL penalty in its loss.
-            metrics: of the update.
-        """
+        """Record an update: its batch, the weight of the KL penalty in its loss, its metrics."""
         self._met = (step, scheduled, kl_coef)
         self.skipped.note(step, metrics, sum(map(len, scheduled.ranks[0])))
 
@@ -115,7 +117,7 @@ class NonFiniteGuard:
             write_replay(folder, kept)
             # Still the weights of the skipped mini-batches: no step was taken since.
             self._save_weights(folder / WEIGHTS_FOLDER)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return f"The batch could not be saved in {folder}: {error}"
         names_code = any(untrusted_code(plain(self._config)))
         return (
@@ -123,3 +125,100 @@ class NonFiniteGuard:
             f"To find the responses that cause it: hybridrl replay {folder}"
             f"{' --run-code' if names_code else ''}"
         )
+
+
+class ReplayBatch(NamedTuple):
+    """Update of an actor or critic that was not finite.
+
+    Attributes:
+        kl_coef: weight of the KL penalty in the loss.
+        batch: the responses with all fields of the update.
+        ranks: for each rank, indices into `batch` by epoch, mini-batch and micro-batch.
+    """
+
+    role: str
+    step: int
+    kl_coef: float
+    batch: RolloutBatch
+    ranks: list[Epochs]
+    config: RunConfig
+
+
+class Texts(NamedTuple):
+    """Decoded prompt and response, special tokens left out."""
+
+    group_id: int
+    prompt: str
+    response: str
+
+
+def write_replay(folder: Path, replay: ReplayBatch) -> None:
+    """Write both files into a new `folder`.
+
+    Raises:
+        OSError, SafetensorError: the write failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    batch = replay.batch
+    tensors = {PROMPT_LENGTHS: batch.prompts.lengths, RESPONSE_LENGTHS: batch.responses.lengths}
+    for name, value in vars(batch).items():
+        if value is not None:
+            tensors[name] = value.values if isinstance(value, Ragged) else value
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    replace_file(folder / TENSORS_FILE, lambda new: save_file(tensors, new))
+    facts = {
+        "format": FORMAT,
+        "role": replay.role,
+        "step": replay.step,
+        "kl_coef": replay.kl_coef,
+        "config": plain(replay.config),
+        "ranks": replay.ranks,
+        "texts": [text._asdict() for text in texts_of(replay)],
+    }
+    replace_text(folder / FACTS_FILE, json.dumps(facts) + "\n")
+
+
+def read_replay(folder: Path, *, runs_code: bool) -> ReplayBatch:
+    """Read the files of `write_replay`.
+
+    Args:
+        folder: of the batch.
+        runs_code: allow imports of code outside hybridrl that its config names.
+
+    Raises:
+        ConfigError: the batch is missing or damaged, or names foreign code.
+    """
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        batch = _batch(load_file(folder / TENSORS_FILE))
+        if facts["format"] != FORMAT or facts["role"] not in ("actor", "critic"):
+            raise ValueError(f"format {facts['format']}, role {facts['role']}")
+        step, kl_coef, ranks = int(facts["step"]), float(facts["kl_coef"]), facts["ranks"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(
+            f"{folder} does not hold a batch to replay ({type(error).__name__}: {error}).\n"
+            f"Name a folder <run>/{REPLAY_FOLDER}/step_<n> of a run that was stopped because its "
+            "steps were not finite."
+        ) from error
+    if not runs_code:
+        refuse_untrusted_code(facts["config"], str(folder))
+    return ReplayBatch(facts["role"], step, kl_coef, batch, ranks, load_resolved(facts["config"]))
+
+
+def texts_of(replay: ReplayBatch) -> list[Texts]:
+    """Decode prompts and responses."""
+    decode, batch = decoder(load_tokenizer(replay.config.model.path)), replay.batch
+    prompts = decode(row.tolist() for row in batch.prompts.rows())
+    responses = decode(row.tolist() for row in batch.responses.rows())
+    rows = zip(batch.group_id.tolist(), prompts, responses, strict=True)
+    return [Texts(*row) for row in rows]
+
+
+def _batch(tensors: dict[str, Tensor]) -> RolloutBatch:
+    lengths = {"prompts": tensors.pop(PROMPT_LENGTHS)}
+    responses = tensors.pop(RESPONSE_LENGTHS)
+    values: dict[str, Any] = {
+        name: Ragged(tensor, lengths.get(name, responses)) if name in _RAGGED else tensor
+        for name, tensor in tensors.items()
+    }
+    return RolloutBatch(**values)

@@ -8,10 +8,11 @@ responses       the same for each single response of non-finite micro-batches
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich import box
@@ -23,10 +24,9 @@ from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import Epochs, ScheduledBatch
-from hybridrl.trainer.replay.batch import ReplayBatch, texts_of
-from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER
-from hybridrl.trainer.tracking.best_effort_files import replace_file
-from hybridrl.workers.replay import MicroBatchResult, ReplayConfig
+from hybridrl.trainer.replay.nonfinite import WEIGHTS_FOLDER, ReplayBatch, texts_of
+from hybridrl.trainer.tracking.best_effort_files import replace_text
+from hybridrl.workers.replay import ReplayConfig
 
 RESULT_FILE = "replay.json"
 # Outputs of the model, by role.
@@ -34,18 +34,25 @@ OUTPUTS = {"actor": "log_probs", "critic": "values"}
 SHOWN_CHARACTERS = 40
 
 
-class Located(NamedTuple):
-    """Micro-batch of one rank; rows are indices into the whole batch."""
+@dataclass
+class MicroBatch:
+    """`MicroBatchResult` of a rank; responses are indices in the whole batch."""
 
     rank: int
-    rows: list[int]
-    result: MicroBatchResult
+    responses: list[int]
+    place: tuple[int, int, int]
+    loss: float
+    gradient_norm: float
+    outputs_finite: bool
 
-    @property
-    def is_finite(self) -> bool:
-        """True if no value is NaN or infinite."""
-        numbers = (self.result.loss, self.result.gradient_norm)
-        return self.result.outputs_finite and all(map(math.isfinite, numbers))
+    def bad(self, role: str) -> list[str]:
+        """Name the non-finite values."""
+        finite = {
+            OUTPUTS[role]: self.outputs_finite,
+            "loss": math.isfinite(self.loss),
+            "gradient": math.isfinite(self.gradient_norm),
+        }
+        return [name for name, is_finite in finite.items() if not is_finite]
 
 
 @dataclass
@@ -54,8 +61,6 @@ class BadResponse:
 
     Attributes:
         response: index in the batch.
-        group_id: of its prompt.
-        prompt, text: decoded.
         bad: non-finite values: fields of the batch, log_probs or values, loss, gradient.
         loss, gradient_norm: of the response alone; None if its micro-batch was finite.
     """
@@ -71,19 +76,14 @@ class BadResponse:
 
 @dataclass
 class Findings:
-    """Result of a replay.
-
-    Attributes:
-        role, step: of the update.
-        weights: name -> number of non-finite elements.
-        micro_batches: non-finite ones.
-        responses: non-finite ones.
+    """Result of a replay, as in replay.json: non-finite weights (name -> number of elements),
+    micro-batches and responses of an update.
     """
 
     role: str
     step: int
     weights: dict[str, int]
-    micro_batches: list[Located]
+    micro_batches: list[MicroBatch]
     responses: list[BadResponse]
 
     @property
@@ -101,12 +101,7 @@ class _Unjoined(ScheduledBatch):
 
 
 def replay(kept: ReplayBatch, folder: Path) -> Findings:
-    """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`.
-
-    Args:
-        kept: content of `folder`.
-        folder: of the weights and of the workers' logs.
-    """
+    """Start the run's workers with the saved weights and examine the batch; in `ray_runtime`."""
     config = kept.config
     roles = ["rollout", "actor"] + ["critic"] * (kept.role == "critic")
     configs = {role: getattr(config, role) for role in roles}
@@ -121,20 +116,13 @@ def replay(kept: ReplayBatch, folder: Path) -> Findings:
 
 
 def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
-    """Find the non-finite values of an update.
-
-    Args:
-        kept: the update.
-        group: replay workers of the role, with the weights of the update.
-    """
-    weights: dict[str, int] = {}
+    """Find the non-finite values of an update; `group` has its weights."""
+    weights: Counter[str] = Counter()
     for counts in group.call("nonfinite_weights"):
-        for name, count in counts.items():
-            weights[name] = weights.get(name, 0) + count
+        weights.update(counts)
     replicas = kept.config.fsdp.dp_replicate
-    micros = _examined(kept, group, kept.ranks)
-    bad = [micro for micro in micros if not micro.is_finite]
-    suspects = sorted({row for micro in bad for row in micro.rows})
+    bad = [micro for micro in _examined(kept, group, kept.ranks) if micro.bad(kept.role)]
+    suspects = sorted({row for micro in bad for row in micro.responses})
     # All ranks compute the same response at the same time, as one mini-batch.
     alone: Epochs = [[[[row]] for row in suspects]]
     single = _examined(kept, group, [alone] * group.num_shards) if suspects else []
@@ -143,36 +131,37 @@ def examine(kept: ReplayBatch, group: WorkerGroup) -> Findings:
         kept.step,
         {name: count // replicas for name, count in weights.items()},
         bad,
-        _responses(kept, {micro.rows[0]: micro for micro in single}),
+        _responses(kept, {micro.responses[0]: micro for micro in single}),
     )
 
 
-def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> list[Located]:
+def _examined(kept: ReplayBatch, group: WorkerGroup, ranks: list[Epochs]) -> list[MicroBatch]:
     scheduled = _Unjoined.of(kept.batch, ranks)
     per_rank = group.call("examine_update", scheduled, kept.kl_coef)
     return [
-        Located(rank, [scheduled.rows[rank][row] for row in result.rows], result)
+        MicroBatch(
+            rank,
+            [scheduled.rows[rank][row] for row in found.rows],
+            found.place,
+            found.loss,
+            found.gradient_norm,
+            found.outputs_finite,
+        )
         for rank, results in enumerate(per_rank)
-        for result in results
+        for found in results
     ]
 
 
-def _responses(kept: ReplayBatch, alone: dict[int, Located]) -> list[BadResponse]:
+def _responses(kept: ReplayBatch, alone: dict[int, MicroBatch]) -> list[BadResponse]:
     """List responses with non-finite values, in the batch's order."""
     texts, fields = texts_of(kept), nonfinite_fields(kept.batch)
     found = []
     for row in sorted({*fields, *alone}):
-        bad = list(fields.get(row, []))
-        text = texts[row]
-        response = BadResponse(row, text.group_id, text.prompt, text.response, bad)
-        if row in alone:
-            result = alone[row].result
-            response.loss, response.gradient_norm = result.loss, result.gradient_norm
-            bad += [OUTPUTS[kept.role]] * (not result.outputs_finite)
-            bad += ["loss"] * (not math.isfinite(result.loss))
-            bad += ["gradient"] * (not math.isfinite(result.gradient_norm))
+        single = alone.get(row)
+        bad = fields.get(row, []) + ([] if single is None else single.bad(kept.role))
         if bad:
-            found.append(response)
+            numbers = () if single is None else (single.loss, single.gradient_norm)
+            found.append(BadResponse(row, *texts[row], bad, *numbers))
     return found
 
 
@@ -192,26 +181,10 @@ def nonfinite_fields(batch: RolloutBatch) -> dict[int, list[str]]:
 
 def write_findings(folder: Path, findings: Findings) -> Path:
     """Write replay.json; return its path."""
-    plain = {
-        "role": findings.role,
-        "step": findings.step,
-        "finite": findings.is_finite,
-        "weights": findings.weights,
-        "micro_batches": [
-            {"rank": micro.rank, "responses": micro.rows} | _plain_micro(micro.result)
-            for micro in findings.micro_batches
-        ],
-        "responses": [
-            asdict(response)
-            | {
-                "loss": _json_number(response.loss),
-                "gradient_norm": _json_number(response.gradient_norm),
-            }
-            for response in findings.responses
-        ],
-    }
-    text = json.dumps(plain, indent=2, allow_nan=False) + "\n"
-    return replace_file(folder / RESULT_FILE, lambda new: new.write_text(text, encoding="utf-8"))
+    plain = asdict(findings) | {"finite": findings.is_finite}
+    # JSON has no NaN and infinity: they become texts.
+    plain = json.loads(json.dumps(plain), parse_constant=lambda number: str(float(number)))
+    return replace_text(folder / RESULT_FILE, json.dumps(plain, indent=2) + "\n")
 
 
 def show(console: Console, findings: Findings) -> None:
@@ -223,11 +196,11 @@ def show(console: Console, findings: Findings) -> None:
     for name, count in findings.weights.items():
         console.print(f"weights: {count:,} elements of {name} are not finite", soft_wrap=True)
     for micro in findings.micro_batches:
-        epoch, mini, index = micro.result.place
-        rows = ", ".join(map(str, micro.rows))
+        epoch, mini, index = micro.place
+        rows = ", ".join(map(str, micro.responses))
         console.print(
             f"epoch {epoch}, mini-batch {mini}, micro-batch {index} on rank {micro.rank}: "
-            f"loss {micro.result.loss:.3g}, gradient norm {micro.result.gradient_norm:.3g} "
+            f"loss {micro.loss:.3g}, gradient norm {micro.gradient_norm:.3g} "
             f"(with the other ranks'), responses {rows}",
             soft_wrap=True,
         )
@@ -254,20 +227,6 @@ def _table(title: str, responses: Sequence[BadResponse]) -> Table:
             Text(text),
         )
     return table
-
-
-def _plain_micro(result: MicroBatchResult) -> dict[str, Any]:
-    return {
-        "place": list(result.place),
-        "loss": _json_number(result.loss),
-        "gradient_norm": _json_number(result.gradient_norm),
-        "outputs_finite": result.outputs_finite,
-    }
-
-
-def _json_number(value: float | None) -> float | str | None:
-    """Convert NaN and infinity to text, which JSON lacks."""
-    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _shown(value: float | None) -> str:

@@ -1,9 +1,5 @@
-"""Timing of a step: phases, idle time, throughput, profiles, warnings.
+"""Timing of a step.
 
-phases.py: wall time of each phase; start reading there.
-timeline.py: idle time of the ranks, and the Chrome trace.
+phases.py: wall time of each phase, idle time of the ranks, traces; start reading there.
 throughput.py, engines.py: tokens per second, MFU, stragglers.
-profiling.py, grace.py: torch profiler; time for a checkpoint after SIGTERM.
-
-Elsewhere: controller/spans.py (spans of worker calls), tracking/ (output).
 """

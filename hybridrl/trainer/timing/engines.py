@@ -1,4 +1,4 @@
-"""Rollout engines: speed metrics, straggler alarm, and their places."""
+"""Rollout engines: metrics of a step's rollout, straggler alarm, places of engines."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,7 +7,8 @@ from statistics import fmean, median
 from hybridrl.controller.placement import straddling_engines
 from hybridrl.controller.watch.waiting import by_node
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.batch import EngineStats
+from hybridrl.data.batch import EngineStats, Rollout, RolloutBatch
+from hybridrl.trainer.timing.throughput import RESPONSES, TOKENS
 
 # Slow steps in a row that raise the alarm.
 WINDOW = 3
@@ -17,12 +18,47 @@ SLOW = 0.5
 QUIET = 50
 
 
+def rollout_metrics(
+    rollout: Rollout, seconds: float, switch_s: float | None
+) -> dict[str, float | None]:
+    """Compute metrics of a step's responses, engines and turns; for times see `Phases`."""
+    metrics = response_metrics(rollout.batch) | engine_metrics(rollout.engines, seconds)
+    if switch_s is not None:
+        first_token_s = max(engine.first_token_s for engine in rollout.engines)
+        metrics["rollout/switch_s"] = switch_s + first_token_s
+    return dict(metrics | turn_metrics(rollout))
+
+
+def response_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Count tokens, responses and their lengths."""
+    lengths = batch.responses.lengths.float()
+    return {
+        TOKENS: float(int(batch.prompts.lengths.sum()) + lengths.sum()),
+        RESPONSES: float(len(lengths)),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_fraction": float(batch.truncated.float().mean()),
+    }
+
+
+def turn_metrics(rollout: Rollout) -> dict[str, float]:
+    """Compute metrics of multi-turn responses; none without an environment."""
+    batch = rollout.batch
+    if batch.turns is None:
+        return {}
+    turns = batch.turns.float()
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "environment/tokens_mean": float((~batch.response_mask.values).sum()) / len(batch),
+        "environment/seconds": rollout.environment_s,
+    }
+
+
 def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, float]:
     """Compute speeds of all engines and of each with prompts, and the last first token.
 
-    Args:
-        engines: statistics of each, over all rounds of the step.
-        seconds: of the whole phase.
+    `engines` has the sums over all rounds of the step, which took `seconds`.
     """
     speeds = {k: engine.tokens_per_second for k, engine in enumerate(engines) if engine.tokens}
     if not speeds:
@@ -39,11 +75,7 @@ def engine_metrics(engines: Sequence[EngineStats], seconds: float) -> dict[str, 
 
 
 class StragglerAlarm:
-    """Straggler alarm: an engine much slower than the others in several steps in a row.
-
-    Args:
-        where: engine index -> ranks, node and GPUs it runs on, for the warning.
-    """
+    """Straggler alarm: an engine much slower than the others in several steps in a row."""
 
     def __init__(self, where: Callable[[int], str]) -> None:
         self._where = where
@@ -68,7 +100,6 @@ class StragglerAlarm:
         ]
 
     def _is_slow(self, engine: int) -> bool:
-        """Return true if it sampled too slowly in each step of the window."""
         return all(
             step[engine].tokens > 0
             and step[engine].tokens_per_second < SLOW * _median_of_others(step, engine)
@@ -88,15 +119,11 @@ def engine_place(rollout: WorkerGroup, engine: int) -> str:
     hosts = rollout.pool.hosts[engine * per_engine : (engine + 1) * per_engine]
     first, last = hosts[0].rank, hosts[-1].rank
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-    places = [
-        f"node {there[0].node_name} {_gpus([host.slot.local_rank for host in there])}"
-        for there in by_node(hosts).values()
-    ]
+    places = []
+    for there in by_node(hosts).values():
+        gpus = ", ".join(str(host.slot.local_rank) for host in there)
+        places.append(f"node {there[0].node_name} GPU{'s' * (len(there) > 1)} {gpus}")
     return f"{ranks} on {', '.join(places)}"
-
-
-def _gpus(numbers: Sequence[int]) -> str:
-    return f"GPU{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def straddling(rollout: WorkerGroup) -> int:

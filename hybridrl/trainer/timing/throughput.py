@@ -18,13 +18,9 @@ WITH_MFU = ("old_log_probs", "ref_log_probs", "update_actor")
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput of the phases of a step.
+    """Throughput of the phases of a step; an update passes `epochs` times over the batch.
 
-    Attributes:
-        shape: the model's.
-        epochs: passes of an update over the batch.
-        peak: FLOP/s of all ranks together; None if unknown.
-        trains_all: the actor trains all weights, not only adapters.
+    `peak` has the FLOP/s of all ranks together. Without `trains_all` only adapters are trained.
     """
 
     shape: ModelShape
@@ -33,12 +29,9 @@ class Throughput:
     trains_all: bool = True
 
     def metrics(self, step: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>.
+        """Compute tokens_per_s/<phase> and, with a known peak, mfu/<phase>, from a step's metrics.
 
         The time of an update includes its optimizer steps; recomputed activations count no FLOPs.
-
-        Args:
-            step: metrics of a step; phases without a time have no throughput.
         """
         if TOKENS not in step:
             return {}
@@ -51,12 +44,10 @@ class Throughput:
             passes = self.epochs if phase in UPDATES else 1
             metrics[f"tokens_per_s/{phase}"] = passes * tokens / seconds
             if phase in WITH_MFU and self.peak is not None:
-                done = passes * self._operations(phase, tokens, responses)
+                batch = (self.shape, tokens, responses)
+                if phase in UPDATES:
+                    done = passes * training_flops(*batch, trains_all=self.trains_all)
+                else:
+                    done = forward_flops(*batch)
                 metrics[f"mfu/{phase}"] = done / seconds / self.peak
         return metrics
-
-    def _operations(self, phase: str, tokens: int, responses: int) -> float:
-        """Compute the FLOPs of one pass over the batch."""
-        if phase in UPDATES:
-            return training_flops(self.shape, tokens, responses, trains_all=self.trains_all)
-        return forward_flops(self.shape, tokens, responses)

@@ -1,9 +1,7 @@
 """Output of a run: console, metrics, trackers, plot, rollouts, provenance.
 
 report.py: `Reporter`, called by the training loop; start reading there.
-tracker.py and *sink*.py: metrics.jsonl, TensorBoard, W&B, MLflow.
-console.py, steps.py, header.py, summary.py: texts on the terminal.
+tracker.py and sinks.py: metrics.jsonl, TensorBoard, W&B, MLflow.
+console.py, header.py, summary.py: texts on the terminal.
 provenance.py (manifest.json), rollout_log.py, plot.py, best_effort_files.py: files of a run.
-
-Elsewhere: timing/ (measured seconds); docs/metrics.md (meaning of each metric).
 """

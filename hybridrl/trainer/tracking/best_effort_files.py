@@ -11,9 +11,7 @@ log = logging.getLogger(__name__)
 class AppendOnlyFile:
     """File of whole records; records that cannot be written wait in memory and are retried.
 
-    Args:
-        path: in a folder that exists.
-        end: bytes to keep of an existing file; the rest is truncated.
+    Of an existing file, `end` bytes are kept.
 
     Attributes:
         end: bytes of whole records on disk.
@@ -46,11 +44,7 @@ class AppendOnlyFile:
             self._waiting, self.reason = [], None
 
     def sync(self) -> None:
-        """Fsync the file.
-
-        Raises:
-            OSError: fsync failed.
-        """
+        """Fsync the file; raises OSError."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -72,23 +66,14 @@ class AppendOnlyFile:
 
 
 class BestEffortFiles:
-    """Writer of whole files; failures are counted, not raised.
-
-    Attributes:
-        failures: number of failed writes.
-    """
+    """Writer of whole files; failures are counted, not raised."""
 
     def __init__(self) -> None:
         self.failures = 0
         self._reasons: dict[str, list[str]] = {}
 
-    def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write`; return false after an OSError. The first one of a kind is logged.
-
-        Args:
-            what: the kind of file, for messages.
-            write: raises OSError on failure.
-        """
+    def attempt(self, what: str, write: Callable[[], object]) -> None:
+        """Call `write`; log the first OSError of a kind of file."""
         try:
             write()
         except OSError as error:
@@ -96,8 +81,6 @@ class BestEffortFiles:
             if what not in self._reasons:
                 log.warning("%s could not be written: %s; the run goes on", what, error)
             self._reasons.setdefault(what, []).append(str(error))
-            return False
-        return True
 
     def lines(self) -> list[str]:
         """Describe each kind of file with failures in one line."""
@@ -106,6 +89,11 @@ class BestEffortFiles:
             f"{reasons[0]}"
             for what, reasons in self._reasons.items()
         ]
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """Replace a file atomically by a text; return `path`."""
+    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
@@ -117,7 +105,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
     try:
         write(new)
         os.replace(new, path)
-    except OSError:
+    finally:
         new.unlink(missing_ok=True)
-        raise
     return path

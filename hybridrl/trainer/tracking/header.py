@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridrl.config.choices import Init, KLPlacement
+from hybridrl.config.choices import Init
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.sources.prompts import DataSetSummary
@@ -14,17 +14,7 @@ MAX_STEPS_SHOWN = 6
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Content of the header beyond the config.
-
-    Attributes:
-        run_dir: directory of the run.
-        machine: cores, GPUs, memory and nodes in one line.
-        num_ranks: worker processes.
-        num_parameters: of the model; None if unknown.
-        data_sets: sources and sizes.
-        notes: further lines for the user.
-        reward_parameters: of the reward model, in a run with one.
-    """
+    """Content of the header beyond the config; numbers of parameters are None if unknown."""
 
     run_dir: Path
     machine: str
@@ -42,27 +32,27 @@ def header_lines(config: RunConfig, facts: RunFacts) -> list[tuple[str, str]]:
         ("directory", str(facts.run_dir)),
         ("machine", facts.machine),
         ("hardware", f"{config.hardware.accelerator.value}: {config.hardware.reason}"),
-        ("model", _model(config, facts.num_parameters)),
-        *_reward_model(config, facts.reward_parameters),
+        ("model", _model(config, facts)),
+        ("reward model", _reward_model(config, facts)),
         *_data(facts.data_sets),
         ("method", _method(config)),
         ("workers", _workers(config, facts.num_ranks)),
         ("batch", _batch(config)),
         ("steps", _steps(config, facts.data_sets)),
         ("limits", _limits(config)),
-        *_environment(config),
+        ("turns", _turns(config)),
+        *(("note", note) for note in facts.notes),
     ]
-    return lines + [("note", note) for note in facts.notes]
+    return [(label, text) for label, text in lines if text]
 
 
-def _environment(config: RunConfig) -> list[tuple[str, str]]:
-    """Describe the environment, if there is one."""
+def _turns(config: RunConfig) -> str:
     environment = config.environment
     if environment is None:
-        return []
+        return ""
     ends = "".join(f" or {text!r}" for text in environment.stop)
     text = f"at most {environment.max_turns}, answered by {environment.function}"
-    return [("turns", f"{text}; each ends at the model's end token{ends}")]
+    return f"{text}; each ends at the model's end token{ends}"
 
 
 def count_text(number: float) -> str:
@@ -80,25 +70,26 @@ def evaluation_steps(total: int, every: int) -> list[int]:
     return sorted({0, *between, total})
 
 
-def _model(config: RunConfig, num_parameters: int | None) -> str:
-    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
+def _model(config: RunConfig, facts: RunFacts) -> str:
+    size = _size(facts.num_parameters)
     train, rollout = config.fsdp.param_dtype.value, config.rollout.dtype.value
     dtypes = train if train == rollout else f"{train} (training), {rollout} (rollout)"
     weights = ", random weights" if config.model.init is Init.random else ""
     return f"{config.model.path}{size}{weights}, {dtypes}"
 
 
-def _reward_model(config: RunConfig, num_parameters: int | None) -> list[tuple[str, str]]:
-    """Describe the reward model, if there is one."""
+def _reward_model(config: RunConfig, facts: RunFacts) -> str:
     reward = config.reward_model
     if reward is None:
-        return []
-    size = "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
-    return [("reward model", f"{reward.model.path}{size}, weight {reward.weight:g}")]
+        return ""
+    return f"{reward.model.path}{_size(facts.reward_parameters)}, weight {reward.weight:g}"
+
+
+def _size(num_parameters: int | None) -> str:
+    return "" if num_parameters is None else f", {count_text(num_parameters)} parameters"
 
 
 def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
-    """Describe each data set in one line."""
     lines: list[tuple[str, str]] = []
     for facts in data_sets:
         share = f"{facts.name}, {facts.share:.3g} of the prompts, " if facts.name else ""
@@ -108,18 +99,13 @@ def _data(data_sets: list[DataSetSummary]) -> list[tuple[str, str]]:
 
 
 def _method(config: RunConfig) -> str:
-    kl = config.algorithm.kl
-    if kl.coef == 0:
-        penalty = "no KL penalty"
-    else:
+    algorithm, lr = config.algorithm, config.actor.optim.lr
+    kl, loss, penalty = algorithm.kl, algorithm.loss, "no KL penalty"
+    if kl.coef != 0:
         aim = "" if kl.target is None else f", moved towards {kl.target:g} nats a response"
-        where = "reward" if kl.placement is KLPlacement.reward else "loss"
-        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {where}{aim}"
-    estimator = config.algorithm.advantage
-    loss = config.algorithm.loss
+        penalty = f"KL ({kl.estimator.value}) {kl.coef:g} in the {kl.placement.value}{aim}"
     settings = ", ".join(f"{name} {value}" for name, value in loss.args.items())
-    lr = config.actor.optim.lr
-    return f"{estimator} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
+    return f"{algorithm.advantage} advantages, {loss.function} ({settings}), lr {lr:g}, {penalty}"
 
 
 def _workers(config: RunConfig, num_ranks: int) -> str:
@@ -136,8 +122,7 @@ def _workers(config: RunConfig, num_ranks: int) -> str:
 def _batch(config: RunConfig) -> str:
     prompts, repeats = config.data.prompts_per_step, config.rollout.responses_per_prompt
     responses, mini = prompts * repeats, config.actor.mini_batch_size
-    updates = responses // mini * config.actor.epochs
-    sharing = config.fsdp.ulysses_size
+    updates, sharing = responses // mini * config.actor.epochs, config.fsdp.ulysses_size
     each = "a rank" if sharing == 1 else f"a group of {sharing} ranks"
     return (
         f"{prompts} prompts x {repeats} responses = {responses:,} a step; {updates} update"

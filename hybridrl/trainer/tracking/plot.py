@@ -1,5 +1,6 @@
 """Plot of a run: reward, KL, response length and held-out accuracy over the steps."""
 
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,21 +16,19 @@ from hybridrl.trainer.tracking.tracker import METRICS_FILE, read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+log = logging.getLogger(__name__)
+
 PLOT_FILE = "metrics.png"
 
 _COLORS = ("#1f6fb2", "#d1622b", "#2e8b57", "#8a5fb0", "#7a7a7a", "#b0a12c")
 # Line styles, so that colours can repeat.
 _STYLES = ("-", "--", ":")
 
+Rows = Sequence[Mapping[str, Any]]
+
 
 class Panel(NamedTuple):
-    """Panel of the plot.
-
-    Attributes:
-        title, unit: above it and beside it.
-        metrics: label -> metric.
-        bands: label -> metric with the half-width of its confidence interval.
-    """
+    """Panel of the plot: metrics by label, half-widths of confidence intervals by metric."""
 
     title: str
     unit: str
@@ -50,12 +49,15 @@ ACCURACIES = ("", "_greedy", "_flexible", "_unseen", "_unseen_flexible")
 INTERVAL = "eval/ci95"
 
 
-def plot_run(run_dir: Path, title: str) -> Path:
-    """Draw <run>/metrics.png from <run>/metrics.jsonl; return its path.
+def draw(run_dir: Path, title: str) -> None:
+    """Draw <run>/metrics.png from <run>/metrics.jsonl, if matplotlib is installed.
 
     Raises:
         OSError: the write failed; an older plot is unchanged.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
+        return
     # Hides messages on fonts.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Imported here: the import needs most of a second, only at the end of a run.
@@ -69,32 +71,24 @@ def plot_run(run_dir: Path, title: str) -> Path:
     panels = [*PANELS, _accuracy_panel(rows)]
     for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         _draw(axes, panel, rows)
-    return replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))
+    replace_file(run_dir / PLOT_FILE, lambda new: figure.savefig(new, format="png"))
 
 
-def _accuracy_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
+def _accuracy_panel(rows: Rows) -> Panel:
     """Build the panel of held-out accuracies, by rule and group."""
     measured = {name for row in rows for name, value in row.items() if value is not None}
-    own = sorted(
-        suffix
-        for name in measured
-        if name.startswith(INTERVAL)
-        and (suffix := name.removeprefix(INTERVAL)) not in ("_flexible", "_greedy_flexible")
-    )
-    labels = {
-        suffix: accuracy_label(suffix)
-        for suffix in dict.fromkeys([*own, *ACCURACIES])
-        if ACCURACY + suffix in measured
-    }
+    suffixes = sorted(n.removeprefix(INTERVAL) for n in measured if n.startswith(INTERVAL))
+    own = [suffix for suffix in suffixes if suffix not in ("_flexible", "_greedy_flexible")]
+    shown = [s for s in dict.fromkeys([*own, *ACCURACIES]) if ACCURACY + s in measured]
     return Panel(
         "Held-out accuracy, 95 % interval",
         "mean score",
-        {label: ACCURACY + suffix for suffix, label in labels.items()},
-        {label: INTERVAL + suffix for suffix, label in labels.items() if suffix in own},
+        {accuracy_label(suffix): ACCURACY + suffix for suffix in shown},
+        {ACCURACY + suffix: INTERVAL + suffix for suffix in own},
     )
 
 
-def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw(axes: "Axes", panel: Panel, rows: Rows) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(panel.title, fontsize=10, loc="left")
@@ -103,33 +97,23 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None
     axes.tick_params(labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25, linewidth=0.6)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    drawn = 0
+    axes.spines[["top", "right"]].set_visible(False)
     looks = [(style, color) for style in _STYLES for color in _COLORS]
     for (style, color), (label, name) in zip(looks, panel.metrics.items(), strict=False):
-        points = [(row["step"], row[name]) for row in rows if name in row and row[name] is not None]
-        if points:
+        if len(points := _points(rows, name)):
             marker = "o" if len(points) < 30 else None
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, style, color=color, marker=marker, ms=3, label=label)
-            if label in panel.bands:
-                _draw_band(axes, color, rows, name, panel.bands[label])
-            drawn += 1
-    if not drawn:
+            axes.plot(*points.T, style, color=color, marker=marker, ms=3, label=label)
+        if name in panel.bands and len(points := _points(rows, name, panel.bands[name])):
+            steps, middle, width = points.T
+            low, high = middle - width, middle + width
+            axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
+    if not axes.lines:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
-    if drawn > 1:
+    if len(axes.lines) > 1:
         axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_band(
-    axes: "Axes", color: str, rows: Sequence[Mapping[str, Any]], name: str, band: str
-) -> None:
-    """Draw the confidence interval of a curve."""
-    known = [row for row in rows if band in row and row[band] is not None]
-    if known:
-        middle, width = np.array([[row[name], row[band]] for row in known]).T
-        steps = [row["step"] for row in known]
-        axes.fill_between(
-            steps, middle - width, middle + width, color=color, alpha=0.18, linewidth=0
-        )
+def _points(rows: Rows, *names: str) -> np.ndarray:
+    """Return [n, 1 + names]: the step and the metrics of the rows that know all of them."""
+    known = [[row["step"], *(row.get(name) for name in names)] for row in rows]
+    return np.array([row for row in known if None not in row])

@@ -22,7 +22,7 @@ from hybridrl.config.command.secrets import (
     without_secrets,
 )
 from hybridrl.config.schema import RunConfig
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,10 @@ def write_manifest(
 ) -> Path:
     """Write <run>/manifest.json; return its path.
 
-    Args:
-        run_dir: existing directory of the run.
-        config: the run, resolved.
-        facts: `hardware` and inputs, by name: dataclasses, mappings and plain values.
-        started: time of the start, with time zone.
-        found: checkpoint it resumes from; earlier starts stay listed.
-        argv: the command line.
+    `facts` has the hardware and inputs, by name. If the run resumes from a checkpoint `found`,
+    earlier starts stay listed.
     """
+    path = run_dir / MANIFEST_FILE
     manifest = {
         "run": config.run.name,
         "seed": config.seed,
@@ -75,11 +71,9 @@ def write_manifest(
         "git": git_state(Path(hybridrl.__file__).resolve().parent),
         **{name: plain(fact, name) for name, fact in facts.items()},
         "platform": platform.platform(),
+        "earlier_starts": [] if found is None else _starts(path),
     }
-    path = run_dir / MANIFEST_FILE
-    manifest["earlier_starts"] = [] if found is None else _starts(path)
-    text = json.dumps(manifest, indent=2) + "\n"
-    return replace_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+    return replace_text(path, json.dumps(manifest, indent=2) + "\n")
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
@@ -126,25 +120,15 @@ def versions() -> dict[str, str]:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit and a flag for uncommitted changes; None outside a repository."""
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(changed)}
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return answer.stdout.strip()
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output, or None after a failure."""
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None

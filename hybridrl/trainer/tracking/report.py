@@ -1,12 +1,10 @@
 """Reporter of a run: console, trackers and files behind one object."""
 
-import importlib.util
-import logging
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hybridrl.config.command.secrets import secret_values, without_secrets
+from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.schema import RunConfig
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
@@ -15,13 +13,10 @@ from hybridrl.rewards.messages import Failure
 from hybridrl.trainer.rewarding import Rewarded
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.best_effort_files import BestEffortFiles
-from hybridrl.trainer.tracking.console import RunConsole, pick_samples
-from hybridrl.trainer.tracking.plot import PLOT_FILE, plot_run
-from hybridrl.trainer.tracking.rollout_log import RolloutRecord, write_rollouts
-from hybridrl.trainer.tracking.summary import summarize
+from hybridrl.trainer.tracking.console import RunConsole
+from hybridrl.trainer.tracking.plot import PLOT_FILE, draw
+from hybridrl.trainer.tracking.rollout_log import pick_samples, rollout_records, write_rollouts
 from hybridrl.trainer.tracking.tracker import Row, Tracker
-
-log = logging.getLogger(__name__)
 
 # Counts that cause a warning.
 WORTH_A_WARNING = {
@@ -32,15 +27,7 @@ WORTH_A_WARNING = {
 
 
 class Reporter:
-    """Reporter of steps, samples, rollouts and the summary.
-
-    Args:
-        config: the run.
-        run_dir: existing directory of the run.
-        console: prints.
-        tracker: stores metrics.
-        throughput: computes tokens per second and MFU from a step's times.
-    """
+    """Reporter of steps, samples, rollouts and the summary."""
 
     def __init__(
         self,
@@ -52,20 +39,13 @@ class Reporter:
     ) -> None:
         self.run_dir = run_dir
         self._config = config
+        self.phase, self.warn = console.phase, console.warn
         self._console = console
         self._tracker = tracker
         self._throughput = throughput
         self._files = BestEffortFiles()
         self._failed_problems: set[int] = set()
         self._secrets = {*secret_values(asdict(config))}
-
-    def phase(self, name: str) -> None:
-        """Show the current phase."""
-        self._console.phase(name)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        self._console.warn(text)
 
     def log(self, step: int, metrics: Row) -> Row:
         """Store and show one step's metrics, with warnings; return the row."""
@@ -75,7 +55,7 @@ class Reporter:
         self._console.step(row)
         for name, what in WORTH_A_WARNING.items():
             if count := metrics.get(name):
-                self._console.warn(f"step {step}: {count:.0f} {what}")
+                self.warn(f"step {step}: {count:.0f} {what}")
         return row
 
     def log_responses(
@@ -86,7 +66,7 @@ class Reporter:
             self._warn_of_failures(step, prompts, rewarded.failures)
         if not is_due(self._config.trainer.samples_every_steps, step):
             return
-        records = _records(prompts, responses, rewarded, self._secrets)
+        records = rollout_records(prompts, responses, rewarded, self._secrets)
         self._files.attempt("rollouts/", lambda: write_rollouts(self.run_dir, step, records))
         self._console.samples(step, pick_samples(records))
 
@@ -105,65 +85,30 @@ class Reporter:
             if prompt.prompt_id not in self._failed_problems:
                 new.setdefault(prompt.prompt_id, f"{prompt.where}: {failure.reason}")
         self._failed_problems.update([*new][:MAX_FAULTS_SHOWN])
-        self._console.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
+        self.warn("\n".join([text, first_faults([*new.values()])] if new else [text]))
 
     def saved(self, folder: Path, node: str, problem: str | None) -> None:
         """Warn if the trained model could not be written, or only on `node`."""
         if problem is not None:
-            self._console.warn(
+            self.warn(
                 f"{folder} could not be written: {problem}\nOnce there is room, `hybridrl export "
                 f"{self.run_dir} <folder>` writes it from the last checkpoint."
             )
         elif not (folder / "config.json").is_file():
-            self._console.warn(
+            self.warn(
                 f"{folder} does not exist on this node: it is on {node}. Set hydra.run.dir to a "
                 "directory that all nodes share."
             )
 
     def finish(self, failed_checkpoints: int) -> None:
-        """Draw the curves and print the summary.
-
-        Args:
-            failed_checkpoints: number lost since the start.
-        """
-        self._files.attempt(PLOT_FILE, lambda: draw(self._config, self.run_dir))
+        """Draw the curves and print the summary."""
+        title = f"{self._config.run.name}, seed {self._config.seed}"
+        self._files.attempt(PLOT_FILE, lambda: draw(self.run_dir, title))
         for failure in [*self._tracker.failures(), *self._files.lines()]:
-            self._console.warn(failure)
-        self._console.summary(summarize(self._tracker.rows, failed_checkpoints), self.run_dir)
-
-
-def draw(config: RunConfig, run_dir: Path) -> None:
-    """Draw the curves of the finished steps, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("%s is not drawn: matplotlib is not installed", PLOT_FILE)
-        return
-    plot_run(run_dir, f"{config.run.name}, seed {config.seed}")
+            self.warn(failure)
+        self._console.summary(self._tracker.rows, failed_checkpoints, self.run_dir)
 
 
 def is_due(every: int, step: int) -> bool:
     """Return true if something done every n steps (0: never) is due after this step."""
     return every > 0 and step % every == 0
-
-
-def _records(
-    prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
-) -> list[RolloutRecord]:
-    """Build the step's rollout records; secrets are hidden in reasons of failures."""
-    reasons = {
-        failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
-        for failure in rewarded.failures
-    }
-    rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
-    return [
-        RolloutRecord(
-            prompt_id=prompt.prompt_id,
-            prompt=prompt.text,
-            question=prompt.question,
-            response=text,
-            answer=str(prompt.example["answer"]),
-            score=score,
-            length=length,
-            failure=reasons.get(index),
-        )
-        for index, (prompt, text, score, length) in enumerate(rows)
-    ]

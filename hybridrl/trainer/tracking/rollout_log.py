@@ -1,26 +1,22 @@
-"""Rollouts of some steps as JSONL."""
+"""Rollouts of some steps: records, their JSONL, and samples to print."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridrl.trainer.tracking.best_effort_files import replace_file
+from hybridrl.config.command.secrets import without_secrets
+from hybridrl.data.ragged import Ragged
+from hybridrl.data.sources.prompts import Prompt
+from hybridrl.trainer.rewarding import Rewarded
+from hybridrl.trainer.tracking.best_effort_files import replace_text
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """Record of one response.
+    """Record of one response, with its reward before the KL penalty.
 
-    Attributes:
-        prompt_id: of the training prompt.
-        prompt: with the chat template.
-        question: without it.
-        response: decoded, special tokens left out.
-        answer: the expected one.
-        score: reward before the KL penalty.
-        length: tokens of the response, its end token included.
-        failure: reason of a failed reward, or None.
+    `prompt` has the chat template, `question` has not. The length includes the end token.
     """
 
     prompt_id: int
@@ -33,6 +29,30 @@ class RolloutRecord:
     failure: str | None = None
 
 
+def rollout_records(
+    prompts: list[Prompt], responses: Ragged, rewarded: Rewarded, secrets: Set[str]
+) -> list[RolloutRecord]:
+    """Build a step's records; secrets are hidden in reasons of failures."""
+    reasons = {
+        failure.index: without_secrets(f"{failure.kind}: {failure.reason}", secrets)
+        for failure in rewarded.failures
+    }
+    rows = zip(prompts, rewarded.texts, rewarded.scores, responses.lengths.tolist(), strict=True)
+    return [
+        RolloutRecord(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            question=prompt.question,
+            response=text,
+            answer=str(prompt.example["answer"]),
+            score=score,
+            length=length,
+            failure=reasons.get(index),
+        )
+        for index, (prompt, text, score, length) in enumerate(rows)
+    ]
+
+
 def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -> Path:
     """Write <run>/rollouts/step_<n>.jsonl, one response a line; return its path.
 
@@ -42,4 +62,13 @@ def write_rollouts(run_dir: Path, step: int, records: Iterable[RolloutRecord]) -
     path = run_dir / "rollouts" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
-    return replace_file(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
+    return replace_text(path, "".join(lines))
+
+
+def pick_samples(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """Pick the best and the worst response of a step; one if all scores are equal."""
+    if not records:
+        return []
+    best = max(records, key=lambda record: record.score)
+    worst = min(records, key=lambda record: record.score)
+    return [best] if best.score == worst.score else [best, worst]

@@ -1,20 +1,30 @@
 """Trackers besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
 Each has its own thread, so that imports and slow servers delay no step. Failures are counted and
-logged once; they do not stop the run.
+logged once; they do not stop the run. A run stores its W&B and MLflow ids in trackers.json.
 """
 
+import io
+import json
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.schema import TrackingConfig
-from hybridrl.trainer.tracking.remote_sinks import MLflowSink, WandbSink
-from hybridrl.trainer.tracking.tensorboard_sink import Known, TensorBoardSink
+from hybridrl.config.checks.checkpoint import NONE
+from hybridrl.config.keys import leaves
+from hybridrl.config.schema import RunConfig
+from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_text
+from hybridrl.trainer.tracking.provenance import plain
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 log = logging.getLogger(__name__)
 
@@ -22,24 +32,25 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 200
 # Characters shown of a failure.
 MAX_REASON = 200
+# Holds the ids of the run.
+TRACKERS_FILE = "trackers.json"
+_REMEMBERING = Lock()
+# W&B supports one run per id and process at a time, also while it finishes.
+_ONE_WANDB_RUN = Lock()
 
-
-Sink = TensorBoardSink | WandbSink | MLflowSink
+# A step and its finite metrics.
+Known = tuple[int, Mapping[str, float]]
 
 
 class BackgroundSink:
     """Sink in its own thread, whose failures do not stop the run.
-
-    Args:
-        name: for messages.
-        open_sink: imports the package and builds the sink.
 
     Attributes:
         failures: number of calls that raised or were dropped.
         reason: the first failure, in one line, or None.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+    def __init__(self, name: str, open_sink: Callable[[], Any]) -> None:
         self.name = name
         self.failures = 0
         self.reason: str | None = None
@@ -75,8 +86,7 @@ class BackgroundSink:
     def _collect(self) -> None:
         """Count the failures of finished calls. A failed opening fails every call."""
         while self._waiting and self._waiting[0].ready():
-            ended = self._waiting.pop(0)
-            if not ended.successful():
+            if not self._waiting.pop(0).successful():
                 error = self._errors.pop(0)
                 lines = str(error).strip().splitlines() or [""]
                 self._failed(f"{type(error).__name__}: {lines[0]}")
@@ -88,6 +98,25 @@ class BackgroundSink:
             log.warning("%s does not get all metrics: %s; the run goes on", self.name, self.reason)
 
 
+def open_sinks(
+    config: RunConfig, run_dir: Path, before: Sequence[Known] = ()
+) -> list[BackgroundSink]:
+    """Open the sinks of conf/tracking; `before` has the steps before a resume."""
+    tracking, sinks = config.tracking, []
+    if tracking.tensorboard:
+        opening = partial(TensorBoardSink, run_dir / "tensorboard", before)
+        sinks.append(BackgroundSink("TensorBoard", opening))
+    remote = (config.run.name, run_dir, plain(config))
+    goes_on = config.resume != NONE
+    if tracking.wandb_project is not None:
+        wandb = partial(WandbSink, tracking.wandb_project, *remote, goes_on=goes_on)
+        sinks.append(BackgroundSink("W&B", wandb))
+    if tracking.mlflow_uri is not None:
+        mlflow = partial(MLflowSink, tracking.mlflow_uri, *remote, goes_on=goes_on)
+        sinks.append(BackgroundSink("MLflow", mlflow))
+    return sinks
+
+
 def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
     """Close all sinks concurrently, within `timeout_s` in all."""
     for sink in sinks:
@@ -97,34 +126,180 @@ def close_all(sinks: Sequence[BackgroundSink], timeout_s: float) -> None:
         sink.finish_closing(max(0.0, deadline - time.monotonic()))
 
 
-def open_sinks(
-    config: TrackingConfig,
-    run_name: str,
-    run_dir: Path,
-    resolved: dict[str, Any],
-    before: Sequence[Known] = (),
-    *,
-    goes_on: bool = False,
-) -> list[BackgroundSink]:
-    """Open the sinks of conf/tracking.
+class TensorBoardSink:
+    """Writer of TensorBoard event files that survive kills and full disks.
+
+    SummaryWriter writes in a thread that a full disk ends. Here each failed write raises OSError;
+    the step is written with a later one.
 
     Args:
-        config: the tracking section.
-        run_name: run.name.
-        run_dir: directory of the run.
-        resolved: the run's config as plain data without secrets, stored beside the metrics.
-        before: steps up to the checkpoint of a resumed run.
-        goes_on: the run is resumed in `run_dir`, from any step.
+        folder: of the files.
+        before: steps up to the checkpoint of a resumed run. Those missing in earlier files are
+            written now; a START event purges later steps of these.
     """
-    folder = run_dir / "tensorboard"
-    remote = (run_name, run_dir, resolved)
-    sinks = []
-    if config.tensorboard:
-        sinks.append(BackgroundSink("TensorBoard", partial(TensorBoardSink, folder, before)))
-    if config.wandb_project is not None:
-        wandb = partial(WandbSink, config.wandb_project, *remote, goes_on=goes_on)
-        sinks.append(BackgroundSink("W&B", wandb))
-    if config.mlflow_uri is not None:
-        mlflow = partial(MLflowSink, config.mlflow_uri, *remote, goes_on=goes_on)
-        sinks.append(BackgroundSink("MLflow", mlflow))
-    return sinks
+
+    def __init__(self, folder: Path, before: Sequence[Known]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        shown = min(_last_shown(folder), before[-1][0]) if before else -1
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
+        self._file = AppendOnlyFile(folder / name)
+        self._file.append(_record(Event(wall_time=seconds, file_version="brain.Event:2")))
+        begins = SessionLog(status=SessionLog.START)
+        self._file.append(_record(Event(wall_time=seconds, step=shown + 1, session_log=begins)))
+        for step, metrics in before:
+            if step > shown:
+                self._append(step, metrics)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write scalars."""
+        self._append(step, metrics)
+        if self._file.reason is not None:
+            raise OSError(self._file.reason)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._file.append(_record(event))
+
+
+def _last_shown(folder: Path) -> int:
+    """Return the last step that TensorBoard shows of a folder; -1: none."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    shown = -1
+    for path in sorted(folder.glob("events*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("summary"):
+                shown = max(shown, event.step)
+            elif event.HasField("session_log") and event.session_log.status == SessionLog.START:
+                shown = min(shown, event.step - 1)
+    return shown
+
+
+def _record(event: "Event") -> bytes:
+    """Encode an event with its length and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = io.BytesIO()
+    RecordWriter(record).write(event.SerializeToString())
+    return record.getvalue()
+
+
+class WandbSink:
+    """Run in a Weights & Biases project.
+
+    A resumed run sends the steps after its checkpoint again; W&B ignores known steps.
+    W&B also records package versions and the machine's load. Command line, git state and program
+    are disabled, because they may hold secrets.
+
+    The run's W&B id is kept in `folder`; with `goes_on` the run of that id is continued.
+    """
+
+    def __init__(
+        self, project: str, name: str, folder: Path, config: dict[str, Any], *, goes_on: bool
+    ) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            init_timeout=60,
+            login_timeout=10,  # a prompt would wait forever
+            console="off",
+            silent=True,
+            x_disable_meta=True,
+            disable_git=True,
+            save_code=False,
+        )
+        known = known_runs(folder).get("wandb") if goes_on else None
+        with _ONE_WANDB_RUN:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=str(folder),
+                config=config,
+                settings=settings,
+                id=known,
+                resume=None if known is None else "allow",
+                # Else W&B returns an unfinished run of this process.
+                reinit="finish_previous",
+            )
+        remember_run(folder, "wandb", self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send scalars."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Upload the rest and finish."""
+        with _ONE_WANDB_RUN:
+            self._run.finish()
+
+
+class MLflowSink:
+    """Run of an MLflow experiment named like the run, on the tracking server `uri`.
+
+    `folder` and `goes_on` are as for `WandbSink`; known steps are not sent again.
+    """
+
+    def __init__(
+        self, uri: str, name: str, folder: Path, config: dict[str, Any], *, goes_on: bool
+    ) -> None:
+        # MLflow's defaults retry a dead server for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        self._last = -1
+        known = known_runs(folder).get("mlflow") if goes_on else None
+        if known is not None:
+            self._run_id = known
+            self._client.update_run(known, status="RUNNING")
+            sent = self._client.get_metric_history(known, "time/step_s")  # every step has it
+            self._last = max((metric.step for metric in sent), default=-1)
+            return
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._run_id = self._client.create_run(experiment).info.run_id
+        remember_run(folder, "mlflow", self._run_id)
+        for key, value in leaves(config).items():
+            self._client.log_param(self._run_id, key, str(value)[:500])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send scalars in one request."""
+        if step <= self._last:
+            return
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id,
+            metrics=[Metric(name, value, now, step) for name, value in metrics.items()],
+        )
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        self._client.set_terminated(self._run_id)
+
+
+def known_runs(folder: Path) -> dict[str, str]:
+    """Read the run's ids by tracker."""
+    path = folder / TRACKERS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def remember_run(folder: Path, tracker: str, run_id: str) -> None:
+    """Store the run's id in a tracker, for resumes."""
+    with _REMEMBERING:
+        ids = known_runs(folder) | {tracker: run_id}
+        replace_text(folder / TRACKERS_FILE, json.dumps(ids))

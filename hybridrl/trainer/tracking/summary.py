@@ -1,116 +1,189 @@
-"""Summary of a run from its metrics: accuracy before and after, time by phase."""
+"""Metrics as text: a row or line for each step, the time left, the summary of a run."""
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from hybridrl.trainer.tracking.header import count_text
+
 ACCURACY = "eval/accuracy"
-# Times that are not of a phase: the whole step, and the time outside computation.
-OUTSIDE = "time/outside_s"
-NO_PHASES = frozenset({"time/step_s", OUTSIDE})
+STEP, OUTSIDE, IDLE = "time/step_s", "time/outside_s", "idle/mean_s"
+MAX_SHARES_SHOWN = 6
 
 Metrics = Mapping[str, float | None]
 
+# Short names of phases.
+_SHORT = {
+    "old_log_probs": "old logp",
+    "ref_log_probs": "ref logp",
+    "model_scores": "rew model",
+    "update_actor": "actor",
+    "update_critic": "critic",
+    "evaluate": "eval",
+}
+
+
+class Column(NamedTuple):
+    """Column of the table: one metric of a step, in `width` characters.
+
+    It is shown on terminals of `min_terminal` characters and more, and in each plain line.
+    """
+
+    title: str
+    metric: str
+    show: Callable[[float], str]
+    width: int
+    min_terminal: int = 0
+
+
+def _kl(value: float) -> str:
+    return "0" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
+
+
+COLUMNS = (
+    Column("step", "step", "{:.0f}".format, 5),
+    Column("reward", "reward/mean", "{:.3f}".format, 7),
+    Column("held-out", "eval/accuracy", "{:.3f}".format, 9),
+    Column("greedy", "eval/accuracy_greedy", "{:.3f}".format, 7, 100),
+    Column("KL", "actor/kl", _kl, 8),
+    Column("max ratio", "actor/log_ratio_max", lambda x: f"{math.exp(min(x, 50.0)):.2f}", 9),
+    Column("length", "response/length_mean", "{:.1f}".format, 7),
+    Column("cut off", "response/truncated_fraction", "{:.1%}".format, 8, 100),
+    Column("tok/s", "rollout/tokens_per_second", count_text, 7),
+    Column("idle", "idle/fraction", "{:.0%}".format, 4, 130),
+    Column("MFU", "mfu/update_actor", "{:.0%}".format, 4, 130),
+    Column("seconds", "time/step_s", "{:.1f}".format, 8),
+)
+TITLES = {column.metric: column.title for column in COLUMNS}
+# Minimum width of a terminal to show the longest phases.
+PHASES_MIN_TERMINAL = 120
+
+
+class Eta:
+    """Estimate of the time left, from the mean time of a step; `clock` has monotonic seconds."""
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total_steps
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+
+    def after(self, step: int) -> str:
+        """Format the time left after `step`; '?' before the second step."""
+        now = self._clock()
+        if self._first is None or step <= self._first[0]:
+            self._first = (step, now)
+            return "?"
+        first_step, start = self._first
+        return duration_text((now - start) / (step - first_step) * (self._total - step))
+
+
+def title_row(terminal: int) -> str:
+    """Format the titles of the columns that fit."""
+    return _fitting(terminal, TITLES, "longest phases")
+
+
+def step_row(metrics: Metrics, terminal: int) -> str:
+    """Format one step's numbers below the titles; unknown ones are blank."""
+    return _fitting(terminal, _texts(metrics), phases_text([metrics], 3))
+
+
+def step_line(metrics: Metrics, total_steps: int, eta: str) -> str:
+    """Format one step as a log line: known numbers with their names."""
+    texts = _texts(metrics)
+    texts.pop("response/truncated_fraction", None)
+    parts = [f"step {texts.pop('step')}/{total_steps}"]
+    seconds = texts.pop("time/step_s", None)
+    parts += [f"{TITLES[metric]} {text}" for metric, text in texts.items()]
+    if seconds is not None:
+        parts.append(f"{seconds} s ({phases_text([metrics], 2)})")
+    return "  ".join([*parts, f"ETA {eta}"])
+
+
+def _texts(metrics: Metrics) -> dict[str, str]:
+    """Format the known metrics of a step, by name."""
+    known = [(column, metrics.get(column.metric)) for column in COLUMNS]
+    return {column.metric: column.show(value) for column, value in known if value is not None}
+
+
+def _fitting(terminal: int, texts: Mapping[str, str], phases: str) -> str:
+    """Align the cells of the columns that fit."""
+    fitting = [column for column in COLUMNS if column.min_terminal <= terminal]
+    cells = [f"{texts.get(column.metric, ''):>{column.width}}" for column in fitting]
+    return " ".join(cells + [f" {phases}"] * (terminal >= PHASES_MIN_TERMINAL))
+
 
 class Change(NamedTuple):
-    """Accuracy before and after training.
-
-    Attributes:
-        name: of the rule or group.
-        before, after: mean scores.
-        before_ci, after_ci: half-widths of their 95 % intervals, if computed.
+    """Accuracy of a rule or group before and after training, with the half-widths of their 95 %
+    intervals if computed.
     """
 
     name: str
-    before: float
-    after: float
-    before_ci: float | None = None
-    after_ci: float | None = None
+    before: tuple[float, float | None]
+    after: tuple[float, float | None]
 
 
-class Share(NamedTuple):
-    """Seconds of a phase over the whole run, and its share of the steps' time."""
-
-    phase: str
-    seconds: float
-    share: float
-
-
-class Summary(NamedTuple):
-    """Summary of a run."""
-
-    steps: int
-    seconds: float
-    changes: list[Change]
-    shares: list[Share]
-    failed_rewards: int
-    failed_checkpoints: int
-    speeds: "Speeds"
-
-
-class Speeds(NamedTuple):
-    """Utilization of the devices over the whole run; None if unknown.
-
-    Attributes:
-        idle: share of the steps' time in which a rank ran no worker call, mean over ranks.
-        outside: share of the steps' time outside sampling, forward passes and updates.
-        mfu: by phase, mean over the steps.
-    """
-
-    idle: float | None
-    outside: float | None
-    mfu: dict[str, float]
+def summary_lines(rows: Sequence[Metrics], failed_checkpoints: int) -> list[tuple[str, str]]:
+    """Describe a run as (label, text) pairs; no row counts a loss of the last checkpoint."""
+    steps = max([int(row["step"] or 0) for row in rows], default=0)
+    seconds, idle, outside = (_total(rows, name) for name in (STEP, IDLE, OUTSIDE))
+    each = f"{(seconds or 0.0) / max(1, steps):.1f} s each"
+    lines = [
+        ("steps", f"{steps} in {duration_text(seconds or 0.0)} ({each})"),
+        ("time", phases_text(rows, MAX_SHARES_SHOWN)),
+    ]
+    if seconds and idle is not None and outside is not None:
+        computing = f"outside sampling, scoring and updates {outside / seconds:.0%}"
+        lines.append(("idle", f"ranks {idle / seconds:.0%}; {computing}"))
+    mfu = dict.fromkeys(name for row in rows for name in row if name.startswith("mfu/"))
+    means = {name: fmean(known) for name in mfu if (known := _known(rows, name))}
+    if means:
+        texts = [f"{short_name(name[len('mfu/') :])} {mean:.0%}" for name, mean in means.items()]
+        lines.append(("MFU", ", ".join(texts)))
+    if failed := _total(rows, "reward/failed"):
+        lines.append(("rewards", f"{failed:,.0f} failed and got the failed score"))
+    if failed_checkpoints:
+        lines.append(("checkpoints", f"{failed_checkpoints:,} lost: see the warnings"))
+    return lines
 
 
-def summarize(rows: Sequence[Metrics], failed_checkpoints: int = 0) -> Summary:
-    """Summarize all steps' metrics.
-
-    Args:
-        rows: as in metrics.jsonl; row 0 is the evaluation before training.
-        failed_checkpoints: number of lost ones; no row counts a loss of the last one.
-    """
-    seconds = _total(rows, "time/step_s")
-    return Summary(
-        steps=max([int(row["step"] or 0) for row in rows], default=0),
-        seconds=seconds,
-        changes=_changes(rows),
-        shares=phase_shares(rows),
-        failed_rewards=int(_total(rows, "reward/failed")),
-        failed_checkpoints=failed_checkpoints,
-        speeds=Speeds(
-            idle=_total(rows, "idle/mean_s") / seconds if _knows(rows, "idle/mean_s") else None,
-            outside=_total(rows, OUTSIDE) / seconds if _knows(rows, OUTSIDE) else None,
-            mfu=_mean_mfu(rows),
-        ),
-    )
-
-
-def phase_shares(rows: Sequence[Metrics]) -> list[Share]:
-    """Sum the time by phase, longest first; `other` is the rest."""
-    total = _total(rows, "time/step_s")
-    names = {name for row in rows for name in row if name.startswith("time/")} - NO_PHASES
-    seconds = {name.removeprefix("time/").removesuffix("_s"): _total(rows, name) for name in names}
-    seconds["other"] = max(0.0, total - sum(seconds.values()))
-    ordered = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
-    return [Share(name, spent, spent / total) for name, spent in ordered if spent > 0 and total > 0]
-
-
-def _changes(rows: Sequence[Metrics]) -> list[Change]:
+def accuracy_changes(rows: Sequence[Metrics]) -> list[Change]:
     """Compare each accuracy of the first and the last evaluation, the plain one first."""
-    evaluated = [row for row in rows if ACCURACY in row and row[ACCURACY] is not None]
+    evaluated = [row for row in rows if row.get(ACCURACY) is not None]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
-    names = [name for name in first if name.startswith(ACCURACY) and name in last]
     changes = []
-    for name in sorted(names, key=lambda name: (name != ACCURACY, name)):
-        before, after = first[name], last[name]
-        if before is not None and after is not None:
+    for name in sorted(first, key=lambda name: (name != ACCURACY, name)):
+        before, after = first[name], last.get(name)
+        if name.startswith(ACCURACY) and before is not None and after is not None:
             suffix = name.removeprefix(ACCURACY)
-            label = accuracy_label(suffix)
-            widths = [row.get(f"eval/ci95{suffix}") for row in (first, last)]
-            changes.append(Change(label, before, after, *widths))
+            interval = f"eval/ci95{suffix}"
+            pairs = (before, first.get(interval)), (after, last.get(interval))
+            changes.append(Change(accuracy_label(suffix), *pairs))
     return changes
+
+
+def phase_shares(rows: Sequence[Metrics]) -> list[tuple[str, float]]:
+    """Compute each phase's share of the steps' time, longest first; `other` is the rest."""
+    names = {name for row in rows for name in row if name.startswith("time/")} - {STEP, OUTSIDE}
+    total = _total(rows, STEP) or 0.0
+    seconds = {name[len("time/") : -len("_s")]: _total(rows, name) or 0.0 for name in names}
+    seconds["other"] = max(0.0, total - sum(seconds.values()))
+    ordered = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
+    return [(name, spent / total) for name, spent in ordered if spent > 0 and total > 0]
+
+
+def phases_text(rows: Sequence[Metrics], count: int) -> str:
+    """Format the longest phases: 'rollout 41%, actor 22%'."""
+    shares = phase_shares(rows)[:count]
+    return ", ".join(f"{short_name(phase)} {share:.0%}" for phase, share in shares)
+
+
+def short_name(phase: str) -> str:
+    """Shorten a phase's name."""
+    return _SHORT.get(phase, phase)
 
 
 def accuracy_label(suffix: str) -> str:
@@ -118,19 +191,18 @@ def accuracy_label(suffix: str) -> str:
     return suffix.strip("_").replace("_", " ") or "sampled"
 
 
-def _mean_mfu(rows: Sequence[Metrics]) -> dict[str, float]:
-    """Compute the mean MFU of each phase over the steps that have it."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name.startswith("mfu/") and value is not None:
-                found.setdefault(name.removeprefix("mfu/"), []).append(value)
-    return {phase: fmean(values) for phase, values in found.items()}
+def duration_text(seconds: float) -> str:
+    """Format seconds as hours, minutes and seconds: 0:09, 1:33, 2:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _knows(rows: Sequence[Metrics], name: str) -> bool:
-    return any(row[name] is not None for row in rows if name in row)
+def _known(rows: Sequence[Metrics], name: str) -> list[float]:
+    return [value for row in rows if (value := row.get(name)) is not None]
 
 
-def _total(rows: Sequence[Metrics], name: str) -> float:
-    return sum(row[name] or 0.0 for row in rows if name in row)
+def _total(rows: Sequence[Metrics], name: str) -> float | None:
+    """Sum a metric over the rows; None if no row knows it."""
+    known = _known(rows, name)
+    return sum(known) if known else None

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.checkpoint import NONE
 from hybridrl.config.schema import RunConfig
 from hybridrl.trainer.tracking.best_effort_files import AppendOnlyFile, replace_file
-from hybridrl.trainer.tracking.provenance import plain
-from hybridrl.trainer.tracking.sinks import BackgroundSink, close_all, open_sinks
+from hybridrl.trainer.tracking.sinks import close_all, open_sinks
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +41,7 @@ Row = dict[str, float | None]
 class Tracker:
     """Store of every step's metrics.
 
-    Args:
-        run_dir: existing directory of the run.
-        config: the run; selects the trackers, and is stored beside the metrics.
-        before: steps up to the checkpoint of a resumed run; later ones are removed.
+    A resumed run begins with the steps `before` its checkpoint; later ones are removed.
 
     Attributes:
         rows: all steps so far, as in metrics.jsonl.
@@ -61,12 +56,7 @@ class Tracker:
         if not (path.is_file() and path.read_bytes().startswith(kept)):
             replace_file(path, lambda new: new.write_bytes(kept))
         self._file = AppendOnlyFile(path, len(kept))
-        resolved = plain(config)
-        assert isinstance(resolved, dict)
-        told = [_known(row) for row in before]
-        self._sinks = open_sinks(
-            config.tracking, config.run.name, run_dir, resolved, told, goes_on=config.resume != NONE
-        )
+        self._sinks = open_sinks(config, run_dir, [_known(row) for row in before])
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> Row:
         """Write one step's metrics; non-finite numbers become null. Return the row.
@@ -74,16 +64,16 @@ class Tracker:
         A row that cannot be written is written with a later one.
         """
         row: Row = {"step": step} | dict.fromkeys(PROMISED)
-        row |= {name: _finite(value) for name, value in metrics.items()}
+        for name, value in metrics.items():
+            row[name] = float(value) if value is not None and math.isfinite(value) else None
         self.rows.append(row)
         had_room = not self._file.waiting
         self._file.append(_line(row))
         if had_room and self._file.waiting:
             reason = self._file.reason
             log.warning("%s cannot be written: %s; rows wait for room", METRICS_FILE, reason)
-        _, known = _known(row)
         for sink in self._sinks:
-            sink.log(step, known)
+            sink.log(*_known(row))
         return row
 
     @property
@@ -97,12 +87,15 @@ class Tracker:
 
     def failures(self) -> list[str]:
         """Describe each incomplete tracker in one line."""
-        waiting = self._file.waiting
-        rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
-        unwritten = f"{rows} could not be written: {self._file.reason}"
-        return [unwritten] * (waiting > 0) + [
-            _failure(sink) for sink in self._sinks if sink.failures
-        ]
+        failures = []
+        if waiting := self._file.waiting:
+            rows = f"{waiting} row{'s' if waiting != 1 else ''} of {METRICS_FILE}"
+            failures.append(f"{rows} could not be written: {self._file.reason}")
+        for sink in self._sinks:
+            if sink.failures:
+                times = f"{sink.failures} time{'s' if sink.failures != 1 else ''}"
+                failures.append(f"{sink.name} failed {times}: {sink.reason}")
+        return failures
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Flush and close; other trackers have `timeout_s` in all."""
@@ -111,29 +104,23 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl without an incomplete last line.
+    """Read a metrics.jsonl without an incomplete last line; empty if it does not exist.
 
     A power cut may damage lines that were not synced. Reading stops at the first of these, with a
     warning.
     """
+    if not path.is_file():
+        return []
     rows = []
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             text = "%s: line %d of %d is damaged: it and later rows are ignored"
             log.warning(text, path, number, len(lines))
             break
-        rows.append(row)
     return rows
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a run's metrics.jsonl; empty if it does not exist."""
-    return read_metrics(path) if path.is_file() else []
 
 
 def _line(row: Row) -> bytes:
@@ -144,15 +131,3 @@ def _known(row: Row) -> tuple[int, dict[str, float]]:
     """Split a row into its step and its finite metrics."""
     known = {name: value for name, value in row.items() if value is not None}
     return int(known.pop("step")), known
-
-
-def _finite(value: float | None) -> float | None:
-    if value is None:
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _failure(sink: BackgroundSink) -> str:
-    times = f"{sink.failures} time{'s' if sink.failures != 1 else ''}"
-    return f"{sink.name} failed {times}: {sink.reason}"
