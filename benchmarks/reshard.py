@@ -61,7 +61,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.shards import NamedShard
+from hybridrl.distributed.regions import NamedShard
 from hybridrl.rollout.engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 

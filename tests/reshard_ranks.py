@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
 from hybridrl.reshard.executor import Destination, ReshardError
 from hybridrl.reshard.resharder import Resharder
-from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.transfers import SourceLayout
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
 from tests.toy_engine import SOURCES, ToyEngine
@@ -73,9 +72,9 @@ class Side:
         """All weights live; or those that are named, and the others frozen."""
         shards = []
         for c in self.layouts:
-            kind = ShardKind.live if live is None or c.name in live else ShardKind.frozen
+            frozen = live is not None and c.name not in live
             get = partial(self.local.__getitem__, c.name)
-            shards.append(NamedShard(c.name, c.shape, get, c.dim, kind))
+            shards.append(NamedShard(c.name, c.shape, get, c.dim, frozen))
         destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
         return SmallBuckets(shards, destination, self.mesh, bucket_elements)
 

@@ -3,10 +3,11 @@
     shards (float32) -> cast and copy what stays on this rank ----------------> live parameters
                      -> cast and pack -> bucket -> exchange -> bucket -> unpack ->
 
-While a bucket is exchanged, the next one is packed and the previous one unpacked.
+Buckets alternate between the two halves of the staging memory: while one is exchanged, the next is
+packed into the other half, once that is unpacked.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.regions import Region, Trace
-from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.buffers import Buffers
-from hybridrl.reshard.copies import Copier, build_copier
-from hybridrl.reshard.exchange import BucketExchange, gather
-from hybridrl.reshard.fingerprint import Hashes
-from hybridrl.reshard.lowering import LoweredPlan
+from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
+from hybridrl.distributed.torch_compat import all_gather_single
+from hybridrl.reshard.copies import BufferRegion, Buffers, Copier, CopyRect, copier_class, cut
+from hybridrl.reshard.fingerprint import FingerprintSums, Hashes, salt
 from hybridrl.reshard.plan import Plan
-from hybridrl.reshard.rects import CopyRect
-from hybridrl.reshard.source_layout import SourceLayout
-from hybridrl.reshard.verify import FingerprintSums
+from hybridrl.reshard.transfers import SourceLayout, Transfer
 
 
 class ReshardError(RuntimeError):
@@ -57,10 +53,12 @@ class Destination:
 class PlanExecutor:
     """Executes one rank's plan. `prepare` and `move` are collectives of the shard group.
 
+    Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
+    memory, in this order.
+
     Args:
         plan: plan of some of the weights.
-        shards: shards of these weights.
-        sources: layouts of these weights.
+        shards: shards of all weights by name.
         destination: this rank's part of a rollout engine.
         group: the shard group.
         hashes: for fingerprints.
@@ -72,38 +70,40 @@ class PlanExecutor:
     def __init__(
         self,
         plan: Plan,
-        shards: Sequence[NamedShard],
-        sources: Sequence[SourceLayout],
+        shards: Mapping[str, NamedShard],
         destination: Destination,
         group: dist.ProcessGroup,
         hashes: Hashes,
     ) -> None:
         self.plan = plan
-        self._shards = shards
-        self._sources = sources
-        rank = dist.get_rank(group)
-        self._shapes = [torch.Size(source.region(rank).shape) for source in sources]
+        self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
+        self._shards = [shards[source.name] for source in plan.sources]
+        self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
+        self._parameters = {name: i for i, name in enumerate(plan.parameters)}
         self._destination = destination
         self._group = group
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
-        self.staging = BucketExchange(plan.buckets, group, destination.dtype, destination.device)
-        self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
-        shapes = destination.trace.parameters
-        self.lowered = LoweredPlan(plan, rank, sources, shapes, self.sums)
         self._buffers = Buffers(destination.device)
+        self._halves: list[Tensor] = []
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Allocate staging memory and look up the addresses of all buffers."""
-        self.staging.allocate()
-        shards = self._local_shards()
-        parameters = [self._destination.tensors[name] for name in self.plan.parameters]
-        if self._buffers.bind([*shards, *parameters, *self.staging.halves]):
+        destination = self._destination
+        self._halves = [
+            torch.empty(size, dtype=destination.dtype, device=destination.device)
+            for size in self.staging_sizes()
+        ]
+        parameters = [destination.tensors[name] for name in self.plan.parameters]
+        if self._buffers.bind([*self._local_shards(), *parameters, *self._halves]):
             numbers = range(len(self.plan.buckets))
-            self._local = self._copier(self.lowered.local())
-            self._pack = [self._copier(self.lowered.pack(number)) for number in numbers]
-            self._unpack = [self._copier(self.lowered.unpack(number)) for number in numbers]
-            self.sums.allocate(self._destination.device)
+            self._local = self._copier(self._local_rects())
+            self._pack = [self._copier(self._pack_rects(number)) for number in numbers]
+            self._unpack = [self._copier(self._unpack_rects(number)) for number in numbers]
+            self.sums.allocate(destination.device)
 
     @torch.no_grad()
     def move(self, *, fingerprint: bool) -> None:
@@ -112,7 +112,7 @@ class PlanExecutor:
         if plan.gathered:
             destination.load(
                 (shard.name, self._gathered(shard, source))
-                for shard, source in zip(self._shards, self._sources, strict=True)
+                for shard, source in zip(self._shards, plan.sources, strict=True)
                 if shard.name in plan.gathered
             )
         for fill in plan.fills:
@@ -122,26 +122,120 @@ class PlanExecutor:
     def release(self) -> None:
         """Free staging memory and drop references to the shards."""
         self._buffers.release()
-        self.staging.free()
+        self._halves = []
+
+    def staging_sizes(self) -> list[int]:
+        """Return the elements of each half of the staging memory."""
+        sizes = [bucket.size for bucket in self.plan.buckets]
+        return [max(sizes[half::2], default=0) for half in (0, 1)]
+
+    def written(self) -> list[CopyRect]:
+        """Return the rectangles of this rank's parameters, to be read back.
+
+        Buffers and sums are numbered by parameter alone.
+        """
+        return [
+            rect
+            for copy in self.plan.copies
+            for region in [self._parameter(copy, first_buffer=0)]
+            for rect in self._rects(copy, region, region, self._parameters[copy.parameter])
+        ]
+
+    def _local_rects(self) -> list[CopyRect]:
+        """Return the rectangles from this rank's shards into its own parameters."""
+        return [
+            rect
+            for copy in self.plan.local
+            for rect in self._rects(
+                copy,
+                self._shard(copy),
+                self._parameter(copy, len(self._sources)),
+                self.sums.number([(self._rank, self._parameters[copy.parameter])]),
+            )
+        ]
+
+    def _pack_rects(self, number: int) -> list[CopyRect]:
+        """Return the rectangles from this rank's shards into staging memory, for a bucket."""
+        return [
+            rect
+            for start, transfer in self.plan.buckets[number].packed
+            for rect in self._rects(
+                transfer,
+                self._shard(transfer),
+                self._staging(number, start, transfer),
+                self.sums.number(
+                    (receiver, self._parameters[copy.parameter])
+                    for copy, receivers in transfer.writes
+                    for receiver in receivers
+                ),
+            )
+        ]
+
+    def _unpack_rects(self, number: int) -> list[CopyRect]:
+        """Return the rectangles from staging memory into this rank's parameters, for a bucket."""
+        return [
+            rect
+            for start, transfer in self.plan.buckets[number].unpacked
+            for copy, receivers in transfer.writes
+            if self._rank in receivers
+            for rect in self._rects(
+                copy,
+                self._staging(number, start, transfer),
+                self._parameter(copy, len(self._sources)),
+                0,
+            )
+        ]
+
+    def _rects(
+        self, moved: TracedCopy | Transfer, source: BufferRegion, target: BufferRegion, sum: int
+    ) -> Iterable[CopyRect]:
+        whole = self._sources[moved.source][1].shape
+        return cut(moved.region, source, target, whole, salt(moved.source), sum)
+
+    def _shard(self, moved: TracedCopy | Transfer) -> BufferRegion:
+        """Return a region of a whole tensor inside this rank's shard."""
+        number, _ = self._sources[moved.source]
+        held = self._held[number]
+        within = (at - first for at, first in zip(moved.region.offset, held.offset, strict=True))
+        return BufferRegion(number, 0, held.shape, tuple(within))
+
+    def _parameter(self, copy: TracedCopy, first_buffer: int) -> BufferRegion:
+        number = first_buffer + self._parameters[copy.parameter]
+        shape = self._destination.trace.parameters[copy.parameter]
+        return BufferRegion(number, 0, shape, copy.offset)
+
+    def _staging(self, number: int, start: int, transfer: Transfer) -> BufferRegion:
+        half = len(self._sources) + len(self._parameters) + number % 2
+        shape = transfer.region.shape
+        return BufferRegion(half, start, shape, (0,) * len(shape))
 
     def _copier(self, rects: list[CopyRect]) -> Copier:
-        return build_copier(rects, self._buffers, self._destination.dtype, self._hashes)
+        destination = self._destination
+        kind = copier_class(destination.device)
+        return kind(rects, self._buffers, destination.dtype, self._hashes)
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []
-        for shard, expected in zip(self._shards, self._shapes, strict=True):
+        for shard, held in zip(self._shards, self._held, strict=True):
             tensor = shard.local()
-            if tensor.shape != expected or not tensor.is_contiguous():
+            if tensor.shape != held.shape or not tensor.is_contiguous():
                 raise ReshardError(
                     f"{shard.name}: this rank's shard has shape {tuple(tensor.shape)}, "
-                    f"planned was {tuple(expected)} of {shard.shape}, contiguous"
+                    f"planned was {held.shape} of {shard.shape}, contiguous"
                 )
             tensors.append(tensor)
         return tensors
 
     def _gathered(self, shard: NamedShard, source: SourceLayout) -> Tensor:
+        """Gather a whole tensor, uncast."""
         position.at(f"gathering {shard.name}")
-        return gather(shard.local(), source, self._group)
+        own = shard.local().movedim(source.dim, 0)
+        padded = own.new_zeros((source.size_per_shard, *own.shape[1:]))
+        padded[: len(own)] = own
+        shards = own.new_empty((source.num_shards, *padded.shape))
+        dist.all_gather(list(shards), padded, group=self._group)
+        whole = shards.flatten(0, 1)[: source.shape[source.dim]]
+        return whole.movedim(0, source.dim).contiguous()
 
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Run all buckets; packing is one bucket ahead, so that the links never wait for it.
@@ -164,19 +258,30 @@ class PlanExecutor:
             for work in arriving:
                 work.wait()
             self._unpack[number].run(0, 1, None, paced=spread and not is_last)
-            self._mark(number + 1, count)
-
-    def _mark(self, number: int, count: int) -> None:
-        """Publish an event that the device passes after a bucket."""
-        if self._destination.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            position.mark("bucket", number, count, event)
+            if self._destination.device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+                position.mark("bucket", number + 1, count, event)
 
     def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
-        """Pack a bucket and start its exchange; return the works to wait for."""
+        """Pack a bucket and start its exchange; on GPUs both are only enqueued.
+
+        Returns:
+            Works to wait for before the bucket is unpacked.
+        """
         self._pack[number].run(0, 1, sums, paced=paced)
-        return self.staging.start(number)
+        bucket, memory = self.plan.buckets[number], self._halves[number % 2]
+        works = []
+        if bucket.slot:
+            slots = memory[: bucket.slot * len(self._ranks)]
+            own = slots.view(len(self._ranks), -1)[self._rank]
+            works.append(all_gather_single(slots, own, group=self._group, async_op=True))
+        operations = [
+            dist.P2POp(kind, memory[part], self._ranks[peer], self._group)
+            for kind, parts in ((dist.isend, bucket.sends), (dist.irecv, bucket.receives))
+            for peer, part in parts
+        ]
+        return works + (dist.batch_isend_irecv(operations) if operations else [])
 
 
 def region_view(tensor: Tensor, region: Region) -> Tensor:

@@ -4,32 +4,34 @@ Frozen weights (those under adapters) have a plan of their own, which runs only 
 not hold them yet. No full parameter is built, unless some rank's loader does more than copy it.
 """
 
+import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.part_timer import PartTimer
-from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.reshard.buffers import Buffers
-from hybridrl.reshard.copies import Copier, build_copier
+from hybridrl.distributed.regions import NamedShard
+from hybridrl.reshard.copies import Buffers, Copier, copier_class
 from hybridrl.reshard.executor import Destination, PlanExecutor, ReshardError, region_view
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.plan import Plan, build_plans, digest
-from hybridrl.reshard.source_layout import largest_index, layouts_of
-from hybridrl.reshard.verify import (
-    NOT_AS_SENT,
-    REPLICAS_DIFFER,
-    differing_replicas,
-    expected_sums,
-    replicas_match,
-    report,
-)
+from hybridrl.reshard.plan import Plan, build_plans
+from hybridrl.reshard.transfers import SourceLayout
 
 logger = logging.getLogger(__name__)
+
+# Reasons why a parameter is wrong, as bits of a byte.
+NOT_AS_SENT, REPLICAS_DIFFER = 1, 2
+_REASONS = {
+    NOT_AS_SENT: "does not hold what was sent to it",
+    REPLICAS_DIFFER: "was sent weights that differ from the first replica's",
+    NOT_AS_SENT | REPLICAS_DIFFER: "does not hold what was sent, which differs between replicas",
+}
 
 
 class Resharder:
@@ -59,11 +61,18 @@ class Resharder:
         self._mesh = mesh
         self._group = mesh.get_group("dp_shard")
         self._shards = {shard.name: shard for shard in shards}
-        self._sources = layouts_of(shards, dist.get_world_size(self._group))
-        self._hashes = hashes(*largest_index(self._sources), destination.device)
-        frozen = [shard.name for shard in shards if shard.kind is ShardKind.frozen]
+        num_shards = dist.get_world_size(self._group)
+        self._sources = [SourceLayout(s.name, tuple(s.shape), num_shards, s.dim) for s in shards]
+        # Hashes of all rows and columns, of tensors viewed as rows of their last dim.
+        rows = max(1, *(math.prod(source.shape[:-1]) for source in self._sources))
+        columns = max(source.shape[-1] for source in self._sources)
+        self._hashes = hashes(rows, columns, destination.device)
+        frozen = [shard.name for shard in shards if shard.frozen]
         plans = self._agreed_plans((bucket_mb << 20) // destination.dtype.itemsize, frozen)
-        self._executors = [self._executor(plan) for plan in plans]
+        self._executors = [
+            PlanExecutor(plan, self._shards, destination, self._group, self._hashes)
+            for plan in plans
+        ]
         self._parameters = plans[0].parameters
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
@@ -126,20 +135,34 @@ class Resharder:
         found = torch.zeros(len(names), dtype=torch.int64, device=self._destination.device)
         self._reader.run(0, 1, found, paced=False)
         cells = torch.stack([executor.sums.cells() for executor in self._executors]).sum(0)
-        expected = expected_sums(cells, self._group)
+        arrived = torch.empty_like(cells)
+        dist.all_to_all_single(arrived, cells, group=self._group)
+        expected = arrived.sum(0)
         problems = (found != expected).to(torch.uint8) * NOT_AS_SENT
         for fill in (fill for executor in self._executors for fill in executor.plan.fills):
             region = region_view(tensors[fill.parameter], fill.region)
             problems[names.index(fill.parameter)] |= (region != fill.value).any()
         if self._compares_replicas:
-            differ = differing_replicas(expected, self._mesh.get_group("dp_replicate"))
-            problems |= differ.to(torch.uint8) * REPLICAS_DIFFER
-        listed = report(problems, names)
+            replicas = _all_gather(expected, self._mesh.get_group("dp_replicate"))
+            problems |= (replicas[0] != expected).to(torch.uint8) * REPLICAS_DIFFER
+        listed = self._report(problems)
         if listed:
             raise ReshardError(
                 f"after reshard {version} the rollout engine's weights are not the actor's:\n"
                 f"  {listed}"
             )
+
+    def _report(self, problems: Tensor) -> str:
+        """Describe wrong parameters and their ranks, "" if none; a collective of all ranks."""
+        wrong = _all_gather(problems).cpu()
+        ranks_of: dict[tuple[str, int], list[int]] = {}
+        for rank, index in wrong.nonzero().tolist():
+            key = (self._parameters[index], int(wrong[rank, index]))
+            ranks_of.setdefault(key, []).append(rank)
+        return "\n  ".join(
+            f"{name} on ranks {ranks}: {_REASONS[kind]}"
+            for (name, kind), ranks in sorted(ranks_of.items())
+        )
 
     def _wait_for_group(self) -> None:
         """Wait for the ranks of the group, so that a straggler does not count as a slow move."""
@@ -155,39 +178,33 @@ class Resharder:
 
     def _agreed_plans(self, bucket_elements: int, frozen: list[str]) -> list[Plan]:
         """Return this rank's plans, after a check that all ranks plan from the same inputs."""
-        traces = self._all_ranks(self._destination.trace)
-        inputs = (digest(self._sources, traces, bucket_elements), frozen)
-        digests = self._all_ranks(inputs)
+        inputs = repr((self._sources, frozen, bucket_elements)).encode()
+        own = (self._destination.trace, hashlib.blake2b(inputs).digest())
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        traces, digests = zip(*gathered, strict=True)
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
             raise ReshardError(
-                f"ranks {odd} would plan the reshard from other inputs than rank 0: their shards, "
-                "traces or rollout.reshard_bucket_mb differ"
+                f"ranks {odd} would plan the reshard from other inputs than rank 0: their shards "
+                "or rollout.reshard_bucket_mb differ"
             )
-        self._compares_replicas = self._mesh["dp_replicate"].size() > 1 and replicas_match(
-            traces, self._mesh
+        # An engine that spans replicas gives each another slice; then they cannot be compared.
+        groups = self._mesh.mesh.T.tolist()
+        self._compares_replicas = self._mesh["dp_replicate"].size() > 1 and all(
+            traces[rank] == traces[group[0]] for group in groups for rank in group
         )
-        members = dist.get_process_group_ranks(self._group)
+        group_traces = [traces[rank] for rank in dist.get_process_group_ranks(self._group)]
         rank = dist.get_rank(self._group)
-        group_traces = [traces[member] for member in members]
         return build_plans(self._sources, frozen, group_traces, rank, bucket_elements)
-
-    def _executor(self, plan: Plan) -> PlanExecutor:
-        sources = [source for source in self._sources if source.name in plan.sources]
-        shards = [self._shards[source.name] for source in sources]
-        return PlanExecutor(plan, shards, sources, self._destination, self._group, self._hashes)
-
-    def _all_ranks(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
 
     def _parameter_reader(self) -> Copier:
         """Return a copier that only reads the live parameters, whose addresses never change."""
         parameters = Buffers(self._destination.device)
         parameters.bind([self._destination.tensors[name] for name in self._parameters])
-        rects = [rect for executor in self._executors for rect in executor.lowered.written()]
-        return build_copier(rects, parameters, self._destination.dtype, self._hashes, write=False)
+        rects = [rect for executor in self._executors for rect in executor.written()]
+        kind = copier_class(parameters.device)
+        return kind(rects, parameters, self._destination.dtype, self._hashes, write=False)
 
     def _log_plans(self) -> None:
         """Log slow parameters and the traffic of the layout."""
@@ -208,9 +225,16 @@ class Resharder:
                 "receives and all-gathers; it receives %.1f MiB "
                 "%s, of which %.1f MiB are beyond what it holds under any layout",
                 len(plan.buckets),
-                executor.staging.nbytes / 2**20,
+                sum(executor.staging_sizes()) * mib,
                 sum(bucket.operations for bucket in plan.buckets),
                 plan.received * mib,
                 often,
                 plan.unavoidable * mib,
             )
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the tensors of a group's ranks, stacked."""
+    every = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(every), tensor, group=group)
+    return every

@@ -1,6 +1,5 @@
-"""Transfers between ranks, cut into chunks that fit into buckets."""
+"""Transfers between ranks: what others need of each shard, in chunks that fit into buckets."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,11 +7,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.distributed.regions import Region, TracedCopy
-from hybridrl.reshard.source_layout import SourceLayout, intersect
 
 # Transfers begin at multiples of this many elements in staging memory, so that 16-byte accesses
 # stay possible whatever the sizes before them.
 ALIGNMENT = 16
+
+
+class SourceLayout(NamedTuple):
+    """Checkpoint tensor, cut along one dim over the ranks of a shard group; see `NamedShard`."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_shards: int
+    dim: int = 0
+
+    @property
+    def size_per_shard(self) -> int:
+        """Length along `dim` of the first shard, which is the longest."""
+        return -(-self.shape[self.dim] // self.num_shards)
+
+    def region(self, shard: int) -> Region:
+        """Return the region that shard number `shard` holds."""
+        size = self.shape[self.dim]
+        start = min(shard * self.size_per_shard, size)
+        stop = min(start + self.size_per_shard, size)
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], shape[self.dim] = start, stop - start
+        return Region(tuple(offset), tuple(shape))
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """Return the intersection of two regions of one tensor, or None."""
+    start = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
+    stop = tuple(
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+    if any(b <= a for a, b in zip(start, stop, strict=True)):
+        return None
+    return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
+    """Return the part of a copy whose source is in a region, or None."""
+    region = intersect(held, copy.region)
+    if region is None:
+        return None
+    offset = tuple(
+        at + r - c for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
+    )
+    return TracedCopy(copy.source, region, copy.parameter, offset)
 
 
 class Transfer(NamedTuple):
@@ -33,7 +77,7 @@ class Transfer(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements moved to each receiver."""
-        return math.prod(self.region.shape)
+        return self.region.numel
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -83,12 +127,7 @@ class Chunker:
         self._known: dict[Any, tuple[list[Chunk], list[str]]] = {}
 
     def chunks(self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]) -> list[Chunk]:
-        """Return the chunks of a source, in order.
-
-        Args:
-            source: the checkpoint tensor.
-            copies: all copies of it, each with its rank.
-        """
+        """Return the chunks of a source, in order, given all copies of it, each with its rank."""
         parameters = list(dict.fromkeys(copy.parameter for _, copy in copies))
         number = {name: index for index, name in enumerate(parameters)}
         geometry = tuple((r, c.region, number[c.parameter], c.offset) for r, c in copies)
@@ -105,8 +144,6 @@ class Chunker:
     def _cut(
         self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]
     ) -> Iterator[Chunk]:
-        if not copies:
-            return
         # Ranks with the same slice of an engine make the same copies.
         receivers: dict[TracedCopy, list[int]] = {}
         for receiver, copy in copies:
@@ -153,18 +190,20 @@ class Chunker:
             by_region: dict[Region, list[_SharedCopy]] = {}
             for copy, ranks in needed[sender]:
                 part = common_part(copy, held)
-                if part is not None:
-                    by_region.setdefault(part.region, []).append((part, ranks))
+                others = ranks[ranks != sender]
+                if part is not None and len(others):
+                    by_region.setdefault(part.region, []).append((part, others))
             for region, shared in by_region.items():
-                others = _others(shared, sender)
-                if not len(others):
-                    continue
-                size = aligned(math.prod(region.shape))
+                receivers = shared[0][1]
+                if len(shared) > 1:
+                    receivers = np.unique(np.concatenate([ranks for _, ranks in shared]))
+                size = aligned(region.numel)
                 sent[sender] += size
-                received[others] += size
-                breadths.add(len(others))
-                if self._rank == sender or (others == self._rank).any():
-                    transfers.append(Transfer(source, region, sender, _writes(shared, sender)))
+                received[receivers] += size
+                breadths.add(len(receivers))
+                if self._rank == sender or (receivers == self._rank).any():
+                    writes = tuple((copy, tuple(ranks.tolist())) for copy, ranks in shared)
+                    transfers.append(Transfer(source, region, sender, writes))
         breadth, slot = max(breadths), int(sent.max())
         to_all = breadth > 1 and breadths == {0, self._num_ranks - 1}
         if to_all and slot * self._num_ranks <= 2 * sent.sum():
@@ -172,46 +211,15 @@ class Chunker:
         return Chunk(sent + received, 0, breadth, transfers)
 
 
-def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
-    """Return the part of a copy whose source is in a region, or None."""
-    region = intersect(held, copy.region)
-    if region is None:
-        return None
-    offset = tuple(
-        at + r - c for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
-    )
-    return TracedCopy(copy.source, region, copy.parameter, offset)
-
-
 def aligned(size: int) -> int:
     """Round a number of elements up to the alignment of transfers."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _others(shared: Sequence[_SharedCopy], sender: int) -> NDArray[np.int64]:
-    """Return the ranks other than the sender that make one of these copies, once, in order."""
-    first, *more = (ranks for _, ranks in shared)
-    ranks = np.unique(np.concatenate([first, *more])) if more else first
-    return ranks[ranks != sender]
-
-
-def _writes(
-    shared: Sequence[_SharedCopy], sender: int
-) -> tuple[tuple[TracedCopy, tuple[int, ...]], ...]:
-    """Return the copies that ranks other than the sender make, and these ranks."""
-    writes = ((copy, tuple(ranks[ranks != sender].tolist())) for copy, ranks in shared)
-    return tuple((copy, receivers) for copy, receivers in writes if receivers)
-
-
 def _renamed(transfer: Transfer, source: str, parameters: Mapping[str, str]) -> Transfer:
     """Return the same transfer of another source, for other parameters."""
-    if transfer.source == source:
-        return transfer
-    region = transfer.region
     writes = tuple(
-        [
-            (TracedCopy(source, region, parameters[copy.parameter], copy.offset), receivers)
-            for copy, receivers in transfer.writes
-        ]
+        (copy._replace(source=source, parameter=parameters[copy.parameter]), receivers)
+        for copy, receivers in transfer.writes
     )
-    return Transfer(source, region, transfer.sender, writes)
+    return transfer._replace(source=source, writes=writes)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.buffers import Buffers
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect
 from hybridrl.reshard.fingerprint import Hashes
-from hybridrl.reshard.rects import CopyRect
 
 
 class _Shape(NamedTuple):
@@ -54,11 +53,10 @@ class _Launch(NamedTuple):
     owners: Tensor
 
 
-class TritonCopier:
+class TritonCopier(Copier):
     """Copier with one kernel launch per kind of rectangle, mostly one in all.
 
-    A kind is a source dtype and whether 16-byte accesses are possible everywhere. For arguments
-    see `build_copier`.
+    A kind is a source dtype and whether 16-byte accesses are possible everywhere.
     """
 
     def __init__(
@@ -68,12 +66,9 @@ class TritonCopier:
         dtype: torch.dtype,
         hashes: Hashes,
         *,
-        write: bool,
+        write: bool = True,
     ) -> None:
-        self._buffers = buffers
-        self._dtype = dtype
-        self._hashes = hashes
-        self._write = write
+        super().__init__(rects, buffers, dtype, hashes, write=write)
         self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
         kinds: dict[tuple[torch.dtype, bool], list[CopyRect]] = {}
         for rect in rects:
@@ -85,7 +80,7 @@ class TritonCopier:
         ]
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
-        """Do one part of the work; see `Copier`."""
+        """Do one part of the work; see `Copier.run`."""
         hashes, shape = self._hashes, BESIDE_EXCHANGE if paced else ALONE
         for launch in self._launches:
             count = len(launch.owners)
@@ -145,29 +140,15 @@ def _tables(
             for rect in rects
         ]
     )
+    in_bytes = [
+        rect._replace(
+            source_start=rect.source_start * source_itemsize,
+            target_start=rect.target_start * target_itemsize,
+        )
+        for rect in rects
+    ]
     first = programs.cumsum(0) - programs
-    table = torch.tensor(
-        [
-            (
-                0,
-                rect.source,
-                rect.source_start * source_itemsize,
-                rect.source_stride,
-                rect.target,
-                rect.target_start * target_itemsize,
-                rect.target_stride,
-                rect.rows,
-                rect.columns,
-                rect.row,
-                rect.column,
-                rect.salt,
-                rect.sum,
-            )
-            for rect in rects
-        ],
-        dtype=torch.int64,
-    )
-    table[:, 0] = first
+    table = torch.cat([first[:, None], torch.tensor(in_bytes, dtype=torch.int64)], dim=1)
     owners = torch.arange(len(rects), dtype=torch.int32).repeat_interleave(programs)
     return table.to(device), owners.to(device)
 

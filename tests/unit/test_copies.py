@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.reshard.buffers import BufferRegion, Buffers
-from hybridrl.reshard.copies import build_copier
+from hybridrl.distributed.regions import Region
+from hybridrl.reshard.copies import BufferRegion, Buffers, Copier, cut
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.rects import cut
 from tests.random_rects import check_kernel
 
 CPU = torch.device("cpu")
@@ -39,17 +38,17 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
     corner = (1,) * len(shape)
     rects = list(
         cut(
-            shape,
+            Region(offset, shape),
             BufferRegion(0, 0, whole, offset),
             BufferRegion(1, 0, tuple(target.shape), corner),
-            (whole, offset),
+            whole,
             salt=1,
             sum=0,
         )
     )
     buffers = Buffers(CPU)
     buffers.bind([source, target])
-    copier = build_copier(rects, buffers, torch.float32, hashes(64, 64, CPU))
+    copier = Copier(rects, buffers, torch.float32, hashes(64, 64, CPU))
     copier.run(0, 1, None, paced=False)
     expected = torch.full_like(target, -1.0)
     take(expected, corner, shape).copy_(take(source, offset, shape))
@@ -59,7 +58,7 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
 def test_rows_of_a_3_dim_tensor_are_numbered_through():
     """Element (i, j, k) of a 4 x 7 x 5 tensor is in row 7 i + j."""
     region = BufferRegion(0, 0, (4, 7, 5), (2, 3, 1))
-    rects = cut((2, 4, 2), region, region, ((4, 7, 5), (2, 3, 1)), salt=1, sum=0)
+    rects = cut(Region((2, 3, 1), (2, 4, 2)), region, region, (4, 7, 5), salt=1, sum=0)
     assert [(p.row, p.column, p.rows, p.columns) for p in rects] == [
         (7 * 2 + 3, 1, 4, 2),
         (7 * 3 + 3, 1, 4, 2),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.transfers import SourceLayout
 from tests.unit.whole_plan import build_plan
 
 HEAD, KV_ROWS, VOCAB = 128, 8 * 128, 128256
