@@ -42,12 +42,11 @@ def trace_loader(
         `Trace.refused` has the reason, and none of its copies and fills are listed.
     """
     tracer = _Tracer(model, dtype)
-    before = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
+    before = places(model)
     with torch.no_grad(), tracer:
         load(tracer.feed(sources))
-    after = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
-    moved = sorted(name for name in before | after if before.get(name) != after.get(name))
-    assert not moved, f"the loader replaced the storage of {moved}"
+    moved = dict(places(model).items() ^ before.items())
+    assert not moved, f"the loader replaced the storage of {sorted(moved)}"
     return tracer.result()
 
 
@@ -55,6 +54,11 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters, then its buffers, by name."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     return parameters | dict(model.named_buffers())
+
+
+def places(model: nn.Module) -> dict[str, tuple[int, torch.Size]]:
+    """Return address and shape of a model's parameters and buffers, by name."""
+    return {name: (t.data_ptr(), t.shape) for name, t in live_tensors(model).items()}
 
 
 class _Tracer(TorchDispatchMode):

@@ -30,10 +30,6 @@ WORKER_PARTS = {
     "initialize_from_config": "KV cache",
     "compile_or_warm_up_model": "warm-up",
 }
-# Functions of the worker's module that the warm-up calls, once each, on GPUs. The time of one that
-# this version of vLLM lacks counts as the warm-up's.
-WARM_UP_PARTS = {"kernel_warmup": "kernels", "warmup_kernels": "kernels of sampling"}
-GRAPHS = "CUDA graphs"
 _WORKERS = {
     "cuda": ("vllm.v1.worker.gpu_worker", "Worker"),
     "cpu": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
@@ -60,7 +56,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.capture_model"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
     ("vllm.distributed.parallel_state", "get_tp_group"),
@@ -157,7 +152,7 @@ def start_hooks(
         adapt: changes the loaded model.
     """
     worker = worker_class(device_type)
-    load, warm_up = worker.load_model, worker.compile_or_warm_up_model
+    load = worker.load_model
 
     def with_adapters(self: Any, **kwargs: Any) -> Any:
         runner = self.model_runner
@@ -170,21 +165,10 @@ def start_hooks(
         with replaced(runner, {"load_model": load_and_adapt}):
             return load(self, **kwargs)
 
-    def with_graphs_apart(self: Any) -> Any:
-        capture = counted(self.model_runner.capture_model, GRAPHS)
-        with replaced(self.model_runner, {"capture_model": capture}):
-            return warm_up(self)
-
-    methods = {name: getattr(worker, name) for name in WORKER_PARTS}
-    methods |= {"load_model": with_adapters, "compile_or_warm_up_model": with_graphs_apart}
-    hooks = {name: counted(methods[name], part) for name, part in WORKER_PARTS.items()}
-    module = sys.modules[worker.__module__]
-    functions = {
-        name: counted(getattr(module, name), part)
-        for name, part in WARM_UP_PARTS.items()
-        if name in vars(module)
-    }
-    with replaced(worker, hooks), replaced(module, functions):
+    methods = {name: getattr(worker, name) for name in WORKER_PARTS} | {"load_model": with_adapters}
+    with replaced(
+        worker, {name: counted(methods[name], part) for name, part in WORKER_PARTS.items()}
+    ):
         yield
 
 
@@ -239,19 +223,6 @@ def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
     )
 
 
-def is_truncated(reason: Any) -> bool:
-    """Return whether a response ended at its length limit, not at a stop token.
-
-    Raises:
-        RuntimeError: it ended for another reason, which the message names.
-    """
-    from vllm.v1.engine import FinishReason
-
-    if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise RuntimeError(reason.name)
-    return reason is FinishReason.LENGTH
-
-
 class StepLogProbs:
     """Log-probs of each decoding step, kept before the scheduler splits them by request.
 
@@ -293,23 +264,6 @@ def asleep_bytes(tag: str) -> int:
     sizes = [data.handle[1] for data in known if data.tag == tag]
     assert sizes, f"vLLM has tagged no allocation as {tag}"
     return sum(sizes)
-
-
-def sleep_without_weights(llm: Any) -> None:
-    """Make vLLM's level-1 sleep discard the KV cache and keep the weights in place.
-
-    Raises:
-        RuntimeError: this version of vLLM sleeps in another way.
-    """
-    try:
-        from hybridrl.rollout import kv_cache_sleep
-
-        kv_cache_sleep.install(llm)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"rollout.sleep = kv_cache does not fit this version of vllm: {error}. Set "
-            "rollout.sleep=all or none, or install the version pinned in requirements/"
-        ) from error
 
 
 def patch(owner: Any, name: str, new: Any) -> None:

@@ -1,12 +1,11 @@
 """Rollout engine: vLLM inside this process."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,21 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
-from hybridrl.distributed.torch_compat import own_tensor
 from hybridrl.distributed.weights import checkpoint_shapes
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout import requests, vllm_compat
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
-from hybridrl.rollout.engine import EnginePart, Generated
-from hybridrl.rollout.options import engine_options
+from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.start import StartTimes, log_start, start_vllm
-from hybridrl.rollout.trace import live_tensors, trace_loader
+from hybridrl.rollout.start import StartTimes, engine_options, log_start, start_vllm
+from hybridrl.rollout.trace import live_tensors, places, trace_loader
+
+
+class EnginePart(Enum):
+    """Parts of an engine that wake separately; weights first."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
 
 # Parts that `sleep` frees.
 SLEEPERS = {
@@ -88,13 +93,15 @@ class VLLMEngine:
             options = engine_options(config, device_type)
             self._llm = start_vllm(folder, options, times, device_type, self._adapt)
         self._model = self._llm.apply_model(lambda model: model)[0]
+        self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
-        self._addresses = _addresses(self._model, self._written)
         with times.part("first sampling"):
             self._warm_up()
         log_start(times, self._llm)
         if self._on_gpu and config.sleep is SleepMode.kv_cache:
-            vllm_compat.sleep_without_weights(self._llm)
+            from hybridrl.rollout import kv_cache_sleep  # imports vllm
+
+            kv_cache_sleep.install(self._llm)
         self.sleep()
 
     @property
@@ -113,13 +120,14 @@ class VLLMEngine:
         The parameters do not change.
         """
         trace, lora = self._trace(self._model, sources), self._config.lora
-        buffers = trace.parameters.keys() - self._written
-        self._written |= buffers
-        self._addresses += _addresses(self._model, buffers)
+        self._written |= trace.parameters.keys()
         return trace if lora is None else trace_with_adapters(trace, lora)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live parameters by vLLM's names, and the buffers that its loader writes."""
+        """Return the live parameters by vLLM's names, and the buffers that its loader writes.
+
+        Their addresses never change.
+        """
         live = live_tensors(self._model)
         return {name: tensor for name, tensor in live.items() if name in self._written}
 
@@ -128,13 +136,14 @@ class VLLMEngine:
         self._model.load_weights(weights)
 
     def check(self) -> None:
-        """Raise RuntimeError if the address of a module's parameter has changed."""
-        moved = [known.name for known in self._addresses if not known.is_kept()]
+        """Raise RuntimeError if the address of one of `tensors` has changed."""
+        found = places(self._model)
+        moved = [name for name in self._written if found.get(name) != self._places[name]]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
     def wake(self, part: EnginePart) -> None:
-        """Map a sleeping part's memory; the KV cache must wake after the weights."""
+        """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first."""
         if part in self._awake:
             return
         if part is EnginePart.KV_CACHE:
@@ -196,15 +205,14 @@ class VLLMEngine:
     def _sample(
         self, prompts: PromptBatch, max_tokens: Sequence[int], stop_token_ids: Sequence[int]
     ) -> Generated:
-        from hybridrl.rollout import requests  # imports vllm
-
         self._calls += 1
         self._prefixes_cached = True
         return requests.generate(
             vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
-            requests.ResponseLimits(max_tokens, stop_token_ids),
+            max_tokens,
+            stop_token_ids,
             call=self._calls,
         )
 
@@ -270,31 +278,3 @@ class VLLMEngine:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         if extremes.tolist() != [own, -own]:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
-
-
-class _Address(NamedTuple):
-    """Address of a module's parameter or buffer at the start."""
-
-    name: str
-    module: nn.Module
-    key: str
-    address: int
-    shape: torch.Size
-
-    def is_kept(self) -> bool:
-        """Return whether address and shape are unchanged."""
-        found = own_tensor(self.module, self.key)
-        return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
-
-
-def _addresses(model: nn.Module, names: Collection[str]) -> list[_Address]:
-    """Return the addresses of the named tensors; a later walk over all modules would be slow."""
-    return [
-        _Address(name, module, name.rpartition(".")[2], tensor.data_ptr(), tensor.shape)
-        for prefix, module in model.named_modules()
-        for name, tensor in chain(
-            module.named_parameters(prefix, recurse=False),
-            module.named_buffers(prefix, recurse=False),
-        )
-        if name in names
-    ]

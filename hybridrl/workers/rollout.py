@@ -21,10 +21,10 @@ from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.models.resolve import model_folder
 from hybridrl.reshard.executor import Destination
 from hybridrl.reshard.resharder import Resharder
-from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
+from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_compat import MODULES
-from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
@@ -58,7 +58,7 @@ class RolloutWorker(Worker):
         prepare(config, device_type)
         return MODULES[device_type]
 
-    def build_engine(self) -> RolloutEngine:
+    def build_engine(self) -> VLLMEngine:
         """Build the engine, with arbitrary weights."""
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.choices import DType, SleepMode
-from hybridrl.rollout.engine import EnginePart, Generated
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.requests import Generated
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, error_of, prompts, rollout_config
 

@@ -7,8 +7,7 @@ import pytest
 
 from hybridrl.config.choices import DType, Init, SleepMode
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout.options import engine_options, graph_sizes
-from hybridrl.rollout.start import StartTimes
+from hybridrl.rollout.start import StartTimes, engine_options, graph_sizes
 from hybridrl.rollout.vllm_compat import replaced
 
 
