@@ -56,12 +56,12 @@ class BufferRegion(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    def element(self, index: Sequence[int]) -> int:
-        """Return the element of the buffer at an index of the region's leading dims."""
+    def rectangle(self, index: Sequence[int], rows: int) -> tuple[int, int, int]:
+        """Return buffer, first element and row stride at an index of the region's leading dims."""
         element = 0
         for size, at, i in itertools.zip_longest(self.shape, self.offset, index, fillvalue=0):
             element = element * size + at + i
-        return self.start + element
+        return self.buffer, self.start + element, self.shape[-1] if rows > 1 else 0
 
 
 def cut(
@@ -85,20 +85,13 @@ def cut(
     rows, columns = (1, *region.shape)[-2:]
     within = BufferRegion(0, 0, whole, region.offset)
     for index in itertools.product(*(range(size) for size in region.shape[:-2])):
-        row, column = divmod(within.element(index), whole[-1])
+        _, first, _ = within.rectangle(index, rows)
         yield CopyRect(
-            source=source.buffer,
-            source_start=source.element(index),
-            source_stride=source.shape[-1] if rows > 1 else 0,
-            target=target.buffer,
-            target_start=target.element(index),
-            target_stride=target.shape[-1] if rows > 1 else 0,
-            rows=rows,
-            columns=columns,
-            row=row,
-            column=column,
-            salt=salt,
-            sum=sum,
+            *source.rectangle(index, rows),
+            *target.rectangle(index, rows),
+            *(rows, columns),
+            *divmod(first, whole[-1]),
+            *(salt, sum),
         )
 
 

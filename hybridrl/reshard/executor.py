@@ -76,7 +76,7 @@ class PlanExecutor:
         hashes: Hashes,
     ) -> None:
         self.plan = plan
-        self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
+        self.sums = FingerprintSums((dist.get_world_size(group), len(plan.parameters)))
         self._shards = [shards[source.name] for source in plan.sources]
         self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
         self._parameters = {name: i for i, name in enumerate(plan.parameters)}
@@ -129,18 +129,6 @@ class PlanExecutor:
         sizes = [bucket.size for bucket in self.plan.buckets]
         return [max(sizes[half::2], default=0) for half in (0, 1)]
 
-    def written(self) -> list[CopyRect]:
-        """Return the rectangles of this rank's parameters, to be read back.
-
-        Buffers and sums are numbered by parameter alone.
-        """
-        return [
-            rect
-            for copy in self.plan.copies
-            for region in [self._parameter(copy, first_buffer=0)]
-            for rect in self._rects(copy, region, region, self._parameters[copy.parameter])
-        ]
-
     def _local_rects(self) -> list[CopyRect]:
         """Return the rectangles from this rank's shards into its own parameters."""
         return [
@@ -149,7 +137,7 @@ class PlanExecutor:
             for rect in self._rects(
                 copy,
                 self._shard(copy),
-                self._parameter(copy, len(self._sources)),
+                self._parameter(copy),
                 self.sums.number([(self._rank, self._parameters[copy.parameter])]),
             )
         ]
@@ -181,7 +169,7 @@ class PlanExecutor:
             for rect in self._rects(
                 copy,
                 self._staging(number, start, transfer),
-                self._parameter(copy, len(self._sources)),
+                self._parameter(copy),
                 0,
             )
         ]
@@ -199,8 +187,8 @@ class PlanExecutor:
         within = (at - first for at, first in zip(moved.region.offset, held.offset, strict=True))
         return BufferRegion(number, 0, held.shape, tuple(within))
 
-    def _parameter(self, copy: TracedCopy, first_buffer: int) -> BufferRegion:
-        number = first_buffer + self._parameters[copy.parameter]
+    def _parameter(self, copy: TracedCopy) -> BufferRegion:
+        number = len(self._sources) + self._parameters[copy.parameter]
         shape = self._destination.trace.parameters[copy.parameter]
         return BufferRegion(number, 0, shape, copy.offset)
 
@@ -286,6 +274,4 @@ class PlanExecutor:
 
 def region_view(tensor: Tensor, region: Region) -> Tensor:
     """Return a region of a tensor, as a view."""
-    for dim, (start, size) in enumerate(zip(region.offset, region.shape, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
+    return tensor[tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))]

@@ -64,11 +64,11 @@ class Plan:
         sources: the weights that are moved.
         local: copies out of this rank's own shards; regions of whole source tensors.
         buckets: exchanges in order; the same number on every rank of the group.
-        copies: all copies into this rank's parameters, before they are cut.
         fills: constants (vocabulary padding), written every time.
         gathered: names of sources that are gathered whole and loaded by the engine's loader,
             because some rank's trace refused their parameters.
         parameters: names of the engine's parameters, in one order on all ranks.
+        written: elements of parameters that this rank writes, without constants and loaders.
         received: elements this rank receives from others.
         unavoidable: elements it would receive if it used all of its own shards.
     """
@@ -76,22 +76,17 @@ class Plan:
     sources: list[SourceLayout]
     local: list[TracedCopy]
     buckets: list[Bucket]
-    copies: list[TracedCopy]
     fills: list[TracedFill]
     gathered: set[str]
     parameters: list[str]
+    written: int
     received: int
     unavoidable: int
 
     @property
-    def written(self) -> int:
-        """Elements of parameters that this rank writes, without constants and loaders."""
-        return _numel(self.copies)
-
-    @property
     def exchanges_much(self) -> bool:
         """True if links, which are over ten times slower than memory, limit the move."""
-        return 32 * self.received > _numel(self.local)
+        return 32 * self.received > sum(copy.region.numel for copy in self.local)
 
 
 @garbage_collection_off()
@@ -147,7 +142,7 @@ def _plan(
         for copy in trace.copies:
             if copy.source in copies:
                 copies[copy.source].append((receiver, copy))
-    own_copies = [copy for copy in traces[rank].copies if copy.source in copies]
+    written = sum(copy.region.numel for copy in traces[rank].copies if copy.source in copies)
     refused = {
         name for trace in traces for refusal in trace.refused.values() for name in refusal.sources
     }
@@ -167,12 +162,14 @@ def _plan(
             if receiver == rank and (part := common_part(copy, held[source.name])) is not None
         ],
         buckets=buckets,
-        copies=own_copies,
         fills=fills,
         gathered=refused & copies.keys(),
         parameters=list(traces[0].parameters),
-        received=sum(transfer.numel for bucket in buckets for _, transfer in bucket.unpacked),
-        unavoidable=max(0, _numel(own_copies) - useful),
+        written=written,
+        received=sum(
+            transfer.region.numel for bucket in buckets for _, transfer in bucket.unpacked
+        ),
+        unavoidable=max(0, written - useful),
     )
 
 
@@ -228,7 +225,7 @@ def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
     for transfer, is_gathered in ((t, c.slot > 0) for c in chunks for t in c.transfers):
         if is_gathered:
             placed.append((ends[transfer.sender], transfer))
-            ends[transfer.sender] += aligned(transfer.numel)
+            ends[transfer.sender] += aligned(transfer.region.numel)
         else:
             key = (transfer.sender != rank, transfer.sender, transfer.receivers)
             send_groups.setdefault(key, []).append(transfer)
@@ -239,7 +236,7 @@ def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
         begin = end
         for transfer in transfers:
             placed.append((end, transfer))
-            end += aligned(transfer.numel)
+            end += aligned(transfer.region.numel)
         if sender == rank:
             sends += [(receiver, slice(begin, end)) for receiver in receivers]
         else:
@@ -252,7 +249,3 @@ def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
         unpacked=[(start, transfer) for start, transfer in placed if transfer.sender != rank],
         size=end,
     )
-
-
-def _numel(copies: Iterable[TracedCopy]) -> int:
-    return sum(copy.region.numel for copy in copies)

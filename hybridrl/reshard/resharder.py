@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import NamedShard
-from hybridrl.reshard.copies import Buffers, Copier, copier_class
+from hybridrl.reshard.copies import BufferRegion, Buffers, Copier, CopyRect, copier_class, cut
 from hybridrl.reshard.executor import Destination, PlanExecutor, ReshardError, region_view
-from hybridrl.reshard.fingerprint import hashes
+from hybridrl.reshard.fingerprint import hashes, salt
 from hybridrl.reshard.plan import Plan, build_plans
 from hybridrl.reshard.transfers import SourceLayout
 
@@ -98,16 +98,19 @@ class Resharder:
             ReshardError: on all ranks if a parameter did not arrive as sent on any rank; or a
                 shard does not have the planned shape.
         """
-        executors = self._due(verify=verify, kept=kept)
+        only_live = kept and self._frozen_is_there and (self._sums_are_known or not verify)
+        executors = self._executors[-1:] if only_live else self._executors
         # Until the end the content of the parameters is undefined.
         self._frozen_is_there = self._sums_are_known = False
-        timer = PartTimer(self._destination.device)
+        device, itemsize = self._destination.device, self._destination.dtype.itemsize
+        timer = PartTimer(device)
         for executor in executors:
             try:
                 with timer.part("prepare_s"):
                     executor.prepare()
-                with timer.part("wait_s"):
-                    self._wait_for_group()
+                with timer.part("wait_s"):  # so that a straggler does not count as a slow move
+                    if dist.get_world_size(self._group) > 1:
+                        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
                 with timer.part("move_s"):
                     executor.move(fingerprint=verify)
             finally:
@@ -117,10 +120,9 @@ class Resharder:
             with timer.part("verify_s"):
                 self.verify(version)
         self._frozen_is_there = True
-        size = self._destination.dtype.itemsize
         return timer.seconds | {
-            "received_bytes": float(size * sum(executor.plan.received for executor in executors)),
-            "written_bytes": float(size * sum(executor.plan.written for executor in executors)),
+            "received_bytes": float(itemsize * sum(one.plan.received for one in executors)),
+            "written_bytes": float(itemsize * sum(one.plan.written for one in executors)),
         }
 
     @torch.no_grad()
@@ -164,18 +166,6 @@ class Resharder:
             for (name, kind), ranks in sorted(ranks_of.items())
         )
 
-    def _wait_for_group(self) -> None:
-        """Wait for the ranks of the group, so that a straggler does not count as a slow move."""
-        if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(torch.zeros(1, device=self._destination.device), group=self._group)
-
-    def _due(self, *, verify: bool, kept: bool) -> list[PlanExecutor]:
-        """Return the executors to run: all, or only that of weights that change."""
-        sums_are_known = self._sums_are_known or not verify
-        if kept and self._frozen_is_there and sums_are_known:
-            return self._executors[-1:]
-        return self._executors
-
     def _agreed_plans(self, bucket_elements: int, frozen: list[str]) -> list[Plan]:
         """Return this rank's plans, after a check that all ranks plan from the same inputs."""
         inputs = repr((self._sources, frozen, bucket_elements)).encode()
@@ -199,12 +189,24 @@ class Resharder:
         return build_plans(self._sources, frozen, group_traces, rank, bucket_elements)
 
     def _parameter_reader(self) -> Copier:
-        """Return a copier that only reads the live parameters, whose addresses never change."""
-        parameters = Buffers(self._destination.device)
-        parameters.bind([self._destination.tensors[name] for name in self._parameters])
-        rects = [rect for executor in self._executors for rect in executor.written()]
-        kind = copier_class(parameters.device)
-        return kind(rects, parameters, self._destination.dtype, self._hashes, write=False)
+        """Return a copier that only reads the live parameters, whose addresses never change.
+
+        Buffers and sums are numbered by parameter.
+        """
+        destination, trace = self._destination, self._destination.trace
+        buffers = Buffers(destination.device)
+        buffers.bind([destination.tensors[name] for name in self._parameters])
+        number = {name: i for i, name in enumerate(self._parameters)}
+        whole = {source.name: source.shape for source in self._sources}
+        rects: list[CopyRect] = []
+        for copy in trace.copies:
+            name = copy.parameter
+            region = BufferRegion(number[name], 0, trace.parameters[name], copy.offset)
+            rects += cut(
+                copy.region, region, region, whole[copy.source], salt(copy.source), number[name]
+            )
+        kind = copier_class(destination.device)
+        return kind(rects, buffers, destination.dtype, self._hashes, write=False)
 
     def _log_plans(self) -> None:
         """Log slow parameters and the traffic of the layout."""
@@ -222,8 +224,8 @@ class Resharder:
             plan = executor.plan
             logger.info(
                 "reshard: %d buckets in %.0f MiB of staging memory; rank 0 takes part in %d sends, "
-                "receives and all-gathers; it receives %.1f MiB "
-                "%s, of which %.1f MiB are beyond what it holds under any layout",
+                "receives and all-gathers; it receives %.1f MiB %s, of which %.1f MiB are beyond "
+                "what it holds under any layout",
                 len(plan.buckets),
                 sum(executor.staging_sizes()) * mib,
                 sum(bucket.operations for bucket in plan.buckets),

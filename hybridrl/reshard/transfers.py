@@ -75,11 +75,6 @@ class Transfer(NamedTuple):
     writes: tuple[tuple[TracedCopy, tuple[int, ...]], ...]
 
     @property
-    def numel(self) -> int:
-        """Elements moved to each receiver."""
-        return self.region.numel
-
-    @property
     def receivers(self) -> tuple[int, ...]:
         """Receiving ranks in order, each once."""
         if len(self.writes) == 1:

@@ -1,10 +1,9 @@
-"""Start of vLLM: its arguments by device, and the seconds of its parts."""
+"""Arguments of vLLM's start by device, and the seconds of its parts."""
 
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from hybridrl.config.choices import SleepMode
 from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.distributed import position
-from hybridrl.rollout import vllm_compat
 
 logger = logging.getLogger(__name__)
 
@@ -54,37 +52,6 @@ class StartTimes:
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.1f} s ({parts})"
-
-
-def start_vllm(
-    folder: Path,
-    options: dict[str, Any],
-    times: StartTimes,
-    device_type: str,
-    adapt: Callable[[Any], None],
-) -> Any:
-    """Start vLLM's `LLM` in this process, awake, with undefined weights; a collective.
-
-    Args:
-        folder: the model in Hugging Face format.
-        options: arguments of vLLM's `LLM`.
-        times: gets the seconds of each part.
-        device_type: "cuda" or "cpu".
-        adapt: changes the loaded model before anything is compiled. Its allocations sleep and wake
-            with the weights.
-    """
-    with times.part("imports"):
-        from vllm import LLM
-
-        vllm_compat.worker_class(device_type)
-    with times.part("rest"), vllm_compat.start_hooks(device_type, times.counted, adapt):
-        return LLM(model=str(folder), **options)
-
-
-def log_start(times: StartTimes, llm: Any) -> None:
-    """Log the seconds of the parts."""
-    compiling = vllm_compat.compile_seconds(llm)
-    logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
 
 
 def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:

@@ -154,10 +154,14 @@ class _Tracer(TorchDispatchMode):
     def result(self) -> Trace:
         """Return the trace, after the loader has finished."""
         written = [name for name in self._live if name in self._written_names]
+        self._handed_out = []
         for name in written:
-            for reason in self._unfit(name):
-                self._reasons.setdefault(name, reason)
-                self._in_hand.setdefault(name, [])
+            tensor = self._live[name]
+            for other in self._names_by_storage[_storage(tensor)]:
+                if other != name:
+                    self._refuse(name, f"it shares its storage with {other}")
+            if tensor.dtype != self._dtype:
+                self._refuse(name, f"its dtype is {tensor.dtype}, not {self._dtype}")
         for copy in self._copies:
             if copy.parameter in self._reasons:
                 self._in_hand[copy.parameter].append(copy.source)
@@ -171,15 +175,6 @@ class _Tracer(TorchDispatchMode):
             refused=refused,
             parameters={name: tuple(self._live[name].shape) for name in written},
         )
-
-    def _unfit(self, name: str) -> Iterator[str]:
-        """Yield reasons why a parameter is unfit for plain copies."""
-        tensor = self._live[name]
-        for other in self._names_by_storage[_storage(tensor)]:
-            if other != name:
-                yield f"it shares its storage with {other}"
-        if tensor.dtype != self._dtype:
-            yield f"its dtype is {tensor.dtype}, not {self._dtype}"
 
 
 def rectangle(view: Tensor, whole: Tensor) -> Region | None:

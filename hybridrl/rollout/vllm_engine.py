@@ -1,6 +1,7 @@
 """Rollout engine: vLLM inside this process."""
 
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,8 +23,10 @@ from hybridrl.rollout import requests, vllm_compat
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
 from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.start import StartTimes, engine_options, log_start, start_vllm
+from hybridrl.rollout.start import StartTimes, engine_options
 from hybridrl.rollout.trace import live_tensors, places, trace_loader
+
+logger = logging.getLogger(__name__)
 
 
 class EnginePart(Enum):
@@ -85,19 +88,26 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
-        self._prefixes_cached = False
         self._awake = frozenset(EnginePart)
         prepare(config, device_type)
         times = StartTimes()
         with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
-            options = engine_options(config, device_type)
-            self._llm = start_vllm(folder, options, times, device_type, self._adapt)
+            with times.part("imports"):
+                from vllm import LLM
+
+                vllm_compat.worker_class(device_type)
+            with (
+                times.part("rest"),
+                vllm_compat.start_hooks(device_type, times.counted, self._adapt),
+            ):
+                self._llm = LLM(model=str(folder), **engine_options(config, device_type))
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
         with times.part("first sampling"):
             self._warm_up()
-        log_start(times, self._llm)
+        compiling = vllm_compat.compile_seconds(self._llm)
+        logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
         if self._on_gpu and config.sleep is SleepMode.kv_cache:
             from hybridrl.rollout import kv_cache_sleep  # imports vllm
 
@@ -168,9 +178,8 @@ class VLLMEngine:
         Raises:
             RuntimeError: vLLM still holds requests.
         """
-        if self._prefixes_cached and not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
-        self._prefixes_cached = False
 
     def sleep(self) -> None:
         """Free the parts that rollout.sleep names; the KV cache includes the prefix cache."""
@@ -184,7 +193,6 @@ class VLLMEngine:
             self._llm.sleep(level=1)
             # Only for vLLM's state, which does not distinguish parts.
             self._llm.wake_up(tags=[EnginePart.WEIGHTS.value])
-        self._prefixes_cached = False  # vLLM has reset it, or would have raised
 
     def generate(self, prompts: PromptBatch) -> Generated:
         """Sample `responses_per_prompt` responses of each prompt.
@@ -206,7 +214,6 @@ class VLLMEngine:
         self, prompts: PromptBatch, max_tokens: Sequence[int], stop_token_ids: Sequence[int]
     ) -> Generated:
         self._calls += 1
-        self._prefixes_cached = True
         return requests.generate(
             vllm_compat.engine_core(self._llm),
             prompts,
@@ -221,7 +228,7 @@ class VLLMEngine:
         return trace_loader(model, model.load_weights, list(sources), dtype)  # type: ignore[arg-type]
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the config, if any, to a loaded model."""
+        """Add the adapters of the config, if any, to a loaded model, before it is compiled."""
         if self._config.lora is not None:
             sources = checkpoint_shapes(self._config.model)
             add_adapters(model, self._trace(model, sources.items()), self._config.lora)

@@ -102,7 +102,9 @@ def carry_out(plans, engines, shards, cuts):
         exchange(buckets, memory)
         for rank, bucket in enumerate(buckets):
             for start, transfer in bucket.unpacked:
-                values = memory[rank][start : start + transfer.numel].view(transfer.region.shape)
+                values = memory[rank][start : start + transfer.region.numel].view(
+                    transfer.region.shape
+                )
                 for copy, receivers in transfer.writes:
                     if rank in receivers:
                         write(rank, copy.parameter, copy.destination, values)
