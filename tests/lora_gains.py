@@ -19,7 +19,7 @@ from hybridrl.config.schema import LoRAConfig
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch
-from hybridrl.reshard.executor import region_view
+from hybridrl.reshard.copies import region_view
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
 from tests.reshard_cases import Case, build_worker

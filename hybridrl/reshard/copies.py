@@ -1,6 +1,6 @@
 """Batched copies of rectangles: on GPUs one kernel launch, elsewhere a loop.
 
-regions of tensors inside numbered buffers -> CopyRects (numbers)
+views of regions of numbered buffers -> CopyRects (numbers)
 CopyRects + Buffers (current addresses) -> cast, copy and fingerprint in one pass
 """
 
@@ -39,60 +39,6 @@ class CopyRect(NamedTuple):
     column: int
     salt: int
     sum: int
-
-
-class BufferRegion(NamedTuple):
-    """Region of a contiguous tensor that is part of a buffer.
-
-    Attributes:
-        buffer: number of the buffer.
-        start: element of the buffer at which the tensor begins.
-        shape: shape of the tensor.
-        offset: offset of the region in the tensor.
-    """
-
-    buffer: int
-    start: int
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    def rectangle(self, index: Sequence[int], rows: int) -> tuple[int, int, int]:
-        """Return buffer, first element and row stride at an index of the region's leading dims."""
-        element = 0
-        for size, at, i in itertools.zip_longest(self.shape, self.offset, index, fillvalue=0):
-            element = element * size + at + i
-        return self.buffer, self.start + element, self.shape[-1] if rows > 1 else 0
-
-
-def cut(
-    region: Region,
-    source: BufferRegion,
-    target: BufferRegion,
-    whole: tuple[int, ...],
-    salt: int,
-    sum: int,
-) -> Iterator[CopyRect]:
-    """Yield the rectangles of a region: one, unless the region has more than two dims.
-
-    Args:
-        region: region of the checkpoint tensor.
-        source, target: the region in the buffers that are read and written.
-        whole: shape of the checkpoint tensor.
-        salt, sum: see `CopyRect`.
-    """
-    if not region.numel:
-        return
-    rows, columns = (1, *region.shape)[-2:]
-    within = BufferRegion(0, 0, whole, region.offset)
-    for index in itertools.product(*(range(size) for size in region.shape[:-2])):
-        _, first, _ = within.rectangle(index, rows)
-        yield CopyRect(
-            *source.rectangle(index, rows),
-            *target.rectangle(index, rows),
-            *(rows, columns),
-            *divmod(first, whole[-1]),
-            *(salt, sum),
-        )
 
 
 class Buffers:
@@ -138,6 +84,48 @@ class Buffers:
         """Return a [rows, columns] view of a buffer; rows begin `stride` elements apart."""
         tensor = self.tensors[buffer]
         return tensor.as_strided(size, (stride, 1), tensor.storage_offset() + start)
+
+
+def region_view(tensor: Tensor, region: Region) -> Tensor:
+    """Return a region of a tensor, as a view."""
+    return tensor[tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))]
+
+
+def cut(
+    buffers: Buffers,
+    source: tuple[int, Tensor],
+    target: tuple[int, Tensor],
+    region: Region,
+    whole: tuple[int, ...],
+    salt: int,
+    sum: int,
+) -> Iterator[CopyRect]:
+    """Yield the rectangles of a region: one, unless the region has more than two dims.
+
+    Args:
+        buffers: the buffers, bound.
+        source, target: number of the buffer that is read or written, and the region as its view.
+        region: region of the checkpoint tensor.
+        whole: shape of the checkpoint tensor.
+        salt, sum: see `CopyRect`.
+    """
+    if not region.numel:
+        return
+    rows, columns = (1, *region.shape)[-2:]
+    within = region_view(torch.empty(whole, device="meta"), region)
+
+    def begin(buffer: int, view: Tensor) -> tuple[int, int, int]:
+        start = view.storage_offset() - buffers.tensors[buffer].storage_offset()
+        return buffer, start, view.stride(-2) if rows > 1 else 0
+
+    for index in itertools.product(*(range(size) for size in region.shape[:-2])):
+        yield CopyRect(
+            *begin(source[0], source[1][index]),
+            *begin(target[0], target[1][index]),
+            *(rows, columns),
+            *divmod(within[index].storage_offset(), whole[-1]),
+            *(salt, sum),
+        )
 
 
 class Copier:

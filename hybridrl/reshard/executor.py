@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrl.distributed import position
 from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
 from hybridrl.distributed.torch_compat import all_gather_single
-from hybridrl.reshard.copies import BufferRegion, Buffers, Copier, CopyRect, copier_class, cut
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
 from hybridrl.reshard.fingerprint import FingerprintSums, Hashes, salt
 from hybridrl.reshard.plan import Plan
 from hybridrl.reshard.transfers import SourceLayout, Transfer
@@ -48,6 +48,12 @@ class Destination:
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(iter(self.tensors.values())).device
+
+
+# Number of a buffer, and a view of its tensor.
+_BufferView = tuple[int, Tensor]
+# What is moved, its views that are read and written, and the cells of its fingerprint.
+_Move = tuple[TracedCopy | Transfer, _BufferView, _BufferView, list[tuple[int, int]]]
 
 
 class PlanExecutor:
@@ -99,11 +105,7 @@ class PlanExecutor:
         ]
         parameters = [destination.tensors[name] for name in self.plan.parameters]
         if self._buffers.bind([*self._local_shards(), *parameters, *self._halves]):
-            numbers = range(len(self.plan.buckets))
-            self._local = self._copier(self._local_rects())
-            self._pack = [self._copier(self._pack_rects(number)) for number in numbers]
-            self._unpack = [self._copier(self._unpack_rects(number)) for number in numbers]
-            self.sums.allocate(destination.device)
+            self._build_copiers()
 
     @torch.no_grad()
     def move(self, *, fingerprint: bool) -> None:
@@ -129,78 +131,62 @@ class PlanExecutor:
         sizes = [bucket.size for bucket in self.plan.buckets]
         return [max(sizes[half::2], default=0) for half in (0, 1)]
 
-    def _local_rects(self) -> list[CopyRect]:
-        """Return the rectangles from this rank's shards into its own parameters."""
-        return [
-            rect
+    def _build_copiers(self) -> None:
+        """Lower the plan to rectangles between the buffers, which are bound."""
+        self._local = self._copier(
+            (copy, self._shard(copy), self._parameter(copy), self._cells(copy, [self._rank]))
             for copy in self.plan.local
-            for rect in self._rects(
-                copy,
-                self._shard(copy),
-                self._parameter(copy),
-                self.sums.number([(self._rank, self._parameters[copy.parameter])]),
+        )
+        self._pack, self._unpack = [], []
+        for number, bucket in enumerate(self.plan.buckets):
+            packed = (
+                (
+                    transfer,
+                    self._shard(transfer),
+                    self._staging(number, start, transfer),
+                    [cell for write in transfer.writes for cell in self._cells(*write)],
+                )
+                for start, transfer in bucket.packed
             )
-        ]
-
-    def _pack_rects(self, number: int) -> list[CopyRect]:
-        """Return the rectangles from this rank's shards into staging memory, for a bucket."""
-        return [
-            rect
-            for start, transfer in self.plan.buckets[number].packed
-            for rect in self._rects(
-                transfer,
-                self._shard(transfer),
-                self._staging(number, start, transfer),
-                self.sums.number(
-                    (receiver, self._parameters[copy.parameter])
-                    for copy, receivers in transfer.writes
-                    for receiver in receivers
-                ),
+            self._pack.append(self._copier(packed))
+            unpacked = (
+                (copy, self._staging(number, start, transfer), self._parameter(copy), [])
+                for start, transfer in bucket.unpacked
+                for copy, receivers in transfer.writes
+                if self._rank in receivers
             )
-        ]
+            self._unpack.append(self._copier(unpacked))
+        self.sums.allocate(self._destination.device)
 
-    def _unpack_rects(self, number: int) -> list[CopyRect]:
-        """Return the rectangles from staging memory into this rank's parameters, for a bucket."""
-        return [
-            rect
-            for start, transfer in self.plan.buckets[number].unpacked
-            for copy, receivers in transfer.writes
-            if self._rank in receivers
-            for rect in self._rects(
-                copy,
-                self._staging(number, start, transfer),
-                self._parameter(copy),
-                0,
-            )
-        ]
-
-    def _rects(
-        self, moved: TracedCopy | Transfer, source: BufferRegion, target: BufferRegion, sum: int
-    ) -> Iterable[CopyRect]:
-        whole = self._sources[moved.source][1].shape
-        return cut(moved.region, source, target, whole, salt(moved.source), sum)
-
-    def _shard(self, moved: TracedCopy | Transfer) -> BufferRegion:
-        """Return a region of a whole tensor inside this rank's shard."""
-        number, _ = self._sources[moved.source]
-        held = self._held[number]
-        within = (at - first for at, first in zip(moved.region.offset, held.offset, strict=True))
-        return BufferRegion(number, 0, held.shape, tuple(within))
-
-    def _parameter(self, copy: TracedCopy) -> BufferRegion:
-        number = len(self._sources) + self._parameters[copy.parameter]
-        shape = self._destination.trace.parameters[copy.parameter]
-        return BufferRegion(number, 0, shape, copy.offset)
-
-    def _staging(self, number: int, start: int, transfer: Transfer) -> BufferRegion:
-        half = len(self._sources) + len(self._parameters) + number % 2
-        shape = transfer.region.shape
-        return BufferRegion(half, start, shape, (0,) * len(shape))
-
-    def _copier(self, rects: list[CopyRect]) -> Copier:
-        destination = self._destination
+    def _copier(self, moves: Iterable[_Move]) -> Copier:
+        destination, rects = self._destination, list[CopyRect]()
+        for moved, source, target, cells in moves:
+            shape, key = self._sources[moved.source][1].shape, salt(moved.source)
+            number = self.sums.number(cells)
+            rects += cut(self._buffers, source, target, moved.region, shape, key, number)
         kind = copier_class(destination.device)
         return kind(rects, self._buffers, destination.dtype, self._hashes)
+
+    def _cells(self, copy: TracedCopy, receivers: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the cells (receiver, parameter) for which the fingerprint of a copy counts."""
+        return [(receiver, self._parameters[copy.parameter]) for receiver in receivers]
+
+    def _shard(self, moved: TracedCopy | Transfer) -> _BufferView:
+        """Return a region of a whole tensor inside this rank's shard, and the shard's number."""
+        number, _ = self._sources[moved.source]
+        first = self._held[number].offset
+        within = tuple(at - f for at, f in zip(moved.region.offset, first, strict=True))
+        tensor = self._buffers.tensors[number]
+        return number, region_view(tensor, Region(within, moved.region.shape))
+
+    def _parameter(self, copy: TracedCopy) -> _BufferView:
+        number = len(self._sources) + self._parameters[copy.parameter]
+        return number, region_view(self._buffers.tensors[number], copy.destination)
+
+    def _staging(self, bucket: int, start: int, transfer: Transfer) -> _BufferView:
+        number = len(self._sources) + len(self._parameters) + bucket % 2
+        part = self._buffers.tensors[number][start : start + transfer.region.numel]
+        return number, part.view(transfer.region.shape)
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []
@@ -270,8 +256,3 @@ class PlanExecutor:
             for peer, part in parts
         ]
         return works + (dist.batch_isend_irecv(operations) if operations else [])
-
-
-def region_view(tensor: Tensor, region: Region) -> Tensor:
-    """Return a region of a tensor, as a view."""
-    return tensor[tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))]

@@ -79,7 +79,7 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
         hashes: hashes of all rows and columns.
 
     Returns:
-        0-dim int64 on the values' device.
+        0-dim int64.
     """
     rows = hashes.rows[row : row + values.shape[0]]
     columns = hashes.columns[column : column + values.shape[1]].to(torch.int64)

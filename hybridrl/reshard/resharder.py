@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.part_timer import PartTimer
 from hybridrl.distributed.regions import NamedShard
-from hybridrl.reshard.copies import BufferRegion, Buffers, Copier, CopyRect, copier_class, cut
-from hybridrl.reshard.executor import Destination, PlanExecutor, ReshardError, region_view
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
+from hybridrl.reshard.executor import Destination, PlanExecutor, ReshardError
 from hybridrl.reshard.fingerprint import hashes, salt
 from hybridrl.reshard.plan import Plan, build_plans
 from hybridrl.reshard.transfers import SourceLayout
@@ -73,7 +73,7 @@ class Resharder:
             PlanExecutor(plan, self._shards, destination, self._group, self._hashes)
             for plan in plans
         ]
-        self._parameters = plans[0].parameters
+        self._parameters = {name: i for i, name in enumerate(plans[0].parameters)}
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
         self._sums_are_known = False
@@ -84,15 +84,13 @@ class Resharder:
 
         Args:
             version: version of the weights, for messages.
-            verify: compare fingerprints on both sides afterwards, including frozen weights that
-                were not moved again.
+            verify: compare the fingerprints of all parameters afterwards.
             kept: true if the parameters still hold the last sync's weights; then frozen weights
                 are not moved again.
 
         Returns:
-            Seconds, device work included, of looking up addresses and allocating staging memory
-            (`prepare_s`), waiting for the group (`wait_s`), moving (`move_s`) and comparing
-            (`verify_s`); bytes that this rank received and that it wrote into its parameters.
+            Seconds, device work included, of parts (`prepare_s`, `wait_s`, `move_s`, `verify_s`);
+            bytes that this rank received and that it wrote into its parameters.
 
         Raises:
             ReshardError: on all ranks if a parameter did not arrive as sent on any rank; or a
@@ -133,17 +131,17 @@ class Resharder:
             ReshardError: on all ranks if a parameter differs on any rank; names all that differ.
         """
         assert self._sums_are_known, "the last sync left fingerprints out"
-        names, tensors = self._parameters, self._destination.tensors
-        found = torch.zeros(len(names), dtype=torch.int64, device=self._destination.device)
+        destination = self._destination
+        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=destination.device)
         self._reader.run(0, 1, found, paced=False)
         cells = torch.stack([executor.sums.cells() for executor in self._executors]).sum(0)
         arrived = torch.empty_like(cells)
         dist.all_to_all_single(arrived, cells, group=self._group)
         expected = arrived.sum(0)
         problems = (found != expected).to(torch.uint8) * NOT_AS_SENT
-        for fill in (fill for executor in self._executors for fill in executor.plan.fills):
-            region = region_view(tensors[fill.parameter], fill.region)
-            problems[names.index(fill.parameter)] |= (region != fill.value).any()
+        for fill in destination.trace.fills:
+            region = region_view(destination.tensors[fill.parameter], fill.region)
+            problems[self._parameters[fill.parameter]] |= (region != fill.value).any()
         if self._compares_replicas:
             replicas = _all_gather(expected, self._mesh.get_group("dp_replicate"))
             problems |= (replicas[0] != expected).to(torch.uint8) * REPLICAS_DIFFER
@@ -156,10 +154,10 @@ class Resharder:
 
     def _report(self, problems: Tensor) -> str:
         """Describe wrong parameters and their ranks, "" if none; a collective of all ranks."""
-        wrong = _all_gather(problems).cpu()
+        wrong, names = _all_gather(problems).cpu(), list(self._parameters)
         ranks_of: dict[tuple[str, int], list[int]] = {}
         for rank, index in wrong.nonzero().tolist():
-            key = (self._parameters[index], int(wrong[rank, index]))
+            key = (names[index], int(wrong[rank, index]))
             ranks_of.setdefault(key, []).append(rank)
         return "\n  ".join(
             f"{name} on ranks {ranks}: {_REASONS[kind]}"
@@ -196,15 +194,13 @@ class Resharder:
         destination, trace = self._destination, self._destination.trace
         buffers = Buffers(destination.device)
         buffers.bind([destination.tensors[name] for name in self._parameters])
-        number = {name: i for i, name in enumerate(self._parameters)}
         whole = {source.name: source.shape for source in self._sources}
         rects: list[CopyRect] = []
         for copy in trace.copies:
-            name = copy.parameter
-            region = BufferRegion(number[name], 0, trace.parameters[name], copy.offset)
-            rects += cut(
-                copy.region, region, region, whole[copy.source], salt(copy.source), number[name]
-            )
+            number = self._parameters[copy.parameter]
+            part = (number, region_view(buffers.tensors[number], copy.destination))
+            shape = whole[copy.source]
+            rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
         kind = copier_class(destination.device)
         return kind(rects, buffers, destination.dtype, self._hashes, write=False)
 

@@ -77,8 +77,6 @@ class Transfer(NamedTuple):
     @property
     def receivers(self) -> tuple[int, ...]:
         """Receiving ranks in order, each once."""
-        if len(self.writes) == 1:
-            return self.writes[0][1]
         return tuple(sorted({rank for _, ranks in self.writes for rank in ranks}))
 
 

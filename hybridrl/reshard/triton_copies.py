@@ -7,7 +7,7 @@ rows. All numbers come from tables on the device, so nothing is built per launch
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,40 +17,23 @@ from torch import Tensor
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect
 from hybridrl.reshard.fingerprint import Hashes
 
-
-class _Shape(NamedTuple):
-    """Launch shape: rows of a tile, which is held in registers, warps and cache eviction policy."""
-
-    tile_rows: int
-    num_warps: int
-    eviction: str
-
-
 # 256 columns are 8 for each thread of a warp: 16 bytes of bfloat16. Hidden sizes are multiples
 # of 128 or 256.
 TILE_COLUMNS = 256
 BLOCK_ROWS = 128
-ALONE = _Shape(tile_rows=8, num_warps=4, eviction="")
+# Launch shapes: rows of a tile, which is held in registers, warps and cache eviction policy.
+ALONE: dict[str, Any] = {"TILE_ROWS": 8, "num_warps": 4, "EVICTION": ""}
 # An NCCL block needs nearly all registers of a multiprocessor, and NCCL up to 32 multiprocessors.
 # With programs on all of them NCCL would wait for the kernel to end and nothing would overlap.
 # Hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
 # bandwidth slow NCCL down, and other ranks wait for NCCL.
-BESIDE_EXCHANGE = _Shape(tile_rows=64, num_warps=16, eviction="evict_first")
+BESIDE_EXCHANGE: dict[str, Any] = {"TILE_ROWS": 64, "num_warps": 16, "EVICTION": "evict_first"}
 NCCL_MULTIPROCESSORS = 60
 # Elements of one vector access of the narrow dtypes.
 VECTOR = 8
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FIELDS = tl.constexpr(13)
-
-
-class _Launch(NamedTuple):
-    """Rectangles of one kind, and the programs that they need."""
-
-    source_dtype: torch.dtype
-    aligned: bool
-    table: Tensor
-    owners: Tensor
 
 
 class TritonCopier(Copier):
@@ -75,39 +58,37 @@ class TritonCopier(Copier):
             source_dtype = buffers.tensors[rect.source].dtype
             kinds.setdefault((source_dtype, self._is_aligned(rect)), []).append(rect)
         self._launches = [
-            _Launch(*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
+            (*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
             for kind, part in kinds.items()
         ]
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one part of the work; see `Copier.run`."""
         hashes, shape = self._hashes, BESIDE_EXCHANGE if paced else ALONE
-        for launch in self._launches:
-            count = len(launch.owners)
+        for source_dtype, aligned, table, owners in self._launches:
+            count = len(owners)
             first, end = count * share // shares, count * (share + 1) // shares
             if first == end:
                 continue
             programs = min(end - first, self._paced_programs) if paced else end - first
             copy_kernel[(programs,)](
                 self._buffers.addresses,
-                launch.table,
-                launch.owners,
+                table,
+                owners,
                 first,
                 end,
                 hashes.rows,
                 hashes.columns,
                 hashes.rows if sums is None else sums,
-                SOURCE=_DTYPES[launch.source_dtype],
+                SOURCE=_DTYPES[source_dtype],
                 TARGET=_DTYPES[self._dtype],
                 BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
                 WRITE=self._write,
                 FINGERPRINT=sums is not None,
-                ALIGNED=launch.aligned,
-                EVICTION=shape.eviction,
+                ALIGNED=aligned,
                 BLOCK_ROWS=BLOCK_ROWS,
-                TILE_ROWS=shape.tile_rows,
                 TILE_COLUMNS=TILE_COLUMNS,
-                num_warps=shape.num_warps,
+                **shape,
             )
 
     def _is_aligned(self, rect: CopyRect) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,15 +39,6 @@ class StartTimes:
         finally:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] += time.perf_counter() - start - inside
-
-    def counted(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Return the method, each call of which counts as a part."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part):
-                return method(*args, **kwargs)
-
-        return call
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())

@@ -78,8 +78,8 @@ class _Tracer(TorchDispatchMode):
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._copies: list[TracedCopy] = []
         self._fills: list[TracedFill] = []
-        self._reasons: dict[str, str] = {}
-        self._in_hand: dict[str, list[str]] = {}
+        # By parameter: the first reason, and the sources of all its writes.
+        self._refused: dict[str, tuple[str, list[str]]] = {}
         self._handed_out: list[str] = []
         for name, tensor in self._live.items():
             self._names_by_storage.setdefault(_storage(tensor), []).append(name)
@@ -148,8 +148,7 @@ class _Tracer(TorchDispatchMode):
             self._fills.append(TracedFill(name, region, float(value)))
 
     def _refuse(self, name: str, reason: str) -> None:
-        self._reasons.setdefault(name, reason)
-        self._in_hand.setdefault(name, []).extend(self._handed_out)
+        self._refused.setdefault(name, (reason, []))[1].extend(self._handed_out)
 
     def result(self) -> Trace:
         """Return the trace, after the loader has finished."""
@@ -163,11 +162,11 @@ class _Tracer(TorchDispatchMode):
             if tensor.dtype != self._dtype:
                 self._refuse(name, f"its dtype is {tensor.dtype}, not {self._dtype}")
         for copy in self._copies:
-            if copy.parameter in self._reasons:
-                self._in_hand[copy.parameter].append(copy.source)
+            if copy.parameter in self._refused:
+                self._refused[copy.parameter][1].append(copy.source)
         refused = {
-            name: Refusal(reason, tuple(sorted(set(self._in_hand[name]))))
-            for name, reason in self._reasons.items()
+            name: Refusal(reason, tuple(sorted(set(names))))
+            for name, (reason, names) in self._refused.items()
         }
         return Trace(
             copies=[copy for copy in self._copies if copy.parameter not in refused],

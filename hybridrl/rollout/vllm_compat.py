@@ -10,7 +10,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.device_allocator.cumem", "AllocationData.tag"),
     *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
 )
-# Those of kv_cache_sleep.py, on GPUs. Where one is missing, rollout.sleep=kv_cache is refused.
+# Those of kv_cache_sleep.py, on GPUs.
 SLEEP_NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.device_allocator.cumem", "unmap_and_release"),
     ("vllm.device_allocator.cumem", "AllocationData.is_asleep"),
@@ -91,14 +92,10 @@ def set_environment(device_type: str, *, enforce_eager: bool) -> None:
     os.environ.update(switches)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device_type == "cpu" and enforce_eager:
-        _disable_compilation()
-
-
-def _disable_compilation() -> None:
-    """Keep vLLM's samplers from compiling kernels on a CPU, which costs more time than it saves."""
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    if "torch._dynamo" in sys.modules:  # it has read the variable already
-        disable_dynamo()
+        # Compiling kernels of vLLM's samplers costs more time than it saves.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        if "torch._dynamo" in sys.modules:  # it has read the variable already
+            disable_dynamo()
 
 
 @contextmanager
@@ -141,14 +138,14 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
 @contextmanager
 def start_hooks(
     device_type: str,
-    counted: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    part: Callable[[str], ContextDecorator],
     adapt: Callable[[Any], None],
 ) -> Iterator[None]:
     """Within this context, vLLM's start counts its parts and adapts the model that it loads.
 
     Args:
         device_type: "cuda" or "cpu".
-        counted: wraps a method so that its time counts as the named part.
+        part: counts the time of a context as that of the named part.
         adapt: changes the loaded model.
     """
     worker = worker_class(device_type)
@@ -167,20 +164,15 @@ def start_hooks(
 
     methods = {name: getattr(worker, name) for name in WORKER_PARTS} | {"load_model": with_adapters}
     with replaced(
-        worker, {name: counted(methods[name], part) for name, part in WORKER_PARTS.items()}
+        worker, {name: part(label)(methods[name]) for name, label in WORKER_PARTS.items()}
     ):
         yield
 
 
 def worker_class(device_type: str) -> Any:
     """Import the class of vLLM's worker in this process."""
-    if device_type == "cuda":
-        from vllm.v1.worker.gpu_worker import Worker
-
-        return Worker
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    return CPUWorker
+    module, name = _WORKERS[device_type]
+    return getattr(import_module(module), name)
 
 
 def compile_seconds(llm: Any) -> float:
@@ -201,13 +193,7 @@ def engine_core(llm: Any) -> Any:
 
 
 def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
-    """Build a request of the engine core.
-
-    Args:
-        request_id: unique among all requests of the engine.
-        prompt: token ids.
-        params: vLLM's `SamplingParams`.
-    """
+    """Build a request of the engine core; its id is unique among all of the engine."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(

@@ -98,7 +98,7 @@ class VLLMEngine:
                 vllm_compat.worker_class(device_type)
             with (
                 times.part("rest"),
-                vllm_compat.start_hooks(device_type, times.counted, self._adapt),
+                vllm_compat.start_hooks(device_type, times.part, self._adapt),
             ):
                 self._llm = LLM(model=str(folder), **engine_options(config, device_type))
         self._model = self._llm.apply_model(lambda model: model)[0]

@@ -106,7 +106,7 @@ def test_counted_methods_are_put_back():
             return "own"
 
     times, before = StartTimes(), dict(vars(Worker))
-    counted = {name: times.counted(getattr(Worker, name), name) for name in ("load", "run")}
+    counted = {name: times.part(name)(getattr(Worker, name)) for name in ("load", "run")}
     with replaced(Worker, counted):
         assert (Worker().load(), Worker().run()) == ("base", "own")
     assert vars(Worker) == before
