@@ -119,12 +119,16 @@ def cut(
         return buffer, start, view.stride(-2) if rows > 1 else 0
 
     for index in itertools.product(*(range(size) for size in region.shape[:-2])):
+        row, column = divmod(within[index].storage_offset(), whole[-1])
         yield CopyRect(
             *begin(source[0], source[1][index]),
             *begin(target[0], target[1][index]),
-            *(rows, columns),
-            *divmod(within[index].storage_offset(), whole[-1]),
-            *(salt, sum),
+            rows,
+            columns,
+            row,
+            column,
+            salt,
+            sum,
         )
 
 

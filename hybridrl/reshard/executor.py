@@ -139,7 +139,7 @@ class PlanExecutor:
         )
         self._pack, self._unpack = [], []
         for number, bucket in enumerate(self.plan.buckets):
-            packed = (
+            packed: Iterable[_Move] = (
                 (
                     transfer,
                     self._shard(transfer),
@@ -149,7 +149,7 @@ class PlanExecutor:
                 for start, transfer in bucket.packed
             )
             self._pack.append(self._copier(packed))
-            unpacked = (
+            unpacked: Iterable[_Move] = (
                 (copy, self._staging(number, start, transfer), self._parameter(copy), [])
                 for start, transfer in bucket.unpacked
                 for copy, receivers in transfer.writes

@@ -77,6 +77,8 @@ class Transfer(NamedTuple):
     @property
     def receivers(self) -> tuple[int, ...]:
         """Receiving ranks in order, each once."""
+        if len(self.writes) == 1:  # nearly always
+            return self.writes[0][1]
         return tuple(sorted({rank for _, ranks in self.writes for rank in ranks}))
 
 
@@ -211,8 +213,11 @@ def aligned(size: int) -> int:
 
 def _renamed(transfer: Transfer, source: str, parameters: Mapping[str, str]) -> Transfer:
     """Return the same transfer of another source, for other parameters."""
+    region = transfer.region
     writes = tuple(
-        (copy._replace(source=source, parameter=parameters[copy.parameter]), receivers)
-        for copy, receivers in transfer.writes
+        [
+            (TracedCopy(source, region, parameters[copy.parameter], copy.offset), receivers)
+            for copy, receivers in transfer.writes
+        ]
     )
-    return transfer._replace(source=source, writes=writes)
+    return Transfer(source, region, transfer.sender, writes)
