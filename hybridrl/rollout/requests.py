@@ -144,15 +144,11 @@ def _requests(
         detokenize=False,
     )
     rows = [row.tolist() for row in prompts.prompts.rows()]
-    repeated = (
-        pair
-        for pair in zip(rows, max_tokens, strict=True)
-        for _ in range(prompts.responses_per_prompt)
-    )
     requests = []
-    for index, ((row, length), seed) in enumerate(zip(repeated, seeds, strict=True)):
+    for index, seed in enumerate(seeds):
+        prompt = index // prompts.responses_per_prompt
         params = copy(shared)
-        params.max_tokens = length
+        params.max_tokens = max_tokens[prompt]
         params.seed = seed
-        requests.append(core_request(f"{call}-{index}", row, params))
+        requests.append(core_request(f"{call}-{index}", rows[prompt], params))
     return requests

@@ -159,18 +159,12 @@ class VLLMEngine:
         if part is EnginePart.KV_CACHE:
             assert EnginePart.WEIGHTS in self._awake, "weights wake first"
         if self._on_gpu:
-            self._make_room(part)
+            # Emptying and refilling the trainer's allocator cache costs a tenth of a second.
+            free, _ = torch.cuda.mem_get_info()
+            if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
+                torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part.value])
         self._awake |= {part}
-
-    def _make_room(self, part: EnginePart) -> None:
-        """Empty the trainer's allocator cache if the part would not fit otherwise.
-
-        Emptying and refilling the cache costs a tenth of a second per step.
-        """
-        free, _ = torch.cuda.mem_get_info()
-        if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
-            torch.cuda.empty_cache()
 
     def reset_prefix_cache(self) -> None:
         """Discard the prefix cache.
@@ -258,18 +252,16 @@ class VLLMEngine:
         return prompts.max_tokens.tolist()
 
     def _check_lengths(self, prompts: PromptBatch) -> None:
-        limit = self._config.max_prompt_tokens
-        lengths, max_tokens = prompts.prompts.lengths.tolist(), self._max_tokens(prompts)
-        assert all(length > 0 for length in lengths), "an empty prompt"
-        assert all(tokens > 0 for tokens in max_tokens), "no token may be sampled"
+        limit, lengths = self._config.max_prompt_tokens, prompts.prompts.lengths
+        max_tokens = torch.tensor(self._max_tokens(prompts), dtype=torch.int64)
+        assert (lengths > 0).all(), "an empty prompt"
+        assert (max_tokens > 0).all(), "no token may be sampled"
         # Later prompts of a conversation include the part of its response that is used up.
-        used = [self._config.max_response_tokens - tokens for tokens in max_tokens]
+        first = (lengths + max_tokens - self._config.max_response_tokens).tolist()
         long = [
-            f"prompt {prompt} has {length - before}"
-            for prompt, length, before in zip(
-                prompts.prompt_id.tolist(), lengths, used, strict=True
-            )
-            if length - before > limit
+            f"prompt {prompt} has {length}"
+            for prompt, length in zip(prompts.prompt_id.tolist(), first, strict=True)
+            if length > limit
         ]
         if long:
             raise ValueError(f"rollout.max_prompt_tokens={limit}, but {', '.join(long)} tokens")
