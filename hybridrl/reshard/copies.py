@@ -152,11 +152,14 @@ class Copier:
         *,
         write: bool = True,
     ) -> None:
-        self._rects = rects
         self._buffers = buffers
         self._dtype = dtype
         self._hashes = hashes
         self._write = write
+        self._prepare(rects)
+
+    def _prepare(self, rects: Sequence[CopyRect]) -> None:
+        self._rects = rects
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
         """Do one of `shares` nearly equal parts of the work.

@@ -82,10 +82,10 @@ class PlanExecutor:
         hashes: Hashes,
     ) -> None:
         self.plan = plan
-        self.sums = FingerprintSums((dist.get_world_size(group), len(plan.parameters)))
         self._shards = [shards[source.name] for source in plan.sources]
         self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
-        self._parameters = {name: i for i, name in enumerate(plan.parameters)}
+        self._parameters = {name: i for i, name in enumerate(destination.trace.parameters)}
+        self.sums = FingerprintSums((dist.get_world_size(group), len(self._parameters)))
         self._destination = destination
         self._group = group
         self._rank = dist.get_rank(group)
@@ -103,7 +103,7 @@ class PlanExecutor:
             torch.empty(size, dtype=destination.dtype, device=destination.device)
             for size in self.staging_sizes()
         ]
-        parameters = [destination.tensors[name] for name in self.plan.parameters]
+        parameters = [destination.tensors[name] for name in self._parameters]
         if self._buffers.bind([*self._local_shards(), *parameters, *self._halves]):
             self._build_copiers()
 
@@ -204,7 +204,8 @@ class PlanExecutor:
         """Gather a whole tensor, uncast."""
         position.at(f"gathering {shard.name}")
         own = shard.local().movedim(source.dim, 0)
-        padded = own.new_zeros((source.size_per_shard, *own.shape[1:]))
+        longest = source.region(0).shape[source.dim]
+        padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         shards = own.new_empty((source.num_shards, *padded.shape))
         dist.all_gather(list(shards), padded, group=self._group)

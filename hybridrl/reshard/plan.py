@@ -67,7 +67,6 @@ class Plan:
         fills: constants (vocabulary padding), written every time.
         gathered: names of sources that are gathered whole and loaded by the engine's loader,
             because some rank's trace refused their parameters.
-        parameters: names of the engine's parameters, in one order on all ranks.
         written: elements of parameters that this rank writes, without constants and loaders.
         received: elements this rank receives from others.
         unavoidable: elements it would receive if it used all of its own shards.
@@ -78,7 +77,6 @@ class Plan:
     buckets: list[Bucket]
     fills: list[TracedFill]
     gathered: set[str]
-    parameters: list[str]
     written: int
     received: int
     unavoidable: int
@@ -164,7 +162,6 @@ def _plan(
         buckets=buckets,
         fills=fills,
         gathered=refused & copies.keys(),
-        parameters=list(traces[0].parameters),
         written=written,
         received=sum(
             transfer.region.numel for bucket in buckets for _, transfer in bucket.unpacked

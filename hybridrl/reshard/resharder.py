@@ -73,7 +73,7 @@ class Resharder:
             PlanExecutor(plan, self._shards, destination, self._group, self._hashes)
             for plan in plans
         ]
-        self._parameters = {name: i for i, name in enumerate(plans[0].parameters)}
+        self._parameters = {name: i for i, name in enumerate(destination.trace.parameters)}
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
         self._sums_are_known = False

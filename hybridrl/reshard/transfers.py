@@ -21,16 +21,12 @@ class SourceLayout(NamedTuple):
     num_shards: int
     dim: int = 0
 
-    @property
-    def size_per_shard(self) -> int:
-        """Length along `dim` of the first shard, which is the longest."""
-        return -(-self.shape[self.dim] // self.num_shards)
-
     def region(self, shard: int) -> Region:
-        """Return the region that shard number `shard` holds."""
+        """Return the region that shard number `shard` holds; that of the first is the largest."""
         size = self.shape[self.dim]
-        start = min(shard * self.size_per_shard, size)
-        stop = min(start + self.size_per_shard, size)
+        longest = -(-size // self.num_shards)
+        start = min(shard * longest, size)
+        stop = min(start + longest, size)
         offset, shape = [0] * len(self.shape), list(self.shape)
         offset[self.dim], shape[self.dim] = start, stop - start
         return Region(tuple(offset), tuple(shape))

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.copies import Buffers, Copier, CopyRect
-from hybridrl.reshard.fingerprint import Hashes
+from hybridrl.reshard.copies import Copier, CopyRect
 
 # 256 columns are 8 for each thread of a warp: 16 bytes of bfloat16. Hidden sizes are multiples
 # of 128 or 256.
@@ -42,23 +41,15 @@ class TritonCopier(Copier):
     A kind is a source dtype and whether 16-byte accesses are possible everywhere.
     """
 
-    def __init__(
-        self,
-        rects: Sequence[CopyRect],
-        buffers: Buffers,
-        dtype: torch.dtype,
-        hashes: Hashes,
-        *,
-        write: bool = True,
-    ) -> None:
-        super().__init__(rects, buffers, dtype, hashes, write=write)
+    def _prepare(self, rects: Sequence[CopyRect]) -> None:
+        buffers, itemsize = self._buffers, self._dtype.itemsize
         self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
         kinds: dict[tuple[torch.dtype, bool], list[CopyRect]] = {}
         for rect in rects:
             source_dtype = buffers.tensors[rect.source].dtype
             kinds.setdefault((source_dtype, self._is_aligned(rect)), []).append(rect)
         self._launches = [
-            (*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
+            (*kind, *_tables(part, kind[0].itemsize, itemsize, buffers.device))
             for kind, part in kinds.items()
         ]
 
