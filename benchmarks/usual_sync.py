@@ -80,4 +80,6 @@ def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> 
 
     forget(engine)
     with torch.no_grad():
-        return seconds_of_slowest(lambda: engine.load(weights()), warmup=1, repeats=5)
+        return seconds_of_slowest(
+            lambda: engine._model.load_weights(weights()), warmup=1, repeats=5
+        )

@@ -237,11 +237,11 @@ class ExactLogProbs:
 
 def in_engine(worker: RolloutWorker) -> dict[str, Tensor]:
     """The weights that vLLM holds, float64; those of adapted layers merged in float64."""
-    destination = worker.resharder._destination
+    tensors = worker.engine.tensors()
     shapes = {shard.name: shard.shape for shard in worker.actor.named_shards()}
     whole: dict[str, Tensor] = {}
-    for copy in destination.trace.copies:
-        part = region_view(destination.tensors[copy.parameter], copy.destination)
+    for copy in worker.trace.copies:
+        part = region_view(tensors[copy.parameter], copy.destination)
         source = whole.setdefault(copy.source, torch.zeros(shapes[copy.source]).double())
         region_view(source, copy.region).copy_(part)
     return merged(whole, worker.config.lora)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
-from hybridrl.reshard.executor import Destination, ReshardError
+from hybridrl.reshard.executor import ReshardError
 from hybridrl.reshard.resharder import Resharder
 from hybridrl.reshard.transfers import SourceLayout
 from hybridrl.rollout.trace import trace_loader
@@ -63,7 +63,6 @@ class Side:
         self.trace = Trace(
             [*trace.copies, TracedCopy("experts", slice_, "experts", (0, 0, 0))],
             trace.fills,
-            trace.refused,
             trace.parameters | {"experts": tuple(self.tensors["experts"].shape)},
         )
         self.local: dict[str, Tensor] = {}
@@ -75,8 +74,7 @@ class Side:
             frozen = live is not None and c.name not in live
             get = partial(self.local.__getitem__, c.name)
             shards.append(NamedShard(c.name, c.shape, get, c.dim, frozen))
-        destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
-        return SmallBuckets(shards, destination, self.mesh, bucket_elements)
+        return SmallBuckets(shards, self.trace, self.tensors, self.mesh, bucket_elements)
 
     def take_weights(self, seed: int, misaligned: bool = False) -> dict[str, Tensor]:
         """Cut new weights, into new memory; return them whole."""

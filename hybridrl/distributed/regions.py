@@ -68,29 +68,15 @@ class TracedFill(NamedTuple):
     value: float
 
 
-class Refusal(NamedTuple):
-    """Parameter that the loader writes other than by plain copies or fills.
-
-    Attributes:
-        reason: description of the write, for the log.
-        sources: checkpoint tensors that the write may combine.
-    """
-
-    reason: str
-    sources: tuple[str, ...]
-
-
 class Trace(NamedTuple):
     """All writes of the loader on one rank.
 
     Attributes:
-        copies, fills: in the loader's order; none writes a refused parameter.
-        refused: by parameter; their sources are gathered whole and loaded.
+        copies, fills: in the loader's order.
         parameters: shape of each parameter of the engine's model, and of each buffer that the
             loader writes.
     """
 
     copies: list[TracedCopy]
     fills: list[TracedFill]
-    refused: dict[str, Refusal]
     parameters: dict[str, tuple[int, ...]]

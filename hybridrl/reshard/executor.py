@@ -7,8 +7,7 @@ Buckets alternate between the two halves of the staging memory: while one is exc
 packed into the other half, once that is unpacked.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,44 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
+from hybridrl.distributed.regions import NamedShard, Region, TracedCopy
 from hybridrl.distributed.torch_compat import all_gather_single
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
-from hybridrl.reshard.fingerprint import FingerprintSums, Hashes, salt
+from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.plan import Plan
-from hybridrl.reshard.transfers import SourceLayout, Transfer
+from hybridrl.reshard.transfers import Transfer
 
 
 class ReshardError(RuntimeError):
     """Weights cannot be moved, or did not arrive as they were sent."""
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Target of a reshard: one rank of a rollout engine.
-
-    Attributes:
-        trace: trace of the engine's loader on this rank.
-        tensors: the engine's live parameters by name; their storage stays where it is.
-        load: the engine's own loader, for parameters that the trace refused.
-        dtype: dtype to which weights are cast before they move.
-    """
-
-    trace: Trace
-    tensors: dict[str, Tensor]
-    load: Callable[[Iterable[tuple[str, Tensor]]], Any]
-    dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(iter(self.tensors.values())).device
-
-
 # Number of a buffer, and a view of its tensor.
 _BufferView = tuple[int, Tensor]
 # What is moved, its views that are read and written, and the cells of its fingerprint.
-_Move = tuple[TracedCopy | Transfer, _BufferView, _BufferView, list[tuple[int, int]]]
+_Move = tuple[TracedCopy | Transfer, _BufferView, _BufferView, Iterable[int]]
 
 
 class PlanExecutor:
@@ -62,79 +39,78 @@ class PlanExecutor:
     Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
     memory, in this order.
 
+    Fingerprints of what is sent are counted in cells, one per receiver and parameter. A transfer to
+    several receivers is fingerprinted once; its sum counts for all of its cells.
+
     Args:
         plan: plan of some of the weights.
         shards: shards of all weights by name.
-        destination: this rank's part of a rollout engine.
+        parameters: the engine's parameters by name, in the trace's order; they never move.
         group: the shard group.
         hashes: for fingerprints.
 
     Attributes:
-        sums: fingerprints sent by the last `move` with fingerprints.
+        staging_sizes: elements of each half of the staging memory.
     """
 
     def __init__(
         self,
         plan: Plan,
         shards: Mapping[str, NamedShard],
-        destination: Destination,
+        parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
         hashes: Hashes,
     ) -> None:
         self.plan = plan
         self._shards = [shards[source.name] for source in plan.sources]
         self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
-        self._parameters = {name: i for i, name in enumerate(destination.trace.parameters)}
-        self.sums = FingerprintSums((dist.get_world_size(group), len(self._parameters)))
-        self._destination = destination
+        self._parameters = parameters
+        self._numbers = {name: i for i, name in enumerate(parameters)}
         self._group = group
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
-        self._buffers = Buffers(destination.device)
+        first = next(iter(parameters.values()))
+        self._device, self._dtype = first.device, first.dtype
+        self._buffers = Buffers(self._device)
+        sizes = [bucket.size for bucket in plan.buckets]
+        self.staging_sizes = [max(sizes[half::2], default=0) for half in (0, 1)]
         self._halves: list[Tensor] = []
+        self._sum_of: dict[tuple[int, ...], int] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Allocate staging memory and look up the addresses of all buffers."""
-        destination = self._destination
         self._halves = [
-            torch.empty(size, dtype=destination.dtype, device=destination.device)
-            for size in self.staging_sizes()
+            torch.empty(size, dtype=self._dtype, device=self._device) for size in self.staging_sizes
         ]
-        parameters = [destination.tensors[name] for name in self._parameters]
-        if self._buffers.bind([*self._local_shards(), *parameters, *self._halves]):
+        tensors = [*self._local_shards(), *self._parameters.values(), *self._halves]
+        if self._buffers.bind(tensors):
             self._build_copiers()
 
     @torch.no_grad()
     def move(self, *, fingerprint: bool) -> None:
         """Enqueue the move; on GPUs it runs on the current stream and on the group's own."""
-        destination, plan = self._destination, self.plan
-        if plan.gathered:
-            destination.load(
-                (shard.name, self._gathered(shard, source))
-                for shard, source in zip(self._shards, plan.sources, strict=True)
-                if shard.name in plan.gathered
-            )
-        for fill in plan.fills:
-            region_view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
-        self._run_buckets(self.sums.values.zero_() if fingerprint else None)
+        for fill in self.plan.fills:
+            region_view(self._parameters[fill.parameter], fill.region).fill_(fill.value)
+        self._run_buckets(self._sums.zero_() if fingerprint else None)
+
+    def sent(self) -> Tensor:
+        """Return [receivers, parameters] int64: the sums of the last `move` with fingerprints."""
+        cells = self._sums.new_zeros(len(self._ranks) * len(self._parameters))
+        cells.index_add_(0, self._cells, self._sums[self._sums_of_cells])
+        return cells.view(len(self._ranks), -1)
 
     def release(self) -> None:
         """Free staging memory and drop references to the shards."""
         self._buffers.release()
         self._halves = []
 
-    def staging_sizes(self) -> list[int]:
-        """Return the elements of each half of the staging memory."""
-        sizes = [bucket.size for bucket in self.plan.buckets]
-        return [max(sizes[half::2], default=0) for half in (0, 1)]
-
     def _build_copiers(self) -> None:
         """Lower the plan to rectangles between the buffers, which are bound."""
         self._local = self._copier(
-            (copy, self._shard(copy), self._parameter(copy), self._cells(copy, [self._rank]))
+            (copy, self._shard(copy), self._parameter(copy), self._cells_of(copy, [self._rank]))
             for copy in self.plan.local
         )
         self._pack, self._unpack = [], []
@@ -144,7 +120,7 @@ class PlanExecutor:
                     transfer,
                     self._shard(transfer),
                     self._staging(number, start, transfer),
-                    [cell for write in transfer.writes for cell in self._cells(*write)],
+                    [cell for write in transfer.writes for cell in self._cells_of(*write)],
                 )
                 for start, transfer in bucket.packed
             )
@@ -156,20 +132,22 @@ class PlanExecutor:
                 if self._rank in receivers
             )
             self._unpack.append(self._copier(unpacked))
-        self.sums.allocate(self._destination.device)
+        pairs = [(number, cell) for cells, number in self._sum_of.items() for cell in cells]
+        index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self._device)
+        self._sums_of_cells, self._cells = index.unbind(1)
+        self._sums = torch.zeros(len(self._sum_of), dtype=torch.int64, device=self._device)
 
     def _copier(self, moves: Iterable[_Move]) -> Copier:
-        destination, rects = self._destination, list[CopyRect]()
+        rects: list[CopyRect] = []
         for moved, source, target, cells in moves:
             shape, key = self._sources[moved.source][1].shape, salt(moved.source)
-            number = self.sums.number(cells)
+            number = self._sum_of.setdefault(tuple(cells), len(self._sum_of))
             rects += cut(self._buffers, source, target, moved.region, shape, key, number)
-        kind = copier_class(destination.device)
-        return kind(rects, self._buffers, destination.dtype, self._hashes)
+        return copier_class(self._device)(rects, self._buffers, self._dtype, self._hashes)
 
-    def _cells(self, copy: TracedCopy, receivers: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the cells (receiver, parameter) for which the fingerprint of a copy counts."""
-        return [(receiver, self._parameters[copy.parameter]) for receiver in receivers]
+    def _cells_of(self, copy: TracedCopy, receivers: Iterable[int]) -> list[int]:
+        parameter, count = self._numbers[copy.parameter], len(self._parameters)
+        return [receiver * count + parameter for receiver in receivers]
 
     def _shard(self, moved: TracedCopy | Transfer) -> _BufferView:
         """Return a region of a whole tensor inside this rank's shard, and the shard's number."""
@@ -180,7 +158,7 @@ class PlanExecutor:
         return number, region_view(tensor, Region(within, moved.region.shape))
 
     def _parameter(self, copy: TracedCopy) -> _BufferView:
-        number = len(self._sources) + self._parameters[copy.parameter]
+        number = len(self._sources) + self._numbers[copy.parameter]
         return number, region_view(self._buffers.tensors[number], copy.destination)
 
     def _staging(self, bucket: int, start: int, transfer: Transfer) -> _BufferView:
@@ -199,18 +177,6 @@ class PlanExecutor:
                 )
             tensors.append(tensor)
         return tensors
-
-    def _gathered(self, shard: NamedShard, source: SourceLayout) -> Tensor:
-        """Gather a whole tensor, uncast."""
-        position.at(f"gathering {shard.name}")
-        own = shard.local().movedim(source.dim, 0)
-        longest = source.region(0).shape[source.dim]
-        padded = own.new_zeros((longest, *own.shape[1:]))
-        padded[: len(own)] = own
-        shards = own.new_empty((source.num_shards, *padded.shape))
-        dist.all_gather(list(shards), padded, group=self._group)
-        whole = shards.flatten(0, 1)[: source.shape[source.dim]]
-        return whole.movedim(0, source.dim).contiguous()
 
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Run all buckets; packing is one bucket ahead, so that the links never wait for it.
@@ -233,7 +199,7 @@ class PlanExecutor:
             for work in arriving:
                 work.wait()
             self._unpack[number].run(0, 1, None, paced=spread and not is_last)
-            if self._destination.device.type == "cuda":
+            if self._device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
                 position.mark("bucket", number + 1, count, event)

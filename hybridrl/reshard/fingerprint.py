@@ -11,7 +11,6 @@ only a row's sum is multiplied by 64 bits.
 """
 
 import hashlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -91,37 +90,3 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
         bits = chunk.view(BITS[values.dtype.itemsize]).to(torch.int64)
         total += (bits.mul_(columns).sum(1) * rows[start : start + height]).sum()
     return total
-
-
-class FingerprintSums:
-    """Sums of sent fingerprints, one per set of cells (receiver, parameter).
-
-    A transfer to several receivers is fingerprinted once and counts for all of them.
-
-    Args:
-        shape: number of ranks of the shard group, and of parameters of the engine.
-    """
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self._shape = shape
-        self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
-
-    def number(self, cells: Iterable[tuple[int, int]]) -> int:
-        """Return the number of the sum that counts for these cells."""
-        return self._numbers.setdefault(tuple(sorted(cells)), len(self._numbers))
-
-    def allocate(self, device: torch.device) -> None:
-        """Allocate the sums, once all numbers are assigned."""
-        pairs = [
-            (number, receiver * self._shape[1] + parameter)
-            for cells, number in self._numbers.items()
-            for receiver, parameter in cells
-        ]
-        index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(device)
-        self._from, self._to = index.unbind(1)
-        self.values = torch.zeros(len(self._numbers), dtype=torch.int64, device=device)
-
-    def cells(self) -> Tensor:
-        """Return [receivers, parameters] int64: the expected sums of each receiver."""
-        flat = self.values.new_zeros(self._shape[0] * self._shape[1])
-        return flat.index_add_(0, self._to, self.values[self._from]).view(self._shape)

@@ -65,21 +65,16 @@ class Plan:
         local: copies out of this rank's own shards; regions of whole source tensors.
         buckets: exchanges in order; the same number on every rank of the group.
         fills: constants (vocabulary padding), written every time.
-        gathered: names of sources that are gathered whole and loaded by the engine's loader,
-            because some rank's trace refused their parameters.
-        written: elements of parameters that this rank writes, without constants and loaders.
+        written: elements of parameters that this rank writes, without constants.
         received: elements this rank receives from others.
-        unavoidable: elements it would receive if it used all of its own shards.
     """
 
     sources: list[SourceLayout]
     local: list[TracedCopy]
     buckets: list[Bucket]
     fills: list[TracedFill]
-    gathered: set[str]
     written: int
     received: int
-    unavoidable: int
 
     @property
     def exchanges_much(self) -> bool:
@@ -108,11 +103,9 @@ def build_plans(
             together, as long as one row of one tensor fits.
 
     Raises:
-        ValueError: the group's models differ, or an element of a parameter would not be written
-            exactly once; names the parameters.
+        ValueError: an element of a parameter would not be written exactly once; names the
+            parameters.
     """
-    if any(list(trace.parameters) != list(traces[0].parameters) for trace in traces):
-        raise ValueError("the ranks' engines have different parameters")
     checked: list[Trace] = []
     for trace in traces:  # ranks with the same slice of an engine have the same trace
         if trace not in checked:
@@ -140,17 +133,12 @@ def _plan(
         for copy in trace.copies:
             if copy.source in copies:
                 copies[copy.source].append((receiver, copy))
-    written = sum(copy.region.numel for copy in traces[rank].copies if copy.source in copies)
-    refused = {
-        name for trace in traces for refusal in trace.refused.values() for name in refusal.sources
-    }
     chunker = Chunker(rank, len(traces), bucket_elements)
     chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
     # Transfers to many ranks come first, so that few buckets go to many.
     chunks.sort(key=lambda chunk: -chunk.breadth)
     buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(chunks, bucket_elements)]
     held = {source.name: source.region(rank) for source in sources}
-    useful = sum(held[name].numel for name, needed in copies.items() if needed)
     return Plan(
         sources=sources,
         local=[
@@ -161,12 +149,10 @@ def _plan(
         ],
         buckets=buckets,
         fills=fills,
-        gathered=refused & copies.keys(),
-        written=written,
+        written=sum(c.region.numel for c in traces[rank].copies if c.source in copies),
         received=sum(
             transfer.region.numel for bucket in buckets for _, transfer in bucket.unpacked
         ),
-        unavoidable=max(0, written - useful),
     )
 
 
@@ -176,9 +162,7 @@ def check_coverage(trace: Trace) -> None:
     Raises:
         ValueError: names the parameters, the elements written, and overlaps.
     """
-    regions: dict[str, list[Region]] = {
-        name: [] for name in trace.parameters if name not in trace.refused
-    }
+    regions: dict[str, list[Region]] = {name: [] for name in trace.parameters}
     for copy in trace.copies:
         regions[copy.parameter].append(copy.destination)
     for fill in trace.fills:

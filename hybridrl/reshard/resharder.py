@@ -1,13 +1,13 @@
 """Resharder: moves the trainer's shards into the engine's live parameters and verifies them.
 
 Frozen weights (those under adapters) have a plan of their own, which runs only if the engine does
-not hold them yet. No full parameter is built, unless some rank's loader does more than copy it.
+not hold them yet. No full parameter is built.
 """
 
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +16,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.part_timer import PartTimer
-from hybridrl.distributed.regions import NamedShard
+from hybridrl.distributed.regions import NamedShard, Trace
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
-from hybridrl.reshard.executor import Destination, PlanExecutor, ReshardError
+from hybridrl.reshard.executor import PlanExecutor, ReshardError
 from hybridrl.reshard.fingerprint import hashes, salt
 from hybridrl.reshard.plan import Plan, build_plans
 from hybridrl.reshard.transfers import SourceLayout
 
 logger = logging.getLogger(__name__)
 
-# Reasons why a parameter is wrong, as bits of a byte.
-NOT_AS_SENT, REPLICAS_DIFFER = 1, 2
-_REASONS = {
-    NOT_AS_SENT: "does not hold what was sent to it",
-    REPLICAS_DIFFER: "was sent weights that differ from the first replica's",
-    NOT_AS_SENT | REPLICAS_DIFFER: "does not hold what was sent, which differs between replicas",
-}
+# Reasons why a parameter is wrong.
+_REASONS = (
+    "does not hold what was sent to it",
+    "was sent weights that differ from the first replica's",
+)
 
 
 class Resharder:
@@ -39,7 +37,8 @@ class Resharder:
 
     Args:
         shards: this rank's shards of the trainer's weights, in one order on all ranks.
-        destination: this rank's part of a rollout engine.
+        trace: trace of the engine's loader on this rank.
+        tensors: the engine's live parameters by name, of one dtype; they never move.
         mesh: the training mesh with axes dp_replicate and dp_shard. Data moves only between the
             ranks of one dp_shard group, which hold one replica of the weights.
         bucket_mb: MiB that a rank sends and receives at a time. Staging memory is at most twice
@@ -53,11 +52,15 @@ class Resharder:
     def __init__(
         self,
         shards: Sequence[NamedShard],
-        destination: Destination,
+        trace: Trace,
+        tensors: Mapping[str, Tensor],
         mesh: DeviceMesh,
         bucket_mb: int,
     ) -> None:
-        self._destination = destination
+        self._trace = trace
+        self._parameters = {name: tensors[name] for name in trace.parameters}
+        first = next(iter(self._parameters.values()))
+        self._device, self._dtype = first.device, first.dtype
         self._mesh = mesh
         self._group = mesh.get_group("dp_shard")
         self._shards = {shard.name: shard for shard in shards}
@@ -66,14 +69,14 @@ class Resharder:
         # Hashes of all rows and columns, of tensors viewed as rows of their last dim.
         rows = max(1, *(math.prod(source.shape[:-1]) for source in self._sources))
         columns = max(source.shape[-1] for source in self._sources)
-        self._hashes = hashes(rows, columns, destination.device)
+        self._hashes = hashes(rows, columns, self._device)
         frozen = [shard.name for shard in shards if shard.frozen]
-        plans = self._agreed_plans((bucket_mb << 20) // destination.dtype.itemsize, frozen)
+        plans = self._agreed_plans((bucket_mb << 20) // self._dtype.itemsize, frozen)
         self._executors = [
-            PlanExecutor(plan, self._shards, destination, self._group, self._hashes)
+            PlanExecutor(plan, self._shards, self._parameters, self._group, self._hashes)
             for plan in plans
         ]
-        self._parameters = {name: i for i, name in enumerate(destination.trace.parameters)}
+        self._numbers = {name: i for i, name in enumerate(self._parameters)}
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
         self._sums_are_known = False
@@ -100,15 +103,14 @@ class Resharder:
         executors = self._executors[-1:] if only_live else self._executors
         # Until the end the content of the parameters is undefined.
         self._frozen_is_there = self._sums_are_known = False
-        device, itemsize = self._destination.device, self._destination.dtype.itemsize
-        timer = PartTimer(device)
+        timer = PartTimer(self._device)
         for executor in executors:
             try:
                 with timer.part("prepare_s"):
                     executor.prepare()
                 with timer.part("wait_s"):  # so that a straggler does not count as a slow move
                     if dist.get_world_size(self._group) > 1:
-                        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+                        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
                 with timer.part("move_s"):
                     executor.move(fingerprint=verify)
             finally:
@@ -119,8 +121,8 @@ class Resharder:
                 self.verify(version)
         self._frozen_is_there = True
         return timer.seconds | {
-            "received_bytes": float(itemsize * sum(one.plan.received for one in executors)),
-            "written_bytes": float(itemsize * sum(one.plan.written for one in executors)),
+            "received_bytes": self._bytes(one.plan.received for one in executors),
+            "written_bytes": self._bytes(one.plan.written for one in executors),
         }
 
     @torch.no_grad()
@@ -131,43 +133,37 @@ class Resharder:
             ReshardError: on all ranks if a parameter differs on any rank; names all that differ.
         """
         assert self._sums_are_known, "the last sync left fingerprints out"
-        destination = self._destination
-        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=destination.device)
+        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._device)
         self._reader.run(0, 1, found, paced=False)
-        cells = torch.stack([executor.sums.cells() for executor in self._executors]).sum(0)
+        cells = torch.stack([executor.sent() for executor in self._executors]).sum(0)
         arrived = torch.empty_like(cells)
         dist.all_to_all_single(arrived, cells, group=self._group)
         expected = arrived.sum(0)
-        problems = (found != expected).to(torch.uint8) * NOT_AS_SENT
-        for fill in destination.trace.fills:
-            region = region_view(destination.tensors[fill.parameter], fill.region)
-            problems[self._parameters[fill.parameter]] |= (region != fill.value).any()
+        problems = torch.stack([found != expected, torch.zeros_like(found).bool()])
+        for fill in self._trace.fills:
+            region = region_view(self._parameters[fill.parameter], fill.region)
+            problems[0, self._numbers[fill.parameter]] |= (region != fill.value).any()
         if self._compares_replicas:
             replicas = _all_gather(expected, self._mesh.get_group("dp_replicate"))
-            problems |= (replicas[0] != expected).to(torch.uint8) * REPLICAS_DIFFER
-        listed = self._report(problems)
-        if listed:
+            problems[1] = replicas[0] != expected
+        ranks_of: dict[tuple[int, int], list[int]] = {}
+        for rank, reason, index in _all_gather(problems.to(torch.uint8)).nonzero().tolist():
+            ranks_of.setdefault((index, reason), []).append(rank)
+        if ranks_of:
+            names = list(self._parameters)
+            listed = [
+                f"\n  {names[index]} on ranks {ranks}: {_REASONS[reason]}"
+                for (index, reason), ranks in sorted(ranks_of.items())
+            ]
             raise ReshardError(
-                f"after reshard {version} the rollout engine's weights are not the actor's:\n"
-                f"  {listed}"
+                f"after reshard {version} the rollout engine's weights are not the actor's:"
+                + "".join(listed)
             )
-
-    def _report(self, problems: Tensor) -> str:
-        """Describe wrong parameters and their ranks, "" if none; a collective of all ranks."""
-        wrong, names = _all_gather(problems).cpu(), list(self._parameters)
-        ranks_of: dict[tuple[str, int], list[int]] = {}
-        for rank, index in wrong.nonzero().tolist():
-            key = (names[index], int(wrong[rank, index]))
-            ranks_of.setdefault(key, []).append(rank)
-        return "\n  ".join(
-            f"{name} on ranks {ranks}: {_REASONS[kind]}"
-            for (name, kind), ranks in sorted(ranks_of.items())
-        )
 
     def _agreed_plans(self, bucket_elements: int, frozen: list[str]) -> list[Plan]:
         """Return this rank's plans, after a check that all ranks plan from the same inputs."""
         inputs = repr((self._sources, frozen, bucket_elements)).encode()
-        own = (self._destination.trace, hashlib.blake2b(inputs).digest())
+        own = (self._trace, hashlib.blake2b(inputs).digest())
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         traces, digests = zip(*gathered, strict=True)
@@ -191,43 +187,37 @@ class Resharder:
 
         Buffers and sums are numbered by parameter.
         """
-        destination, trace = self._destination, self._destination.trace
-        buffers = Buffers(destination.device)
-        buffers.bind([destination.tensors[name] for name in self._parameters])
+        buffers = Buffers(self._device)
+        buffers.bind(list(self._parameters.values()))
         whole = {source.name: source.shape for source in self._sources}
         rects: list[CopyRect] = []
-        for copy in trace.copies:
-            number = self._parameters[copy.parameter]
+        for copy in self._trace.copies:
+            number = self._numbers[copy.parameter]
             part = (number, region_view(buffers.tensors[number], copy.destination))
             shape = whole[copy.source]
             rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
-        kind = copier_class(destination.device)
-        return kind(rects, buffers, destination.dtype, self._hashes, write=False)
+        kind = copier_class(self._device)
+        return kind(rects, buffers, self._dtype, self._hashes, write=False)
+
+    def _bytes(self, elements: Iterable[int]) -> float:
+        return float(self._dtype.itemsize * sum(elements))
 
     def _log_plans(self) -> None:
-        """Log slow parameters and the traffic of the layout."""
-        for name, refusal in self._destination.trace.refused.items():
-            logger.warning(
-                "%s is gathered whole at every reshard, which is slower and not verified: %s",
-                name,
-                refusal.reason,
-            )
+        """Log the traffic of the layout."""
         if dist.get_rank() != 0:
             return
-        mib = self._destination.dtype.itemsize / 2**20
+        mib = self._dtype.itemsize / 2**20
         when = ("each time", "the first time")
         for executor, often in zip(self._executors[::-1], when, strict=False):
             plan = executor.plan
             logger.info(
                 "reshard: %d buckets in %.0f MiB of staging memory; rank 0 takes part in %d sends, "
-                "receives and all-gathers; it receives %.1f MiB %s, of which %.1f MiB are beyond "
-                "what it holds under any layout",
+                "receives and all-gathers; it receives %.1f MiB %s",
                 len(plan.buckets),
-                sum(executor.staging_sizes()) * mib,
+                sum(executor.staging_sizes) * mib,
                 sum(bucket.operations for bucket in plan.buckets),
                 plan.received * mib,
                 often,
-                plan.unavoidable * mib,
             )
 
 

@@ -14,6 +14,7 @@ from contextlib import ContextDecorator, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -118,13 +119,12 @@ def cpu_start() -> Iterator[None]:
         # Never dialled, as the process group exists; its last part names the shared memory.
         return f"tcp://127.0.0.1:{ident[0]}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
-    patch(utils, "dispatch_cpu_unquantized_gemm", _keep_weight)
-    patch(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)
-    set_num_threads = torch.set_num_threads
-    try:
+    with (
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", _keep_weight),
+        patch.object(ExecutorWithExternalLauncher, "_distributed_args", distributed_args),
+        patch.object(torch, "set_num_threads", torch.set_num_threads),
+    ):
         yield
-    finally:
-        torch.set_num_threads = set_num_threads
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
         file.unlink(missing_ok=True)
@@ -159,13 +159,12 @@ def start_hooks(
             load_into_runner(**kwargs)
             adapt(runner.get_model())
 
-        with replaced(runner, {"load_model": load_and_adapt}):
+        with patch.object(runner, "load_model", load_and_adapt):
             return load(self, **kwargs)
 
     methods = {name: getattr(worker, name) for name in WORKER_PARTS} | {"load_model": with_adapters}
-    with replaced(
-        worker, {name: part(label)(methods[name]) for name, label in WORKER_PARTS.items()}
-    ):
+    counted = {name: part(label)(methods[name]) for name, label in WORKER_PARTS.items()}
+    with patch.multiple(worker, **counted):
         yield
 
 
@@ -232,7 +231,7 @@ class StepLogProbs:
             output.logprobs = None
             return update(scheduled, output)
 
-        with replaced(scheduler, {"update_from_output": record}):
+        with patch.object(scheduler, "update_from_output", record):
             yield
 
     def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
@@ -250,33 +249,3 @@ def asleep_bytes(tag: str) -> int:
     sizes = [data.handle[1] for data in known if data.tag == tag]
     assert sizes, f"vLLM has tagged no allocation as {tag}"
     return sum(sizes)
-
-
-def patch(owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute of vLLM for good.
-
-    Raises:
-        RuntimeError: this version of vLLM does not have it.
-    """
-    if name not in vars(owner):
-        raise RuntimeError(
-            f"hybridrl cannot prepare this version of vllm: {owner.__name__}.{name} is gone. "
-            "Install the version pinned in requirements/"
-        )
-    setattr(owner, name, new)
-
-
-@contextmanager
-def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Replace attributes of a class or an object within this context, inherited ones included."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)

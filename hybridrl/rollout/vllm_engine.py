@@ -73,6 +73,9 @@ class VLLMEngine:
         device_type: "cuda" or "cpu". On a GPU the current device is used. On a CPU no memory is
             freed, and sleeping parts are only marked.
 
+    Attributes:
+        awake: parts that have memory and keep its content.
+
     Raises:
         ConfigError: this installation of vLLM cannot be used.
     """
@@ -88,7 +91,7 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
-        self._awake = frozenset(EnginePart)
+        self.awake = frozenset(EnginePart)
         prepare(config, device_type)
         times = StartTimes()
         with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
@@ -115,11 +118,6 @@ class VLLMEngine:
         self.sleep()
 
     @property
-    def awake(self) -> frozenset[EnginePart]:
-        """Parts that have memory and keep its content."""
-        return self._awake
-
-    @property
     def keeps_weights(self) -> bool:
         """True if the content of the parameters outlives `sleep`, as it always does on a CPU."""
         return not self._on_gpu or EnginePart.WEIGHTS not in SLEEPERS[self._config.sleep]
@@ -141,10 +139,6 @@ class VLLMEngine:
         live = live_tensors(self._model)
         return {name: tensor for name, tensor in live.items() if name in self._written}
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Run vLLM's `load_weights`."""
-        self._model.load_weights(weights)
-
     def check(self) -> None:
         """Raise RuntimeError if the address of one of `tensors` has changed."""
         found = places(self._model)
@@ -154,17 +148,17 @@ class VLLMEngine:
 
     def wake(self, part: EnginePart) -> None:
         """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first."""
-        if part in self._awake:
+        if part in self.awake:
             return
         if part is EnginePart.KV_CACHE:
-            assert EnginePart.WEIGHTS in self._awake, "weights wake first"
+            assert EnginePart.WEIGHTS in self.awake, "weights wake first"
         if self._on_gpu:
             # Emptying and refilling the trainer's allocator cache costs a tenth of a second.
             free, _ = torch.cuda.mem_get_info()
             if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
                 torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part.value])
-        self._awake |= {part}
+        self.awake |= {part}
 
     def reset_prefix_cache(self) -> None:
         """Discard the prefix cache.
@@ -177,8 +171,8 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Free the parts that rollout.sleep names; the KV cache includes the prefix cache."""
-        sleepers = SLEEPERS[self._config.sleep] & self._awake
-        self._awake -= sleepers
+        sleepers = SLEEPERS[self._config.sleep] & self.awake
+        self.awake -= sleepers
         if not (self._on_gpu and sleepers):
             return
         if EnginePart.WEIGHTS in sleepers:
@@ -196,7 +190,7 @@ class VLLMEngine:
                 different tokens.
             ValueError: a prompt is longer than rollout.max_prompt_tokens.
         """
-        if self._awake != set(EnginePart):
+        if self.awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
         self._check_lengths(prompts)
         stop_token_ids = [*self._stop_token_ids, *prompts.stop_token_ids]

@@ -40,7 +40,6 @@ ROW_PARALLEL = [
     for layer in range(2)
     for name in ("self_attn.o_proj", "mlp.down_proj")
 ]
-ODDLY_WRITTEN = ["model.layers.0.self_attn.o_proj.weight", "model.norm.weight"]
 
 
 def each(cases):
@@ -91,10 +90,8 @@ def check_case(case, by_rank):
 
 def check_weights(case, one, ranks):
     nested = case.layout is Layout.aligned and 1 < case.tp <= ranks // case.dp_replicate
-    refused = ODDLY_WRITTEN if case.model == "qwen3_tied" else []
-    assert one["columns"] == [name for name in ROW_PARALLEL if nested and name not in refused]
+    assert one["columns"] == (ROW_PARALLEL if nested else [])
     assert one["differs_A"] == one["differs_B"] == []
-    assert one["refused"] == refused
 
 
 def check_rollouts(case, one):

@@ -58,7 +58,7 @@ def look(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"log": log.lines, "built": engine.awake}
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     engine.wake(EnginePart.WEIGHTS)
-    engine.load(weights.items())
+    engine._model.load_weights(weights.items())
     seen["half"] = error_of(lambda: engine.generate(prompts()))
     engine.wake(EnginePart.KV_CACHE)
     seen["first"] = engine.generate(prompts())

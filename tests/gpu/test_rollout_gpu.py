@@ -91,7 +91,7 @@ def kept_beside_a_waking_engine(engine: VLLMEngine) -> tuple[float, float]:
 def wake(engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
     """As a reshard does it: weights first, written before the KV cache is there."""
     engine.wake(EnginePart.WEIGHTS)
-    engine.load(weights.items())
+    engine._model.load_weights(weights.items())
     engine.wake(EnginePart.KV_CACHE)
     engine.reset_prefix_cache()
 

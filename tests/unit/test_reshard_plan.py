@@ -210,7 +210,7 @@ def test_no_rank_stages_more_than_a_bucket(bucket_elements):
 def test_nothing_moves_between_ranks_if_each_holds_everything():
     plan = build_plan(layouts(1), [trace_of(0, 2)], 0, 10)
     assert plan.buckets == []
-    assert plan.received == plan.unavoidable == 0
+    assert plan.received == 0
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -227,7 +227,7 @@ def test_aligned_shards_stay_at_home_except_what_is_replicated(tp):
         trace = trace_of(rank, tp)
         copies = [c for c in trace.copies if c.parameter != "embed"]
         shapes = {n: s for n, s in trace.parameters.items() if n != "embed"}
-        traces.append(Trace(copies, [], {}, shapes))
+        traces.append(Trace(copies, [], shapes))
     for rank in range(tp):
         norm = 6 - layouts(tp)[1].region(rank).shape[0]
         heads = 2 * (6 + 1) if tp == 4 else 0
@@ -246,12 +246,12 @@ def test_what_several_ranks_take_is_packed_once(takers):
     It is sent to each taker; if all 4 ranks take it, it is gathered in one operation.
     """
     parameters = {"down": (6, 24)}
-    traces = [Trace([WHOLE], [], {}, parameters)] * takers
-    traces += [Trace([], [FILLED], {}, parameters)] * (4 - takers)
+    traces = [Trace([WHOLE], [], parameters)] * takers
+    traces += [Trace([], [FILLED], parameters)] * (4 - takers)
     plan = build_plan([SourceLayout("down", (6, 24), 4, 1)], traces, 1, 10**6)
     (bucket,) = plan.buckets
     assert bucket.size == 48 + 3 * 48
-    assert plan.received == plan.unavoidable == 3 * 36
+    assert plan.received == 3 * 36
     if takers == 4:
         assert (bucket.slot, bucket.sends, bucket.receives) == (48, [], [])
         assert bucket.operations == 1
@@ -264,7 +264,7 @@ def test_what_several_ranks_take_is_packed_once(takers):
 def test_what_few_ranks_hold_is_sent():
     """One of 4 ranks holds a row that all take: slots of an all-gather would be empty but one."""
     row = TracedCopy("gate", Region((0, 0), (1, 24)), "gate", (0, 0))
-    trace = Trace([row], [], {}, {"gate": (1, 24)})
+    trace = Trace([row], [], {"gate": (1, 24)})
     source = SourceLayout("gate", (1, 24), 4)
     plans = [build_plan([source], [trace] * 4, rank, 10**6) for rank in range(4)]
     assert [plan.buckets[0].operations for plan in plans] == [3, 1, 1, 1]
@@ -294,7 +294,7 @@ def test_intersections():
 
 
 def simple_trace(copies, fills=()):
-    return Trace(copies, list(fills), {}, {"w": (4, 2), "b": (2,)})
+    return Trace(copies, list(fills), {"w": (4, 2), "b": (2,)})
 
 
 WEIGHT = TracedCopy("w", Region((0, 0), (3, 2)), "w", (0, 0))

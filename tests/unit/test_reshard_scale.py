@@ -62,7 +62,7 @@ class Model(NamedTuple):
             place = (filled[0], *[0] * (len(shape) - 1))
             copies.append(TracedCopy(name, Region(tuple(offset), tuple(part)), parameter, place))
             parameters[parameter] = (filled[0] + part[0], *part[1:])
-        return Trace(copies, [], {}, parameters)
+        return Trace(copies, [], parameters)
 
     def inputs(self, shards: int, tp: int) -> tuple[list[SourceLayout], list[Trace]]:
         """Sources and traces, layout aligned: the ranks of one slice are consecutive shards.
