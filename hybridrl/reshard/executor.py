@@ -48,9 +48,6 @@ class PlanExecutor:
         parameters: the engine's parameters by name, in the trace's order; they never move.
         group: the shard group.
         hashes: for fingerprints.
-
-    Attributes:
-        staging_sizes: elements of each half of the staging memory.
     """
 
     def __init__(
@@ -74,16 +71,16 @@ class PlanExecutor:
         first = next(iter(parameters.values()))
         self._device, self._dtype = first.device, first.dtype
         self._buffers = Buffers(self._device)
-        sizes = [bucket.size for bucket in plan.buckets]
-        self.staging_sizes = [max(sizes[half::2], default=0) for half in (0, 1)]
         self._halves: list[Tensor] = []
         self._sum_of: dict[tuple[int, ...], int] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Allocate staging memory and look up the addresses of all buffers."""
+        sizes = [bucket.size for bucket in self.plan.buckets]
         self._halves = [
-            torch.empty(size, dtype=self._dtype, device=self._device) for size in self.staging_sizes
+            torch.empty(max(half, default=0), dtype=self._dtype, device=self._device)
+            for half in (sizes[0::2], sizes[1::2])
         ]
         tensors = [*self._local_shards(), *self._parameters.values(), *self._halves]
         if self._buffers.bind(tensors):

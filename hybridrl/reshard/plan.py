@@ -133,7 +133,7 @@ def _plan(
         for copy in trace.copies:
             if copy.source in copies:
                 copies[copy.source].append((receiver, copy))
-    chunker = Chunker(rank, len(traces), bucket_elements)
+    chunker = Chunker(rank, bucket_elements)
     chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
     # Transfers to many ranks come first, so that few buckets go to many.
     chunks.sort(key=lambda chunk: -chunk.breadth)

@@ -7,7 +7,7 @@ not hold them yet. No full parameter is built.
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,16 @@ class Resharder:
         self._reader = self._parameter_reader()
         self._frozen_is_there = False
         self._sums_are_known = False
-        self._log_plans()
+        if dist.get_rank() == 0:
+            for plan in plans:
+                logger.info(
+                    "reshard of %d weights: rank 0 receives %.1f MiB in %d buckets, with %d sends, "
+                    "receives and all-gathers",
+                    len(plan.sources),
+                    plan.received * self._dtype.itemsize / 2**20,
+                    len(plan.buckets),
+                    sum(bucket.operations for bucket in plan.buckets),
+                )
 
     def sync(self, version: int, *, verify: bool, kept: bool = False) -> dict[str, float]:
         """Write the trainer's current weights into the engine's parameters.
@@ -103,7 +112,7 @@ class Resharder:
         executors = self._executors[-1:] if only_live else self._executors
         # Until the end the content of the parameters is undefined.
         self._frozen_is_there = self._sums_are_known = False
-        timer = PartTimer(self._device)
+        timer, itemsize = PartTimer(self._device), self._dtype.itemsize
         for executor in executors:
             try:
                 with timer.part("prepare_s"):
@@ -121,8 +130,8 @@ class Resharder:
                 self.verify(version)
         self._frozen_is_there = True
         return timer.seconds | {
-            "received_bytes": self._bytes(one.plan.received for one in executors),
-            "written_bytes": self._bytes(one.plan.written for one in executors),
+            "received_bytes": float(itemsize * sum(one.plan.received for one in executors)),
+            "written_bytes": float(itemsize * sum(one.plan.written for one in executors)),
         }
 
     @torch.no_grad()
@@ -198,27 +207,6 @@ class Resharder:
             rects += cut(buffers, part, part, copy.region, shape, salt(copy.source), number)
         kind = copier_class(self._device)
         return kind(rects, buffers, self._dtype, self._hashes, write=False)
-
-    def _bytes(self, elements: Iterable[int]) -> float:
-        return float(self._dtype.itemsize * sum(elements))
-
-    def _log_plans(self) -> None:
-        """Log the traffic of the layout."""
-        if dist.get_rank() != 0:
-            return
-        mib = self._dtype.itemsize / 2**20
-        when = ("each time", "the first time")
-        for executor, often in zip(self._executors[::-1], when, strict=False):
-            plan = executor.plan
-            logger.info(
-                "reshard: %d buckets in %.0f MiB of staging memory; rank 0 takes part in %d sends, "
-                "receives and all-gathers; it receives %.1f MiB %s",
-                len(plan.buckets),
-                sum(executor.staging_sizes) * mib,
-                sum(bucket.operations for bucket in plan.buckets),
-                plan.received * mib,
-                often,
-            )
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

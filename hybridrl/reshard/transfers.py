@@ -106,14 +106,12 @@ class Chunker:
 
     Args:
         rank: the planning rank.
-        num_ranks: ranks of the shard group.
         bucket_elements: a chunk is halved until no rank needs more than a quarter of this, which
             leaves little of the buckets unused.
     """
 
-    def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
+    def __init__(self, rank: int, bucket_elements: int) -> None:
         self._rank = rank
-        self._num_ranks = num_ranks
         self._bucket_elements = bucket_elements
         self._known: dict[Any, tuple[list[Chunk], list[str]]] = {}
 
@@ -171,7 +169,7 @@ class Chunker:
         Transfers to all ranks are gathered: one operation instead of two for each other rank.
         Between two ranks a send is faster, and slots that few ranks fill are a waste.
         """
-        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
+        sent, received = np.zeros((2, len(shards)), dtype=np.int64)
         breadths, transfers = {0}, []
         for sender, shard in enumerate(shards):
             height = min(rows, shard.shape[0] - start)
@@ -196,9 +194,9 @@ class Chunker:
                     writes = tuple((copy, tuple(ranks.tolist())) for copy, ranks in shared)
                     transfers.append(Transfer(source, region, sender, writes))
         breadth, slot = max(breadths), int(sent.max())
-        to_all = breadth > 1 and breadths == {0, self._num_ranks - 1}
-        if to_all and slot * self._num_ranks <= 2 * sent.sum():
-            return Chunk(np.full_like(sent, slot * self._num_ranks), slot, breadth, transfers)
+        to_all = breadth > 1 and breadths == {0, len(shards) - 1}
+        if to_all and slot * len(shards) <= 2 * sent.sum():
+            return Chunk(np.full_like(sent, slot * len(shards)), slot, breadth, transfers)
         return Chunk(sent + received, 0, breadth, transfers)
 
 

@@ -43,7 +43,10 @@ class TritonCopier(Copier):
 
     def _prepare(self, rects: Sequence[CopyRect]) -> None:
         buffers, itemsize = self._buffers, self._dtype.itemsize
-        self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
+        self._paced_programs = 1  # in Triton's interpreter
+        if buffers.device.type == "cuda":
+            count = torch.cuda.get_device_properties(buffers.device).multi_processor_count
+            self._paced_programs = max(1, count - NCCL_MULTIPROCESSORS)
         kinds: dict[tuple[torch.dtype, bool], list[CopyRect]] = {}
         for rect in rects:
             source_dtype = buffers.tensors[rect.source].dtype
@@ -92,14 +95,6 @@ class TritonCopier(Copier):
         return all(number % VECTOR == 0 for number in numbers) and all(
             self._buffers.tensors[buffer].data_ptr() % 16 == 0 for buffer in buffers
         )
-
-
-def _multiprocessors_beside_nccl(device: torch.device) -> int:
-    """Return how many multiprocessors an exchange leaves; 1 in Triton's interpreter."""
-    if device.type != "cuda":
-        return 1
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, count - NCCL_MULTIPROCESSORS)
 
 
 def _tables(

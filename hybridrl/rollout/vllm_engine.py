@@ -265,9 +265,8 @@ class VLLMEngine:
         if self._config.tensor_parallel_size == 1:
             return
         tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
-        own = int.from_bytes(hashlib.blake2b(tokens, digest_size=7).digest(), "big")
-        extremes = torch.tensor([own, -own])
+        digests: list[bytes] = [b""] * self._config.tensor_parallel_size
         group = vllm_compat.tensor_parallel_group()
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        if extremes.tolist() != [own, -own]:
+        dist.all_gather_object(digests, hashlib.blake2b(tokens).digest(), group=group)
+        if len(set(digests)) > 1:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
