@@ -46,8 +46,7 @@ class PlanExecutor:
         plan: plan of some of the weights.
         shards: shards of all weights by name.
         parameters: the engine's parameters by name, in the trace's order; they never move.
-        group: the shard group.
-        hashes: for fingerprints.
+        group, hashes: the shard group, and hashes for fingerprints.
     """
 
     def __init__(

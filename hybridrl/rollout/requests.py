@@ -103,25 +103,21 @@ def generate(
     responses = _Responses([request.request_id for request in requests])
     for request in requests:
         core.add_request(request)
-    first = start
+    first_token_s, step = 0.0, 0
     step_log_probs = StepLogProbs()
     with step_log_probs.recorded(core):
-        step = 0
         while responses.unfinished:
             step += 1
             position.at("decoding step", step)
-            outputs = core.get_output().outputs
-            if not outputs:
-                continue
-            if first == start:
-                first = time.perf_counter()
-            responses.add(outputs, step_log_probs)
+            if outputs := core.get_output().outputs:
+                first_token_s = first_token_s or time.perf_counter() - start
+                responses.add(outputs, step_log_probs)
     tokens, log_probs = responses.ragged()
     return Generated(
         responses=tokens,
         log_probs=log_probs,
         truncated=torch.tensor(responses.truncated, dtype=torch.bool),
-        first_token_s=first - start,
+        first_token_s=first_token_s,
         seconds=time.perf_counter() - start,
     )
 

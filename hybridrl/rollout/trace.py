@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.torch_compat import TorchDispatchMode, operator_schema, storage_id
 
-Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
-
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 def trace_loader(
     model: nn.Module,
-    load: Loader,
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     sources: Sequence[tuple[str, tuple[int, ...]]],
     dtype: torch.dtype,
 ) -> Trace:

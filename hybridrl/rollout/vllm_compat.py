@@ -212,7 +212,7 @@ class StepLogProbs:
     """Log-probs of each decoding step, kept before the scheduler splits them by request.
 
     With hundreds of sequences the split takes a tenth of a decoding step, for which a GPU waits.
-    Both versions of vLLM read a step's log-probs once, in `Scheduler.update_from_output`.
+    vLLM reads a step's log-probs once, in `Scheduler.update_from_output`.
     """
 
     def __init__(self) -> None:

@@ -193,21 +193,18 @@ class VLLMEngine:
         if self.awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
         self._check_lengths(prompts)
-        stop_token_ids = [*self._stop_token_ids, *prompts.stop_token_ids]
-        generated = self._sample(prompts, self._max_tokens(prompts), stop_token_ids)
+        generated = self._sample(prompts)
         self._check_ranks_agree(generated.responses)
         return generated
 
-    def _sample(
-        self, prompts: PromptBatch, max_tokens: Sequence[int], stop_token_ids: Sequence[int]
-    ) -> Generated:
+    def _sample(self, prompts: PromptBatch) -> Generated:
         self._calls += 1
         return requests.generate(
             vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
-            max_tokens,
-            stop_token_ids,
+            self._max_tokens(prompts).tolist(),
+            [*self._stop_token_ids, *prompts.stop_token_ids],
             call=self._calls,
         )
 
@@ -233,21 +230,22 @@ class VLLMEngine:
             responses_per_prompt=1,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
+            max_tokens=torch.tensor([2]),
         )
         assert self._config.max_num_seqs is not None
         for size in WARM_UP_SIZES:
             if size <= self._config.max_num_seqs:
-                self._sample(replace(one, responses_per_prompt=size), [2], [])
+                self._sample(replace(one, responses_per_prompt=size))
 
-    def _max_tokens(self, prompts: PromptBatch) -> list[int]:
+    def _max_tokens(self, prompts: PromptBatch) -> Tensor:
         """Return the length limit of the responses to each prompt."""
         if prompts.max_tokens is None:
-            return [self._config.max_response_tokens] * len(prompts)
-        return prompts.max_tokens.tolist()
+            return torch.full((len(prompts),), self._config.max_response_tokens)
+        return prompts.max_tokens
 
     def _check_lengths(self, prompts: PromptBatch) -> None:
         limit, lengths = self._config.max_prompt_tokens, prompts.prompts.lengths
-        max_tokens = torch.tensor(self._max_tokens(prompts), dtype=torch.int64)
+        max_tokens = self._max_tokens(prompts)
         assert (lengths > 0).all(), "an empty prompt"
         assert (max_tokens > 0).all(), "no token may be sampled"
         # Later prompts of a conversation include the part of its response that is used up.
