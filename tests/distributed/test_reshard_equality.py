@@ -147,13 +147,16 @@ def test_only_what_is_replicated_moves_where_layouts_agree(seen):
     assert [one["metrics_B"]["received_bytes"] for one in seen(CASES, 2, case)] == [0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_only_what_vllm_replicates_or_pads_moves_where_shards_lie_in_slices(seen):
     """Four ranks, tp 4, float32, untied; the rest is local, columns of o_proj and down_proj too.
 
     Norms: 3/4 of 256 come from others. KV heads: 2 of 64 rows on 4 ranks, so that a rank needs 64
     rows of each k and v and holds 32. Vocabulary: shards of 126 rows, slices of 128.
     """
-    received = [one["metrics_B"]["received_bytes"] for one in seen(CASES, 4, CASES[4][1])]
+    by_rank = seen(SLOW_CASES, 4, Case("llama", FLOAT, tp=4))
+    received = [one["metrics_B"]["received_bytes"] for one in by_rank]
     hidden, norms, key_values = 256, 5, 2 * 2
     same = norms * hidden * 3 // 4 + key_values * 32 * hidden
     assert received == [4 * (same + 2 * rows * hidden) for rows in (2, 4, 6, 0)]
