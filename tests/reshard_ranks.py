@@ -196,16 +196,12 @@ def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[s
 def places(resharder: Resharder) -> Any:
     """The last row of every local copy and of every transfer to this rank."""
     plans = [executor.plan for executor in resharder._executors]
-    rank = dist.get_rank(resharder._group)
-    taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
+    taken = [copy for plan in plans for copy in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        for _, transfer in bucket.unpacked:
-            for copy, receivers in transfer.writes:
-                if rank in receivers:
-                    taken.append((copy.parameter, copy.offset, transfer.region.shape))
-    for name, offset, shape in taken:
-        last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
-        yield name, (*last[:-1], slice(last[-1], last[-1] + 1))
+        taken += [transfer.copy for _, transfer in bucket.unpacked]
+    for copy in taken:
+        last = [o + n - 1 for o, n in zip(copy.offset, copy.region.shape, strict=True)]
+        yield copy.parameter, (*last[:-1], slice(last[-1], last[-1] + 1))
 
 
 def plan_of(resharder: Resharder) -> Any:

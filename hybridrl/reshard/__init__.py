@@ -3,7 +3,7 @@
 Glossary, from whole tensors to bytes:
     Region        hyper-rectangle of a tensor (distributed/regions.py)
     TracedCopy    region of a checkpoint tensor and its place in a parameter of the engine
-    Transfer      region that one rank packs once and sends to every rank that needs it
+    Transfer      part of a copy that one rank packs once and sends to every rank that makes it
     Chunk         transfers out of the same rows of every shard of one tensor
     Bucket        chunks that move together; one all-gather and one batch of sends
     Plan          all that one rank copies, packs, sends, receives and unpacks

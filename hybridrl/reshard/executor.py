@@ -20,7 +20,6 @@ from hybridrl.distributed.torch_compat import all_gather_single
 from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
 from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.plan import Plan
-from hybridrl.reshard.transfers import Transfer
 
 
 class ReshardError(RuntimeError):
@@ -29,8 +28,8 @@ class ReshardError(RuntimeError):
 
 # Number of a buffer, and a view of its tensor.
 _BufferView = tuple[int, Tensor]
-# What is moved, its views that are read and written, and the cells of its fingerprint.
-_Move = tuple[TracedCopy | Transfer, _BufferView, _BufferView, Iterable[int]]
+# A copy, its views that are read and written, and ranks for which its fingerprint is counted.
+_Move = tuple[TracedCopy, _BufferView, _BufferView, Iterable[int]]
 
 
 class PlanExecutor:
@@ -71,7 +70,7 @@ class PlanExecutor:
         self._device, self._dtype = first.device, first.dtype
         self._buffers = Buffers(self._device)
         self._halves: list[Tensor] = []
-        self._sum_of: dict[tuple[int, ...], int] = {}
+        self._sum_of: dict[tuple[int, tuple[int, ...]], int] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -106,61 +105,55 @@ class PlanExecutor:
     def _build_copiers(self) -> None:
         """Lower the plan to rectangles between the buffers, which are bound."""
         self._local = self._copier(
-            (copy, self._shard(copy), self._parameter(copy), self._cells_of(copy, [self._rank]))
+            (copy, self._shard(copy), self._parameter(copy), [self._rank])
             for copy in self.plan.local
         )
         self._pack, self._unpack = [], []
         for number, bucket in enumerate(self.plan.buckets):
             packed: Iterable[_Move] = (
-                (
-                    transfer,
-                    self._shard(transfer),
-                    self._staging(number, start, transfer),
-                    [cell for write in transfer.writes for cell in self._cells_of(*write)],
-                )
-                for start, transfer in bucket.packed
+                (copy, self._shard(copy), self._staging(number, start, copy), receivers)
+                for start, (copy, _, receivers) in bucket.packed
             )
             self._pack.append(self._copier(packed))
             unpacked: Iterable[_Move] = (
-                (copy, self._staging(number, start, transfer), self._parameter(copy), [])
-                for start, transfer in bucket.unpacked
-                for copy, receivers in transfer.writes
-                if self._rank in receivers
+                (copy, self._staging(number, start, copy), self._parameter(copy), [])
+                for start, (copy, _, _) in bucket.unpacked
             )
             self._unpack.append(self._copier(unpacked))
-        pairs = [(number, cell) for cells, number in self._sum_of.items() for cell in cells]
+        pairs = [
+            (number, receiver * len(self._parameters) + parameter)
+            for (parameter, receivers), number in self._sum_of.items()
+            for receiver in receivers
+        ]
         index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self._device)
         self._sums_of_cells, self._cells = index.unbind(1)
         self._sums = torch.zeros(len(self._sum_of), dtype=torch.int64, device=self._device)
 
     def _copier(self, moves: Iterable[_Move]) -> Copier:
         rects: list[CopyRect] = []
-        for moved, source, target, cells in moves:
-            shape, key = self._sources[moved.source][1].shape, salt(moved.source)
-            number = self._sum_of.setdefault(tuple(cells), len(self._sum_of))
-            rects += cut(self._buffers, source, target, moved.region, shape, key, number)
+        for copy, source, target, receivers in moves:
+            shape, key = self._sources[copy.source][1].shape, salt(copy.source)
+            counted = (self._numbers[copy.parameter], tuple(receivers))
+            number = self._sum_of.setdefault(counted, len(self._sum_of))
+            rects += cut(self._buffers, source, target, copy.region, shape, key, number)
         return copier_class(self._device)(rects, self._buffers, self._dtype, self._hashes)
 
-    def _cells_of(self, copy: TracedCopy, receivers: Iterable[int]) -> list[int]:
-        parameter, count = self._numbers[copy.parameter], len(self._parameters)
-        return [receiver * count + parameter for receiver in receivers]
-
-    def _shard(self, moved: TracedCopy | Transfer) -> _BufferView:
-        """Return a region of a whole tensor inside this rank's shard, and the shard's number."""
-        number, _ = self._sources[moved.source]
+    def _shard(self, copy: TracedCopy) -> _BufferView:
+        """Return the region that a copy reads, which is inside this rank's shard."""
+        number, _ = self._sources[copy.source]
         first = self._held[number].offset
-        within = tuple(at - f for at, f in zip(moved.region.offset, first, strict=True))
+        within = tuple(at - f for at, f in zip(copy.region.offset, first, strict=True))
         tensor = self._buffers.tensors[number]
-        return number, region_view(tensor, Region(within, moved.region.shape))
+        return number, region_view(tensor, Region(within, copy.region.shape))
 
     def _parameter(self, copy: TracedCopy) -> _BufferView:
         number = len(self._sources) + self._numbers[copy.parameter]
         return number, region_view(self._buffers.tensors[number], copy.destination)
 
-    def _staging(self, bucket: int, start: int, transfer: Transfer) -> _BufferView:
+    def _staging(self, bucket: int, start: int, copy: TracedCopy) -> _BufferView:
         number = len(self._sources) + len(self._parameters) + bucket % 2
-        part = self._buffers.tensors[number][start : start + transfer.region.numel]
-        return number, part.view(transfer.region.shape)
+        part = self._buffers.tensors[number][start : start + copy.region.numel]
+        return number, part.view(copy.region.shape)
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []

@@ -151,7 +151,7 @@ def _plan(
         fills=fills,
         written=sum(c.region.numel for c in traces[rank].copies if c.source in copies),
         received=sum(
-            transfer.region.numel for bucket in buckets for _, transfer in bucket.unpacked
+            transfer.copy.region.numel for bucket in buckets for _, transfer in bucket.unpacked
         ),
     )
 
@@ -206,7 +206,7 @@ def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
     for transfer, is_gathered in ((t, c.slot > 0) for c in chunks for t in c.transfers):
         if is_gathered:
             placed.append((ends[transfer.sender], transfer))
-            ends[transfer.sender] += aligned(transfer.region.numel)
+            ends[transfer.sender] += aligned(transfer.copy.region.numel)
         else:
             key = (transfer.sender != rank, transfer.sender, transfer.receivers)
             send_groups.setdefault(key, []).append(transfer)
@@ -217,7 +217,7 @@ def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
         begin = end
         for transfer in transfers:
             placed.append((end, transfer))
-            end += aligned(transfer.region.numel)
+            end += aligned(transfer.copy.region.numel)
         if sender == rank:
             sends += [(receiver, slice(begin, end)) for receiver in receivers]
         else:

@@ -1,6 +1,6 @@
 """Transfers between ranks: what others need of each shard, in chunks that fit into buckets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,26 +56,17 @@ def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
 
 
 class Transfer(NamedTuple):
-    """Region of a source tensor that its holder packs once for all receivers.
+    """Copy that crosses ranks: the holder of its source packs it once for all receivers.
 
     Attributes:
-        source: name of the checkpoint tensor.
-        region: region of it.
-        sender: rank of the shard group that holds it.
-        writes: copies into parameters, each with the ranks that make it, in order.
+        copy: the copy; its whole region is in the sender's shard.
+        sender: rank of the shard group.
+        receivers: other ranks of the group that make this copy, in order.
     """
 
-    source: str
-    region: Region
+    copy: TracedCopy
     sender: int
-    writes: tuple[tuple[TracedCopy, tuple[int, ...]], ...]
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """Receiving ranks in order, each once."""
-        if len(self.writes) == 1:  # nearly always
-            return self.writes[0][1]
-        return tuple(sorted({rank for _, ranks in self.writes for rank in ranks}))
+    receivers: tuple[int, ...]
 
 
 class Chunk(NamedTuple):
@@ -126,7 +117,16 @@ class Chunker:
         chunks, names = self._known[key]
         renamed = dict(zip(names, parameters, strict=True))
         return [
-            chunk._replace(transfers=[_renamed(t, source.name, renamed) for t in chunk.transfers])
+            chunk._replace(
+                transfers=[
+                    Transfer(
+                        TracedCopy(source.name, copy.region, renamed[copy.parameter], copy.offset),
+                        sender,
+                        receivers,
+                    )
+                    for copy, sender, receivers in chunk.transfers
+                ]
+            )
             for chunk in chunks
         ]
 
@@ -149,7 +149,7 @@ class Chunker:
         parts = [(0, max(shard.shape[0] for shard in shards))]
         while parts:
             start, rows = parts.pop()
-            chunk = self._chunk(source.name, shards, needed, start, rows)
+            chunk = self._chunk(shards, needed, start, rows)
             if rows > 1 and 4 * chunk.load.max() > self._bucket_elements:
                 # The first half is popped first.
                 parts += [(start + rows // 2, rows - rows // 2), (start, rows // 2)]
@@ -158,7 +158,6 @@ class Chunker:
 
     def _chunk(
         self,
-        source: str,
         shards: Sequence[Region],
         needed: Sequence[list[_SharedCopy]],
         start: int,
@@ -176,23 +175,17 @@ class Chunker:
             if height <= 0:
                 continue
             held = Region((shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:]))
-            by_region: dict[Region, list[_SharedCopy]] = {}
             for copy, ranks in needed[sender]:
                 part = common_part(copy, held)
-                others = ranks[ranks != sender]
-                if part is not None and len(others):
-                    by_region.setdefault(part.region, []).append((part, others))
-            for region, shared in by_region.items():
-                receivers = shared[0][1]
-                if len(shared) > 1:
-                    receivers = np.unique(np.concatenate([ranks for _, ranks in shared]))
-                size = aligned(region.numel)
+                receivers = ranks[ranks != sender]
+                if part is None or not len(receivers):
+                    continue
+                size = aligned(part.region.numel)
                 sent[sender] += size
                 received[receivers] += size
                 breadths.add(len(receivers))
                 if self._rank == sender or (receivers == self._rank).any():
-                    writes = tuple((copy, tuple(ranks.tolist())) for copy, ranks in shared)
-                    transfers.append(Transfer(source, region, sender, writes))
+                    transfers.append(Transfer(part, sender, tuple(receivers.tolist())))
         breadth, slot = max(breadths), int(sent.max())
         to_all = breadth > 1 and breadths == {0, len(shards) - 1}
         if to_all and slot * len(shards) <= 2 * sent.sum():
@@ -203,15 +196,3 @@ class Chunker:
 def aligned(size: int) -> int:
     """Round a number of elements up to the alignment of transfers."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _renamed(transfer: Transfer, source: str, parameters: Mapping[str, str]) -> Transfer:
-    """Return the same transfer of another source, for other parameters."""
-    region = transfer.region
-    writes = tuple(
-        [
-            (TracedCopy(source, region, parameters[copy.parameter], copy.offset), receivers)
-            for copy, receivers in transfer.writes
-        ]
-    )
-    return Transfer(source, region, transfer.sender, writes)

@@ -96,18 +96,16 @@ def carry_out(plans, engines, shards, cuts):
         for rank, bucket in enumerate(buckets):
             for start, transfer in bucket.packed:
                 assert transfer.sender == rank
-                layout = by_name[transfer.source]
-                values = held_piece(transfer.source, transfer.region, rank, shards, layout)
+                copy = transfer.copy
+                values = held_piece(copy.source, copy.region, rank, shards, by_name[copy.source])
                 memory[rank][start : start + values.numel()] = values.flatten()
         exchange(buckets, memory)
         for rank, bucket in enumerate(buckets):
             for start, transfer in bucket.unpacked:
-                values = memory[rank][start : start + transfer.region.numel].view(
-                    transfer.region.shape
-                )
-                for copy, receivers in transfer.writes:
-                    if rank in receivers:
-                        write(rank, copy.parameter, copy.destination, values)
+                assert rank in transfer.receivers
+                copy = transfer.copy
+                values = memory[rank][start : start + copy.region.numel].view(copy.region.shape)
+                write(rank, copy.parameter, copy.destination, values)
     return written
 
 

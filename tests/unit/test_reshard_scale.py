@@ -125,7 +125,7 @@ def test_operations_are_bounded_by_buckets_and_the_ranks_of_a_slice(shards, tp, 
     assert max(bucket.size for bucket in plan.buckets) <= BUCKET_ELEMENTS
     staged = sum(bucket.size for bucket in plan.buckets)
     assert staged < 1.002 * sum(  # padding of transfers and slots
-        transfer.region.numel
+        transfer.copy.region.numel
         for bucket in plan.buckets
         for _, transfer in bucket.packed + bucket.unpacked
     )
