@@ -61,8 +61,8 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import named_shards
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.shards import NamedShard
-from hybridrl.rollout.engine import EnginePart
+from hybridrl.distributed.regions import NamedShard
+from hybridrl.rollout.vllm_engine import EnginePart
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = QWEN2_5 | {"tiny": TINY}

@@ -44,9 +44,8 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.models.resolve import resolve_model
-from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from hybridrl.workers.rollout import RolloutWorker
 
 SHAPES = {f"qwen2.5-{size}": shape for size, shape in QWEN2_5.items()} | {"small": TINY}

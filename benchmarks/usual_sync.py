@@ -21,7 +21,7 @@ from hybridrl.data.seeds import derive_seed
 from hybridrl.distributed.forward.token_models import TokenLogProbs
 from hybridrl.distributed.fsdp import load_sharded_policy
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.rollout.engine import RolloutEngine
+from hybridrl.rollout.vllm_engine import VLLMEngine
 
 
 class UsualPath(NamedTuple):
@@ -50,7 +50,7 @@ def random_policy(config: RunConfig, spec: FSDPConfig, mesh: DeviceMesh) -> Toke
     return policy
 
 
-def usual_path(config: RunConfig, engine: RolloutEngine, device_type: str) -> UsualPath:
+def usual_path(config: RunConfig, engine: VLLMEngine, device_type: str) -> UsualPath:
     """Time the usual path into an engine's parameters; its policy is gone afterwards."""
     spec = replace(config.fsdp, layout=Layout.plain, columns=None)
     policy = random_policy(config, spec, build_mesh(spec, device_type))
@@ -64,13 +64,13 @@ def usual_path(config: RunConfig, engine: RolloutEngine, device_type: str) -> Us
     return UsualPath(seconds, {name: tensor.clone() for name, tensor in engine.tensors().items()})
 
 
-def forget(engine: RolloutEngine) -> None:
+def forget(engine: VLLMEngine) -> None:
     """Fill an engine's parameters with what a sync that leaves some out would show."""
     for tensor in engine.tensors().values():
         tensor.fill_(float("nan"))
 
 
-def _seconds(policy: TokenLogProbs, engine: RolloutEngine, *, cast_first: bool) -> list[float]:
+def _seconds(policy: TokenLogProbs, engine: VLLMEngine, *, cast_first: bool) -> list[float]:
     """Of gathering each parameter whole and giving it to vLLM's loader."""
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -80,4 +80,6 @@ def _seconds(policy: TokenLogProbs, engine: RolloutEngine, *, cast_first: bool) 
 
     forget(engine)
     with torch.no_grad():
-        return seconds_of_slowest(lambda: engine.load(weights()), warmup=1, repeats=5)
+        return seconds_of_slowest(
+            lambda: engine._model.load_weights(weights()), warmup=1, repeats=5
+        )

@@ -19,7 +19,7 @@ from hybridrl.config.schema import LoRAConfig
 from hybridrl.data.batch import PromptBatch, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch
-from hybridrl.reshard.executor import region_view
+from hybridrl.reshard.copies import region_view
 from hybridrl.workers.actor import ActorWorker
 from hybridrl.workers.rollout import RolloutWorker
 from tests.reshard_cases import Case, build_worker
@@ -237,11 +237,11 @@ class ExactLogProbs:
 
 def in_engine(worker: RolloutWorker) -> dict[str, Tensor]:
     """The weights that vLLM holds, float64; those of adapted layers merged in float64."""
-    destination = worker.resharder._destination
+    tensors = worker.engine.tensors()
     shapes = {shard.name: shard.shape for shard in worker.actor.named_shards()}
     whole: dict[str, Tensor] = {}
-    for copy in destination.trace.copies:
-        part = region_view(destination.tensors[copy.parameter], copy.destination)
+    for copy in worker.trace.copies:
+        part = region_view(tensors[copy.parameter], copy.destination)
         source = whole.setdefault(copy.source, torch.zeros(shapes[copy.source]).double())
         region_view(source, copy.region).copy_(part)
     return merged(whole, worker.config.lora)

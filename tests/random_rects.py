@@ -4,10 +4,8 @@ import random
 
 import torch
 
-from hybridrl.reshard.buffers import Buffers
-from hybridrl.reshard.copies import TorchCopier
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.rects import CopyRect
 
 NUMEL, SUMS = 40_000, 5
 CASTS = [
@@ -35,7 +33,7 @@ def check_kernel(device_type: str, trials: int) -> None:
                     source = source.to(dtype)  # the interpreter's casts round otherwise
                 source = source.to(source_dtype)[seed % 2 :]
                 rects = random_rects(numbers, step)
-                loop = run(TorchCopier, rects, source, dtype)
+                loop = run(Copier, rects, source, dtype)
                 kernel = run(kernel_class(), rects, source, dtype)
                 for ours, expected in zip(kernel, loop, strict=True):
                     assert torch.equal(ours, expected), (seed, source_dtype, dtype, step)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridrl.distributed.mesh import build_mesh
-from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.distributed.shards import NamedShard, ShardKind
-from hybridrl.reshard.executor import Destination, ReshardError
+from hybridrl.distributed.regions import NamedShard, Region, Trace, TracedCopy
+from hybridrl.reshard.executor import ReshardError
 from hybridrl.reshard.resharder import Resharder
-from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.transfers import SourceLayout
 from hybridrl.rollout.trace import trace_loader
 from tests.role_configs import fsdp_config
 from tests.toy_engine import SOURCES, ToyEngine
@@ -64,7 +63,6 @@ class Side:
         self.trace = Trace(
             [*trace.copies, TracedCopy("experts", slice_, "experts", (0, 0, 0))],
             trace.fills,
-            trace.refused,
             trace.parameters | {"experts": tuple(self.tensors["experts"].shape)},
         )
         self.local: dict[str, Tensor] = {}
@@ -73,11 +71,10 @@ class Side:
         """All weights live; or those that are named, and the others frozen."""
         shards = []
         for c in self.layouts:
-            kind = ShardKind.live if live is None or c.name in live else ShardKind.frozen
+            frozen = live is not None and c.name not in live
             get = partial(self.local.__getitem__, c.name)
-            shards.append(NamedShard(c.name, c.shape, get, c.dim, kind))
-        destination = Destination(self.trace, self.tensors, self.engine.load_weights, BFLOAT)
-        return SmallBuckets(shards, destination, self.mesh, bucket_elements)
+            shards.append(NamedShard(c.name, c.shape, get, c.dim, frozen))
+        return SmallBuckets(shards, self.trace, self.tensors, self.mesh, bucket_elements)
 
     def take_weights(self, seed: int, misaligned: bool = False) -> dict[str, Tensor]:
         """Cut new weights, into new memory; return them whole."""
@@ -199,16 +196,12 @@ def missed_flips(side: Side, resharder: Resharder, kept: bool = False) -> list[s
 def places(resharder: Resharder) -> Any:
     """The last row of every local copy and of every transfer to this rank."""
     plans = [executor.plan for executor in resharder._executors]
-    rank = dist.get_rank(resharder._group)
-    taken = [(c.parameter, c.offset, c.region.shape) for plan in plans for c in plan.local]
+    taken = [copy for plan in plans for copy in plan.local]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        for _, transfer in bucket.unpacked:
-            for copy, receivers in transfer.writes:
-                if rank in receivers:
-                    taken.append((copy.parameter, copy.offset, transfer.region.shape))
-    for name, offset, shape in taken:
-        last = [o + n - 1 for o, n in zip(offset, shape, strict=True)]
-        yield name, (*last[:-1], slice(last[-1], last[-1] + 1))
+        taken += [transfer.copy for _, transfer in bucket.unpacked]
+    for copy in taken:
+        last = [o + n - 1 for o, n in zip(copy.offset, copy.region.shape, strict=True)]
+        yield copy.parameter, (*last[:-1], slice(last[-1], last[-1] + 1))
 
 
 def plan_of(resharder: Resharder) -> Any:

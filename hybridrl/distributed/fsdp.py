@@ -32,7 +32,7 @@ from hybridrl.distributed.lora import (
     first_factor,
 )
 from hybridrl.distributed.mesh import device_of, sharding_mesh
-from hybridrl.distributed.shards import NamedShard, ShardKind
+from hybridrl.distributed.regions import NamedShard
 from hybridrl.distributed.torch_compat import (
     compute_local_shape_and_global_offset,
     local_tensor,
@@ -143,10 +143,9 @@ def named_shards(root: TokenLogProbs) -> list[NamedShard]:
         for name, layer in adapters(root.lm).items()
         for factor in ("lora_A", "lora_B")
     ]
-    rest = ShardKind.frozen if factors else ShardKind.live
     named = checkpoint_parameters(root.lm, tied_twice=True)
-    return [_named_shard(name, param, rest) for name, param in named] + [
-        _named_shard(name, param, ShardKind.live) for name, param in factors
+    return [_named_shard(name, param, frozen=bool(factors)) for name, param in named] + [
+        _named_shard(name, param, frozen=False) for name, param in factors
     ]
 
 
@@ -167,14 +166,11 @@ def adapter_state_dict(root: TokenLogProbs) -> dict[str, Tensor]:
     return kept
 
 
-def _named_shard(name: str, param: DTensor, kind: ShardKind) -> NamedShard:
-    return NamedShard(name, tuple(param.shape), partial(local_tensor, param), _dim_cut(param), kind)
-
-
-def _dim_cut(param: DTensor) -> int:
+def _named_shard(name: str, param: DTensor, *, frozen: bool) -> NamedShard:
     placement = param.placements[-1]
     assert isinstance(placement, Shard), param.placements
-    return placement.dim
+    local = partial(local_tensor, param)
+    return NamedShard(name, tuple(param.shape), local, placement.dim, frozen)
 
 
 def parameters_in_checkpoint(root: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,9 +1,37 @@
-"""Regions of tensors and traces of a rollout engine's loader: plain data.
+"""Shards of weights, regions of tensors, and traces of a rollout engine's loader: plain data.
 
-Shared by rollout/, which records traces, and reshard/, which plans with them.
+Shared by distributed/fsdp.py, which has the shards, rollout/, which records traces, and reshard/.
 """
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """Checkpoint tensor, cut along one dim over the dp_shard axis.
+
+    Shard s belongs to rank s of the dp_shard group. Along dim 0 the cut is `torch.chunk`'s
+    (FSDP2's Shard(0)): shard s of n holds rows [s * ceil(rows / n), (s + 1) * ceil(rows / n)),
+    clipped to the tensor, perhaps none. Dim 1 is cut only where n divides it.
+
+    Attributes:
+        name: the tensor's name in a Hugging Face checkpoint. Tied tensors appear under each name.
+        shape: shape of the whole tensor.
+        local: returns this rank's current shard: a contiguous float32 view without FSDP2's padding.
+        dim: the dim that is cut, 0 or 1.
+        frozen: its content never changes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local: Callable[[], Tensor]
+    dim: int = 0
+    frozen: bool = False
 
 
 class Region(NamedTuple):
@@ -12,12 +40,14 @@ class Region(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 class TracedCopy(NamedTuple):
-    """Copy of a region of a checkpoint tensor into a parameter, at `offset`.
-
-    Both regions have the same shape.
-    """
+    """Copy of a region of a checkpoint tensor into a parameter, at `offset`."""
 
     source: str
     region: Region
@@ -38,29 +68,15 @@ class TracedFill(NamedTuple):
     value: float
 
 
-class Refusal(NamedTuple):
-    """Parameter that the loader writes other than by plain copies or fills.
-
-    Attributes:
-        reason: description of the write, for the log.
-        sources: checkpoint tensors that the write may combine.
-    """
-
-    reason: str
-    sources: tuple[str, ...]
-
-
 class Trace(NamedTuple):
     """All writes of the loader on one rank.
 
     Attributes:
-        copies, fills: in the loader's order; none writes a refused parameter.
-        refused: by parameter; their sources are gathered whole and loaded.
+        copies, fills: in the loader's order.
         parameters: shape of each parameter of the engine's model, and of each buffer that the
             loader writes.
     """
 
     copies: list[TracedCopy]
     fills: list[TracedFill]
-    refused: dict[str, Refusal]
     parameters: dict[str, tuple[int, ...]]

@@ -3,12 +3,10 @@
 Glossary, from whole tensors to bytes:
     Region        hyper-rectangle of a tensor (distributed/regions.py)
     TracedCopy    region of a checkpoint tensor and its place in a parameter of the engine
-    Transfer      region that one rank packs once and sends to every rank that needs it
+    Transfer      part of a copy that one rank packs once and sends to every rank that makes it
     Chunk         transfers out of the same rows of every shard of one tensor
-    SendGroup     transfers from one rank to the same receivers: adjacent, one send per receiver
     Bucket        chunks that move together; one all-gather and one batch of sends
     Plan          all that one rank copies, packs, sends, receives and unpacks
-    BufferRegion  region of a tensor inside a numbered buffer
     CopyRect      rectangle of rows between two buffers, in numbers: input of the copy kernels
 
 Start with resharder.py, then plan.py, transfers.py and executor.py. The loader's trace is made in

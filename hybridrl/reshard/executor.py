@@ -3,11 +3,11 @@
     shards (float32) -> cast and copy what stays on this rank ----------------> live parameters
                      -> cast and pack -> bucket -> exchange -> bucket -> unpack ->
 
-While a bucket is exchanged, the next one is packed and the previous one unpacked.
+Buckets alternate between the two halves of the staging memory: while one is exchanged, the next is
+packed into the other half, once that is unpacked.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,133 +15,157 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.distributed import position
-from hybridrl.distributed.regions import Region, Trace
-from hybridrl.distributed.shards import NamedShard
-from hybridrl.reshard.buffers import Buffers
-from hybridrl.reshard.copies import Copier, build_copier
-from hybridrl.reshard.exchange import BucketExchange, gather
-from hybridrl.reshard.fingerprint import Hashes
-from hybridrl.reshard.lowering import LoweredPlan
+from hybridrl.distributed.regions import NamedShard, Region, TracedCopy
+from hybridrl.distributed.torch_compat import all_gather_single
+from hybridrl.reshard.copies import Buffers, Copier, CopyRect, copier_class, cut, region_view
+from hybridrl.reshard.fingerprint import Hashes, salt
 from hybridrl.reshard.plan import Plan
-from hybridrl.reshard.rects import CopyRect
-from hybridrl.reshard.source_layout import SourceLayout
-from hybridrl.reshard.verify import FingerprintSums
 
 
 class ReshardError(RuntimeError):
     """Weights cannot be moved, or did not arrive as they were sent."""
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Target of a reshard: one rank of a rollout engine.
-
-    Attributes:
-        trace: trace of the engine's loader on this rank.
-        tensors: the engine's live parameters by name; their storage stays where it is.
-        load: the engine's own loader, for parameters that the trace refused.
-        dtype: dtype to which weights are cast before they move.
-    """
-
-    trace: Trace
-    tensors: dict[str, Tensor]
-    load: Callable[[Iterable[tuple[str, Tensor]]], Any]
-    dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(iter(self.tensors.values())).device
+# Number of a buffer, and a view of its tensor.
+_BufferView = tuple[int, Tensor]
+# A copy, its views that are read and written, and ranks for which its fingerprint is counted.
+_Move = tuple[TracedCopy, _BufferView, _BufferView, Iterable[int]]
 
 
 class PlanExecutor:
     """Executes one rank's plan. `prepare` and `move` are collectives of the shard group.
 
+    Buffers are the shards of the plan's sources, all parameters, and the two halves of the staging
+    memory, in this order.
+
+    Fingerprints of what is sent are counted in cells, one per receiver and parameter. A transfer to
+    several receivers is fingerprinted once; its sum counts for all of its cells.
+
     Args:
         plan: plan of some of the weights.
-        shards: shards of these weights.
-        sources: layouts of these weights.
-        destination: this rank's part of a rollout engine.
-        group: the shard group.
-        hashes: for fingerprints.
-
-    Attributes:
-        sums: fingerprints sent by the last `move` with fingerprints.
+        shards: shards of all weights by name.
+        parameters: the engine's parameters by name, in the trace's order; they never move.
+        group, hashes: the shard group, and hashes for fingerprints.
     """
 
     def __init__(
         self,
         plan: Plan,
-        shards: Sequence[NamedShard],
-        sources: Sequence[SourceLayout],
-        destination: Destination,
+        shards: Mapping[str, NamedShard],
+        parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
         hashes: Hashes,
     ) -> None:
         self.plan = plan
-        self._shards = shards
-        self._sources = sources
-        rank = dist.get_rank(group)
-        self._shapes = [torch.Size(source.region(rank).shape) for source in sources]
-        self._destination = destination
+        self._shards = [shards[source.name] for source in plan.sources]
+        self._sources = {source.name: (i, source) for i, source in enumerate(plan.sources)}
+        self._parameters = parameters
+        self._numbers = {name: i for i, name in enumerate(parameters)}
         self._group = group
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._held = [source.region(self._rank) for source in plan.sources]
         self._hashes = hashes
-        self.staging = BucketExchange(plan.buckets, group, destination.dtype, destination.device)
-        self.sums = FingerprintSums(dist.get_world_size(group), len(plan.parameters))
-        shapes = destination.trace.parameters
-        self.lowered = LoweredPlan(plan, rank, sources, shapes, self.sums)
-        self._buffers = Buffers(destination.device)
+        first = next(iter(parameters.values()))
+        self._device, self._dtype = first.device, first.dtype
+        self._buffers = Buffers(self._device)
+        self._halves: list[Tensor] = []
+        self._sum_of: dict[tuple[int, tuple[int, ...]], int] = {}
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Allocate staging memory and look up the addresses of all buffers."""
-        self.staging.allocate()
-        shards = self._local_shards()
-        parameters = [self._destination.tensors[name] for name in self.plan.parameters]
-        if self._buffers.bind([*shards, *parameters, *self.staging.halves]):
-            numbers = range(len(self.plan.buckets))
-            self._local = self._copier(self.lowered.local())
-            self._pack = [self._copier(self.lowered.pack(number)) for number in numbers]
-            self._unpack = [self._copier(self.lowered.unpack(number)) for number in numbers]
-            self.sums.allocate(self._destination.device)
+        sizes = [bucket.size for bucket in self.plan.buckets]
+        self._halves = [
+            torch.empty(max(half, default=0), dtype=self._dtype, device=self._device)
+            for half in (sizes[0::2], sizes[1::2])
+        ]
+        tensors = [*self._local_shards(), *self._parameters.values(), *self._halves]
+        if self._buffers.bind(tensors):
+            self._build_copiers()
 
     @torch.no_grad()
     def move(self, *, fingerprint: bool) -> None:
         """Enqueue the move; on GPUs it runs on the current stream and on the group's own."""
-        destination, plan = self._destination, self.plan
-        if plan.gathered:
-            destination.load(
-                (shard.name, self._gathered(shard, source))
-                for shard, source in zip(self._shards, self._sources, strict=True)
-                if shard.name in plan.gathered
-            )
-        for fill in plan.fills:
-            region_view(destination.tensors[fill.parameter], fill.region).fill_(fill.value)
-        self._run_buckets(self.sums.values.zero_() if fingerprint else None)
+        for fill in self.plan.fills:
+            region_view(self._parameters[fill.parameter], fill.region).fill_(fill.value)
+        self._run_buckets(self._sums.zero_() if fingerprint else None)
+
+    def sent(self) -> Tensor:
+        """Return [receivers, parameters] int64: the sums of the last `move` with fingerprints."""
+        cells = self._sums.new_zeros(len(self._ranks) * len(self._parameters))
+        cells.index_add_(0, self._cells, self._sums[self._sums_of_cells])
+        return cells.view(len(self._ranks), -1)
 
     def release(self) -> None:
         """Free staging memory and drop references to the shards."""
         self._buffers.release()
-        self.staging.free()
+        self._halves = []
 
-    def _copier(self, rects: list[CopyRect]) -> Copier:
-        return build_copier(rects, self._buffers, self._destination.dtype, self._hashes)
+    def _build_copiers(self) -> None:
+        """Lower the plan to rectangles between the buffers, which are bound."""
+        self._local = self._copier(
+            (copy, self._shard(copy), self._parameter(copy), [self._rank])
+            for copy in self.plan.local
+        )
+        self._pack, self._unpack = [], []
+        for number, bucket in enumerate(self.plan.buckets):
+            packed: Iterable[_Move] = (
+                (copy, self._shard(copy), self._staging(number, start, copy), receivers)
+                for start, (copy, _, receivers) in bucket.packed
+            )
+            self._pack.append(self._copier(packed))
+            unpacked: Iterable[_Move] = (
+                (copy, self._staging(number, start, copy), self._parameter(copy), [])
+                for start, (copy, _, _) in bucket.unpacked
+            )
+            self._unpack.append(self._copier(unpacked))
+        pairs = [
+            (number, receiver * len(self._parameters) + parameter)
+            for (parameter, receivers), number in self._sum_of.items()
+            for receiver in receivers
+        ]
+        index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self._device)
+        self._sums_of_cells, self._cells = index.unbind(1)
+        self._sums = torch.zeros(len(self._sum_of), dtype=torch.int64, device=self._device)
+
+    def _copier(self, moves: Iterable[_Move]) -> Copier:
+        rects: list[CopyRect] = []
+        for copy, source, target, receivers in moves:
+            shape, key = self._sources[copy.source][1].shape, salt(copy.source)
+            counted = (self._numbers[copy.parameter], tuple(receivers))
+            number = self._sum_of.setdefault(counted, len(self._sum_of))
+            rects += cut(self._buffers, source, target, copy.region, shape, key, number)
+        return copier_class(self._device)(rects, self._buffers, self._dtype, self._hashes)
+
+    def _shard(self, copy: TracedCopy) -> _BufferView:
+        """Return the region that a copy reads, which is inside this rank's shard."""
+        number, _ = self._sources[copy.source]
+        first = self._held[number].offset
+        within = tuple(at - f for at, f in zip(copy.region.offset, first, strict=True))
+        tensor = self._buffers.tensors[number]
+        return number, region_view(tensor, Region(within, copy.region.shape))
+
+    def _parameter(self, copy: TracedCopy) -> _BufferView:
+        number = len(self._sources) + self._numbers[copy.parameter]
+        return number, region_view(self._buffers.tensors[number], copy.destination)
+
+    def _staging(self, bucket: int, start: int, copy: TracedCopy) -> _BufferView:
+        number = len(self._sources) + len(self._parameters) + bucket % 2
+        part = self._buffers.tensors[number][start : start + copy.region.numel]
+        return number, part.view(copy.region.shape)
 
     def _local_shards(self) -> list[Tensor]:
         tensors = []
-        for shard, expected in zip(self._shards, self._shapes, strict=True):
+        for shard, held in zip(self._shards, self._held, strict=True):
             tensor = shard.local()
-            if tensor.shape != expected or not tensor.is_contiguous():
+            if tensor.shape != held.shape or not tensor.is_contiguous():
                 raise ReshardError(
                     f"{shard.name}: this rank's shard has shape {tuple(tensor.shape)}, "
-                    f"planned was {tuple(expected)} of {shard.shape}, contiguous"
+                    f"planned was {held.shape} of {shard.shape}, contiguous"
                 )
             tensors.append(tensor)
         return tensors
-
-    def _gathered(self, shard: NamedShard, source: SourceLayout) -> Tensor:
-        position.at(f"gathering {shard.name}")
-        return gather(shard.local(), source, self._group)
 
     def _run_buckets(self, sums: Tensor | None) -> None:
         """Run all buckets; packing is one bucket ahead, so that the links never wait for it.
@@ -164,23 +188,27 @@ class PlanExecutor:
             for work in arriving:
                 work.wait()
             self._unpack[number].run(0, 1, None, paced=spread and not is_last)
-            self._mark(number + 1, count)
-
-    def _mark(self, number: int, count: int) -> None:
-        """Publish an event that the device passes after a bucket."""
-        if self._destination.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            position.mark("bucket", number, count, event)
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+                position.mark("bucket", number + 1, count, event)
 
     def _start_bucket(self, number: int, sums: Tensor | None, *, paced: bool) -> list[Any]:
-        """Pack a bucket and start its exchange; return the works to wait for."""
+        """Pack a bucket and start its exchange; on GPUs both are only enqueued.
+
+        Returns:
+            Works to wait for before the bucket is unpacked.
+        """
         self._pack[number].run(0, 1, sums, paced=paced)
-        return self.staging.start(number)
-
-
-def region_view(tensor: Tensor, region: Region) -> Tensor:
-    """Return a region of a tensor, as a view."""
-    for dim, (start, size) in enumerate(zip(region.offset, region.shape, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
+        bucket, memory = self.plan.buckets[number], self._halves[number % 2]
+        works = []
+        if bucket.slot:
+            slots = memory[: bucket.slot * len(self._ranks)]
+            own = slots.view(len(self._ranks), -1)[self._rank]
+            works.append(all_gather_single(slots, own, group=self._group, async_op=True))
+        operations = [
+            dist.P2POp(kind, memory[part], self._ranks[peer], self._group)
+            for kind, parts in ((dist.isend, bucket.sends), (dist.irecv, bucket.receives))
+            for peer, part in parts
+        ]
+        return works + (dist.batch_isend_irecv(operations) if operations else [])

@@ -13,11 +13,12 @@ only a row's sum is multiplied by 64 bits.
 import hashlib
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# Elements that are widened to int64 at a time: they fit a CPU's cache and fill a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Elements that are widened to int64 at a time: they fit a CPU's cache.
+CHUNK_ELEMENTS = 1 << 17
 
 BITS = {2: torch.int16, 4: torch.int32}
 
@@ -41,11 +42,10 @@ def hashes(num_rows: int, num_columns: int, device: torch.device) -> Hashes:
 
 def row_hashes(size: int) -> Tensor:
     """Return [size] odd int64: SplitMix64 of the index, https://doi.org/10.1145/2714064.2660195."""
-    x = torch.arange(size, dtype=torch.int64)
-    x = x * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shift_right(x, 31)) | 1
+    x = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy((x ^ (x >> np.uint64(31))).view(np.int64)) | 1
 
 
 def column_hashes(size: int) -> Tensor:
@@ -64,7 +64,7 @@ def column_hashes(size: int) -> Tensor:
 def salt(source: str) -> int:
     """Return an odd int64 for a tensor's name."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
-    return _signed(int.from_bytes(digest, "big") | 1)
+    return int.from_bytes(digest, "big", signed=True) | 1
 
 
 def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor:
@@ -78,25 +78,15 @@ def fingerprint(values: Tensor, row: int, column: int, hashes: Hashes) -> Tensor
         hashes: hashes of all rows and columns.
 
     Returns:
-        0-dim int64 on the values' device.
+        0-dim int64.
     """
     rows = hashes.rows[row : row + values.shape[0]]
     columns = hashes.columns[column : column + values.shape[1]].to(torch.int64)
     assert len(rows) == values.shape[0] and len(columns) == values.shape[1]
     total = rows.new_zeros(())
-    height = max(1, CHUNK_ELEMENTS[values.device.type] // max(1, values.shape[1]))
+    height = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
     for start in range(0, len(rows), height):
         chunk = values[start : start + height].contiguous()
         bits = chunk.view(BITS[values.dtype.itemsize]).to(torch.int64)
         total += (bits.mul_(columns).sum(1) * rows[start : start + height]).sum()
     return total
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift logically; torch's own shift keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    """Return the int64 with the bits of an unsigned number."""
-    return x - (1 << 64) if x >> 63 else x

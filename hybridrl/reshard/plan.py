@@ -8,16 +8,52 @@ sequence is the same, no sizes or headers are exchanged when data moves.
     traces (copies of vLLM's loader) -+                +-> transfers -> chunks -> buckets
 """
 
-import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from hybridrl.distributed.process_memory import garbage_collection_off
 from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
-from hybridrl.reshard.buckets import Bucket, bucket_of, fill_buckets
-from hybridrl.reshard.source_layout import SourceLayout, intersect
-from hybridrl.reshard.transfers import Chunker, common_part
+from hybridrl.reshard.transfers import (
+    Chunk,
+    Chunker,
+    SourceLayout,
+    Transfer,
+    aligned,
+    common_part,
+    intersect,
+)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One rank's part of the transfers that move together, laid out in staging memory.
+
+    slots of an all-gather, one a rank | send groups of this rank | those of other ranks
+
+    A send group holds the transfers from one rank to the same receivers. It is one send to each.
+
+    Attributes:
+        slot: elements of a slot; 0 if nothing is gathered.
+        sends, receives: the other rank, and the part of staging memory that is sent or received;
+            those between two ranks in one order on both.
+        packed, unpacked: each transfer to or from other ranks, and its start.
+        size: elements of staging memory.
+    """
+
+    slot: int
+    sends: list[tuple[int, slice]]
+    receives: list[tuple[int, slice]]
+    packed: list[tuple[int, Transfer]]
+    unpacked: list[tuple[int, Transfer]]
+    size: int
+
+    @property
+    def operations(self) -> int:
+        """Number of sends, receives and all-gathers of this rank."""
+        return len(self.sends) + len(self.receives) + (self.slot > 0)
 
 
 @dataclass(frozen=True)
@@ -25,37 +61,25 @@ class Plan:
     """All that one rank does in a reshard.
 
     Attributes:
-        sources: names of the weights that are moved.
+        sources: the weights that are moved.
         local: copies out of this rank's own shards; regions of whole source tensors.
         buckets: exchanges in order; the same number on every rank of the group.
-        copies: all copies into this rank's parameters, before they are cut.
         fills: constants (vocabulary padding), written every time.
-        gathered: sources that are gathered whole and loaded by the engine's loader, because
-            some rank's trace refused their parameters.
-        parameters: names of the engine's parameters, in one order on all ranks.
+        written: elements of parameters that this rank writes, without constants.
         received: elements this rank receives from others.
-        unavoidable: elements it would receive if it used all of its own shards.
     """
 
-    sources: frozenset[str]
+    sources: list[SourceLayout]
     local: list[TracedCopy]
     buckets: list[Bucket]
-    copies: list[TracedCopy]
     fills: list[TracedFill]
-    gathered: list[str]
-    parameters: list[str]
+    written: int
     received: int
-    unavoidable: int
-
-    @property
-    def written(self) -> int:
-        """Elements of parameters that this rank writes, without constants and loaders."""
-        return sum(math.prod(copy.region.shape) for copy in self.copies)
 
     @property
     def exchanges_much(self) -> bool:
         """True if links, which are over ten times slower than memory, limit the move."""
-        return 32 * self.received > sum(math.prod(copy.region.shape) for copy in self.local)
+        return 32 * self.received > sum(copy.region.numel for copy in self.local)
 
 
 @garbage_collection_off()
@@ -79,12 +103,9 @@ def build_plans(
             together, as long as one row of one tensor fits.
 
     Raises:
-        ValueError: the group's models differ, or an element of a parameter would not be written
-            exactly once; names the parameters.
+        ValueError: an element of a parameter would not be written exactly once; names the
+            parameters.
     """
-    parameters = list(traces[0].parameters)
-    if any(list(trace.parameters) != parameters for trace in traces):
-        raise ValueError("the ranks' engines have different parameters")
     checked: list[Trace] = []
     for trace in traces:  # ranks with the same slice of an engine have the same trace
         if trace not in checked:
@@ -92,57 +113,47 @@ def build_plans(
             checked.append(trace)
     never_change = set(frozen)
     parts = [[s for s in sources if (s.name in never_change) is first] for first in (True, False)]
-    if not parts[0]:
-        return [_plan(sources, traces, rank, bucket_elements)]
-    plans = []
-    for part in parts:
-        names = {source.name for source in part}
-        own = [
-            trace._replace(
-                copies=[copy for copy in trace.copies if copy.source in names],
-                fills=trace.fills if part is parts[0] else [],
-            )
-            for trace in traces
-        ]
-        plans.append(_plan(part, own, rank, bucket_elements))
-    return plans
+    parts = parts if parts[0] else parts[1:]
+    return [
+        _plan(part, traces, traces[rank].fills if part is parts[0] else [], rank, bucket_elements)
+        for part in parts
+    ]
 
 
 def _plan(
-    sources: Sequence[SourceLayout], traces: Sequence[Trace], rank: int, bucket_elements: int
+    sources: list[SourceLayout],
+    traces: Sequence[Trace],
+    fills: list[TracedFill],
+    rank: int,
+    bucket_elements: int,
 ) -> Plan:
-    """Return the plan for these sources; traces copy from no others."""
-    copies = _copies_of(sources, traces)
-    chunker = Chunker(rank, len(traces), bucket_elements)
+    """Return the plan for these sources."""
+    copies: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
+    for receiver, trace in enumerate(traces):
+        for copy in trace.copies:
+            if copy.source in copies:
+                copies[copy.source].append((receiver, copy))
+    chunker = Chunker(rank, bucket_elements)
     chunks = [chunk for source in sources for chunk in chunker.chunks(source, copies[source.name])]
     # Transfers to many ranks come first, so that few buckets go to many.
     chunks.sort(key=lambda chunk: -chunk.breadth)
     buckets = [bucket_of(part, rank, len(traces)) for part in fill_buckets(chunks, bucket_elements)]
-    own_copies = traces[rank].copies
-    local = [
-        part
-        for source in sources
-        for receiver, copy in copies[source.name]
-        if receiver == rank and (part := common_part(copy, source.region(rank))) is not None
-    ]
-    held = sum(math.prod(s.region(rank).shape) for s in sources if copies[s.name])
+    held = {source.name: source.region(rank) for source in sources}
     return Plan(
-        sources=frozenset(source.name for source in sources),
-        local=local,
+        sources=sources,
+        local=[
+            part
+            for source in sources
+            for receiver, copy in copies[source.name]
+            if receiver == rank and (part := common_part(copy, held[source.name])) is not None
+        ],
         buckets=buckets,
-        copies=own_copies,
-        fills=traces[rank].fills,
-        gathered=_gathered(sources, traces),
-        parameters=list(traces[0].parameters),
-        received=sum(bucket.received for bucket in buckets),
-        unavoidable=max(0, sum(math.prod(copy.region.shape) for copy in own_copies) - held),
+        fills=fills,
+        written=sum(c.region.numel for c in traces[rank].copies if c.source in copies),
+        received=sum(
+            transfer.copy.region.numel for bucket in buckets for _, transfer in bucket.unpacked
+        ),
     )
-
-
-def digest(sources: Sequence[SourceLayout], traces: Sequence[Trace], bucket_elements: int) -> str:
-    """Return a hash of all inputs of a plan, for comparison across ranks."""
-    inputs = (list(sources), list(traces), bucket_elements)
-    return hashlib.blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
 
 def check_coverage(trace: Trace) -> None:
@@ -151,9 +162,7 @@ def check_coverage(trace: Trace) -> None:
     Raises:
         ValueError: names the parameters, the elements written, and overlaps.
     """
-    regions: dict[str, list[Region]] = {
-        name: [] for name in trace.parameters if name not in trace.refused
-    }
+    regions: dict[str, list[Region]] = {name: [] for name in trace.parameters}
     for copy in trace.copies:
         regions[copy.parameter].append(copy.destination)
     for fill in trace.fills:
@@ -161,7 +170,7 @@ def check_coverage(trace: Trace) -> None:
     problems = []
     for name, parts in regions.items():
         size = math.prod(trace.parameters[name])
-        written = sum(math.prod(part.shape) for part in parts)
+        written = sum(part.numel for part in parts)
         overlap = any(intersect(a, b) for i, a in enumerate(parts) for b in parts[:i])
         if overlap or written != size:
             twice = ", some twice" if overlap else ""
@@ -173,20 +182,51 @@ def check_coverage(trace: Trace) -> None:
         )
 
 
-def _copies_of(
-    sources: Sequence[SourceLayout], traces: Sequence[Trace]
-) -> dict[str, list[tuple[int, TracedCopy]]]:
-    """Return all copies of each source, each with its rank."""
-    copies: dict[str, list[tuple[int, TracedCopy]]] = {source.name: [] for source in sources}
-    for receiver, trace in enumerate(traces):
-        for copy in trace.copies:
-            copies[copy.source].append((receiver, copy))
-    return copies
+def fill_buckets(chunks: Iterable[Chunk], bucket_elements: int) -> Iterator[list[Chunk]]:
+    """Join consecutive chunks as long as no rank needs more than a bucket."""
+    current: list[Chunk] = []
+    load = np.zeros(1, dtype=np.int64)
+    for chunk in chunks:
+        total = load + chunk.load
+        if current and total.max() > bucket_elements:
+            yield current
+            current, total = [], chunk.load
+        current.append(chunk)
+        load = total
+    if current:
+        yield current
 
 
-def _gathered(sources: Sequence[SourceLayout], traces: Sequence[Trace]) -> list[str]:
-    """Return the sources of all refused parameters of all ranks."""
-    needed = {
-        name for trace in traces for refusal in trace.refused.values() for name in refusal.sources
-    }
-    return [source.name for source in sources if source.name in needed]
+def bucket_of(chunks: Sequence[Chunk], rank: int, num_ranks: int) -> Bucket:
+    """Lay out a rank's part of a bucket."""
+    slot = sum(chunk.slot for chunk in chunks)
+    ends = [number * slot for number in range(num_ranks)]
+    placed: list[tuple[int, Transfer]] = []
+    send_groups: dict[tuple[bool, int, tuple[int, ...]], list[Transfer]] = {}
+    for transfer, is_gathered in ((t, c.slot > 0) for c in chunks for t in c.transfers):
+        if is_gathered:
+            placed.append((ends[transfer.sender], transfer))
+            ends[transfer.sender] += aligned(transfer.copy.region.numel)
+        else:
+            key = (transfer.sender != rank, transfer.sender, transfer.receivers)
+            send_groups.setdefault(key, []).append(transfer)
+    sends: list[tuple[int, slice]] = []
+    receives: list[tuple[int, slice]] = []
+    end = num_ranks * slot
+    for (_, sender, receivers), transfers in sorted(send_groups.items()):
+        begin = end
+        for transfer in transfers:
+            placed.append((end, transfer))
+            end += aligned(transfer.copy.region.numel)
+        if sender == rank:
+            sends += [(receiver, slice(begin, end)) for receiver in receivers]
+        else:
+            receives.append((sender, slice(begin, end)))
+    return Bucket(
+        slot=slot,
+        sends=sends,
+        receives=receives,
+        packed=[(start, transfer) for start, transfer in placed if transfer.sender == rank],
+        unpacked=[(start, transfer) for start, transfer in placed if transfer.sender != rank],
+        size=end,
+    )

@@ -1,46 +1,72 @@
-"""Transfers between ranks, cut into chunks that fit into buckets."""
+"""Transfers between ranks: what others need of each shard, in chunks that fit into buckets."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridrl.distributed.regions import Region, TracedCopy
-from hybridrl.reshard.source_layout import SourceLayout, intersect
 
 # Transfers begin at multiples of this many elements in staging memory, so that 16-byte accesses
 # stay possible whatever the sizes before them.
 ALIGNMENT = 16
 
 
+class SourceLayout(NamedTuple):
+    """Checkpoint tensor, cut along one dim over the ranks of a shard group; see `NamedShard`."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_shards: int
+    dim: int = 0
+
+    def region(self, shard: int) -> Region:
+        """Return the region that shard number `shard` holds; that of the first is the largest."""
+        size = self.shape[self.dim]
+        longest = -(-size // self.num_shards)
+        start = min(shard * longest, size)
+        stop = min(start + longest, size)
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], shape[self.dim] = start, stop - start
+        return Region(tuple(offset), tuple(shape))
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """Return the intersection of two regions of one tensor, or None."""
+    start = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
+    stop = tuple(
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+    if any(b <= a for a, b in zip(start, stop, strict=True)):
+        return None
+    return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
+    """Return the part of a copy whose source is in a region, or None."""
+    region = intersect(held, copy.region)
+    if region is None:
+        return None
+    offset = tuple(
+        at + r - c for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
+    )
+    return TracedCopy(copy.source, region, copy.parameter, offset)
+
+
 class Transfer(NamedTuple):
-    """Region of a source tensor that its holder packs once for all receivers.
+    """Copy that crosses ranks: the holder of its source packs it once for all receivers.
 
     Attributes:
-        source: name of the checkpoint tensor.
-        region: region of it.
-        sender: rank of the shard group that holds it.
-        writes: copies into parameters, each with the ranks that make it, in order.
+        copy: the copy; its whole region is in the sender's shard.
+        sender: rank of the shard group.
+        receivers: other ranks of the group that make this copy, in order.
     """
 
-    source: str
-    region: Region
+    copy: TracedCopy
     sender: int
-    writes: tuple[tuple[TracedCopy, tuple[int, ...]], ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements moved to each receiver."""
-        return math.prod(self.region.shape)
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """Receiving ranks in order, each once."""
-        if len(self.writes) == 1:
-            return self.writes[0][1]
-        return tuple(sorted({rank for _, ranks in self.writes for rank in ranks}))
+    receivers: tuple[int, ...]
 
 
 class Chunk(NamedTuple):
@@ -71,24 +97,17 @@ class Chunker:
 
     Args:
         rank: the planning rank.
-        num_ranks: ranks of the shard group.
         bucket_elements: a chunk is halved until no rank needs more than a quarter of this, which
             leaves little of the buckets unused.
     """
 
-    def __init__(self, rank: int, num_ranks: int, bucket_elements: int) -> None:
+    def __init__(self, rank: int, bucket_elements: int) -> None:
         self._rank = rank
-        self._num_ranks = num_ranks
         self._bucket_elements = bucket_elements
         self._known: dict[Any, tuple[list[Chunk], list[str]]] = {}
 
     def chunks(self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]) -> list[Chunk]:
-        """Return the chunks of a source, in order.
-
-        Args:
-            source: the checkpoint tensor.
-            copies: all copies of it, each with its rank.
-        """
+        """Return the chunks of a source, in order, given all copies of it, each with its rank."""
         parameters = list(dict.fromkeys(copy.parameter for _, copy in copies))
         number = {name: index for index, name in enumerate(parameters)}
         geometry = tuple((r, c.region, number[c.parameter], c.offset) for r, c in copies)
@@ -98,15 +117,22 @@ class Chunker:
         chunks, names = self._known[key]
         renamed = dict(zip(names, parameters, strict=True))
         return [
-            chunk._replace(transfers=[_renamed(t, source.name, renamed) for t in chunk.transfers])
+            chunk._replace(
+                transfers=[
+                    Transfer(
+                        TracedCopy(source.name, copy.region, renamed[copy.parameter], copy.offset),
+                        sender,
+                        receivers,
+                    )
+                    for copy, sender, receivers in chunk.transfers
+                ]
+            )
             for chunk in chunks
         ]
 
     def _cut(
         self, source: SourceLayout, copies: Sequence[tuple[int, TracedCopy]]
     ) -> Iterator[Chunk]:
-        if not copies:
-            return
         # Ranks with the same slice of an engine make the same copies.
         receivers: dict[TracedCopy, list[int]] = {}
         for receiver, copy in copies:
@@ -123,7 +149,7 @@ class Chunker:
         parts = [(0, max(shard.shape[0] for shard in shards))]
         while parts:
             start, rows = parts.pop()
-            chunk = self._chunk(source.name, shards, needed, start, rows)
+            chunk = self._chunk(shards, needed, start, rows)
             if rows > 1 and 4 * chunk.load.max() > self._bucket_elements:
                 # The first half is popped first.
                 parts += [(start + rows // 2, rows - rows // 2), (start, rows // 2)]
@@ -132,7 +158,6 @@ class Chunker:
 
     def _chunk(
         self,
-        source: str,
         shards: Sequence[Region],
         needed: Sequence[list[_SharedCopy]],
         start: int,
@@ -143,75 +168,31 @@ class Chunker:
         Transfers to all ranks are gathered: one operation instead of two for each other rank.
         Between two ranks a send is faster, and slots that few ranks fill are a waste.
         """
-        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
+        sent, received = np.zeros((2, len(shards)), dtype=np.int64)
         breadths, transfers = {0}, []
         for sender, shard in enumerate(shards):
             height = min(rows, shard.shape[0] - start)
             if height <= 0:
                 continue
             held = Region((shard.offset[0] + start, *shard.offset[1:]), (height, *shard.shape[1:]))
-            by_region: dict[Region, list[_SharedCopy]] = {}
             for copy, ranks in needed[sender]:
                 part = common_part(copy, held)
-                if part is not None:
-                    by_region.setdefault(part.region, []).append((part, ranks))
-            for region, shared in by_region.items():
-                others = _others(shared, sender)
-                if not len(others):
+                receivers = ranks[ranks != sender]
+                if part is None or not len(receivers):
                     continue
-                size = aligned(math.prod(region.shape))
+                size = aligned(part.region.numel)
                 sent[sender] += size
-                received[others] += size
-                breadths.add(len(others))
-                if self._rank == sender or (others == self._rank).any():
-                    transfers.append(Transfer(source, region, sender, _writes(shared, sender)))
+                received[receivers] += size
+                breadths.add(len(receivers))
+                if self._rank == sender or (receivers == self._rank).any():
+                    transfers.append(Transfer(part, sender, tuple(receivers.tolist())))
         breadth, slot = max(breadths), int(sent.max())
-        to_all = breadth > 1 and breadths == {0, self._num_ranks - 1}
-        if to_all and slot * self._num_ranks <= 2 * sent.sum():
-            return Chunk(np.full_like(sent, slot * self._num_ranks), slot, breadth, transfers)
+        to_all = breadth > 1 and breadths == {0, len(shards) - 1}
+        if to_all and slot * len(shards) <= 2 * sent.sum():
+            return Chunk(np.full_like(sent, slot * len(shards)), slot, breadth, transfers)
         return Chunk(sent + received, 0, breadth, transfers)
-
-
-def common_part(copy: TracedCopy, held: Region) -> TracedCopy | None:
-    """Return the part of a copy whose source is in a region, or None."""
-    region = intersect(held, copy.region)
-    if region is None:
-        return None
-    offset = tuple(
-        at + r - c for at, r, c in zip(copy.offset, region.offset, copy.region.offset, strict=True)
-    )
-    return TracedCopy(copy.source, region, copy.parameter, offset)
 
 
 def aligned(size: int) -> int:
     """Round a number of elements up to the alignment of transfers."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _others(shared: Sequence[_SharedCopy], sender: int) -> NDArray[np.int64]:
-    """Return the ranks other than the sender that make one of these copies, once, in order."""
-    first, *more = (ranks for _, ranks in shared)
-    ranks = np.unique(np.concatenate([first, *more])) if more else first
-    return ranks[ranks != sender]
-
-
-def _writes(
-    shared: Sequence[_SharedCopy], sender: int
-) -> tuple[tuple[TracedCopy, tuple[int, ...]], ...]:
-    """Return the copies that ranks other than the sender make, and these ranks."""
-    writes = ((copy, tuple(ranks[ranks != sender].tolist())) for copy, ranks in shared)
-    return tuple((copy, receivers) for copy, receivers in writes if receivers)
-
-
-def _renamed(transfer: Transfer, source: str, parameters: Mapping[str, str]) -> Transfer:
-    """Return the same transfer of another source, for other parameters."""
-    if transfer.source == source:
-        return transfer
-    region = transfer.region
-    writes = tuple(
-        [
-            (TracedCopy(source, region, parameters[copy.parameter], copy.offset), receivers)
-            for copy, receivers in transfer.writes
-        ]
-    )
-    return Transfer(source, region, transfer.sender, writes)

@@ -7,36 +7,26 @@ rows. All numbers come from tables on the device, so nothing is built per launch
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.reshard.buffers import Buffers
-from hybridrl.reshard.fingerprint import Hashes
-from hybridrl.reshard.rects import CopyRect
-
-
-class _Shape(NamedTuple):
-    """Launch shape: rows of a tile, which is held in registers, warps and cache eviction policy."""
-
-    tile_rows: int
-    num_warps: int
-    eviction: str
-
+from hybridrl.reshard.copies import Copier, CopyRect
 
 # 256 columns are 8 for each thread of a warp: 16 bytes of bfloat16. Hidden sizes are multiples
 # of 128 or 256.
 TILE_COLUMNS = 256
 BLOCK_ROWS = 128
-ALONE = _Shape(tile_rows=8, num_warps=4, eviction="")
+# Launch shapes: rows of a tile, which is held in registers, warps and cache eviction policy.
+ALONE: dict[str, Any] = {"TILE_ROWS": 8, "num_warps": 4, "EVICTION": ""}
 # An NCCL block needs nearly all registers of a multiprocessor, and NCCL up to 32 multiprocessors.
 # With programs on all of them NCCL would wait for the kernel to end and nothing would overlap.
 # Hence one large program on each of the rest. 60 leaves a margin: copies that use much memory
 # bandwidth slow NCCL down, and other ranks wait for NCCL.
-BESIDE_EXCHANGE = _Shape(tile_rows=64, num_warps=16, eviction="evict_first")
+BESIDE_EXCHANGE: dict[str, Any] = {"TILE_ROWS": 64, "num_warps": 16, "EVICTION": "evict_first"}
 NCCL_MULTIPROCESSORS = 60
 # Elements of one vector access of the narrow dtypes.
 VECTOR = 8
@@ -45,74 +35,54 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 _FIELDS = tl.constexpr(13)
 
 
-class _Launch(NamedTuple):
-    """Rectangles of one kind, and the programs that they need."""
-
-    source_dtype: torch.dtype
-    aligned: bool
-    table: Tensor
-    owners: Tensor
-
-
-class TritonCopier:
+class TritonCopier(Copier):
     """Copier with one kernel launch per kind of rectangle, mostly one in all.
 
-    A kind is a source dtype and whether 16-byte accesses are possible everywhere. For arguments
-    see `build_copier`.
+    A kind is a source dtype and whether 16-byte accesses are possible everywhere.
     """
 
-    def __init__(
-        self,
-        rects: Sequence[CopyRect],
-        buffers: Buffers,
-        dtype: torch.dtype,
-        hashes: Hashes,
-        *,
-        write: bool,
-    ) -> None:
-        self._buffers = buffers
-        self._dtype = dtype
-        self._hashes = hashes
-        self._write = write
-        self._paced_programs = _multiprocessors_beside_nccl(buffers.device)
+    def _prepare(self, rects: Sequence[CopyRect]) -> None:
+        buffers, itemsize = self._buffers, self._dtype.itemsize
+        self._paced_programs = 1  # in Triton's interpreter
+        if buffers.device.type == "cuda":
+            count = torch.cuda.get_device_properties(buffers.device).multi_processor_count
+            self._paced_programs = max(1, count - NCCL_MULTIPROCESSORS)
         kinds: dict[tuple[torch.dtype, bool], list[CopyRect]] = {}
         for rect in rects:
             source_dtype = buffers.tensors[rect.source].dtype
             kinds.setdefault((source_dtype, self._is_aligned(rect)), []).append(rect)
         self._launches = [
-            _Launch(*kind, *_tables(part, kind[0].itemsize, dtype.itemsize, buffers.device))
+            (*kind, *_tables(part, kind[0].itemsize, itemsize, buffers.device))
             for kind, part in kinds.items()
         ]
 
     def run(self, share: int, shares: int, sums: Tensor | None, *, paced: bool) -> None:
-        """Do one part of the work; see `Copier`."""
+        """Do one part of the work; see `Copier.run`."""
         hashes, shape = self._hashes, BESIDE_EXCHANGE if paced else ALONE
-        for launch in self._launches:
-            count = len(launch.owners)
+        for source_dtype, aligned, table, owners in self._launches:
+            count = len(owners)
             first, end = count * share // shares, count * (share + 1) // shares
             if first == end:
                 continue
             programs = min(end - first, self._paced_programs) if paced else end - first
             copy_kernel[(programs,)](
                 self._buffers.addresses,
-                launch.table,
-                launch.owners,
+                table,
+                owners,
                 first,
                 end,
                 hashes.rows,
                 hashes.columns,
                 hashes.rows if sums is None else sums,
-                SOURCE=_DTYPES[launch.source_dtype],
+                SOURCE=_DTYPES[source_dtype],
                 TARGET=_DTYPES[self._dtype],
                 BITS=tl.int32 if self._dtype.itemsize == 4 else tl.int16,
                 WRITE=self._write,
                 FINGERPRINT=sums is not None,
-                ALIGNED=launch.aligned,
-                EVICTION=shape.eviction,
+                ALIGNED=aligned,
                 BLOCK_ROWS=BLOCK_ROWS,
-                TILE_ROWS=shape.tile_rows,
                 TILE_COLUMNS=TILE_COLUMNS,
-                num_warps=shape.num_warps,
+                **shape,
             )
 
     def _is_aligned(self, rect: CopyRect) -> bool:
@@ -127,14 +97,6 @@ class TritonCopier:
         )
 
 
-def _multiprocessors_beside_nccl(device: torch.device) -> int:
-    """Return how many multiprocessors an exchange leaves; 1 in Triton's interpreter."""
-    if device.type != "cuda":
-        return 1
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, count - NCCL_MULTIPROCESSORS)
-
-
 def _tables(
     rects: Sequence[CopyRect], source_itemsize: int, target_itemsize: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -145,29 +107,15 @@ def _tables(
             for rect in rects
         ]
     )
+    in_bytes = [
+        rect._replace(
+            source_start=rect.source_start * source_itemsize,
+            target_start=rect.target_start * target_itemsize,
+        )
+        for rect in rects
+    ]
     first = programs.cumsum(0) - programs
-    table = torch.tensor(
-        [
-            (
-                0,
-                rect.source,
-                rect.source_start * source_itemsize,
-                rect.source_stride,
-                rect.target,
-                rect.target_start * target_itemsize,
-                rect.target_stride,
-                rect.rows,
-                rect.columns,
-                rect.row,
-                rect.column,
-                rect.salt,
-                rect.sum,
-            )
-            for rect in rects
-        ],
-        dtype=torch.int64,
-    )
-    table[:, 0] = first
+    table = torch.cat([first[:, None], torch.tensor(in_bytes, dtype=torch.int64)], dim=1)
     owners = torch.arange(len(rects), dtype=torch.int32).repeat_interleave(programs)
     return table.to(device), owners.to(device)
 

@@ -1,10 +1,9 @@
 """Generation with vLLM inside the training process; the only folder that imports vllm.
 
-- engine.py: the protocol that trainers and workers use; vllm_engine.py implements it
-- start.py, options.py: start of vLLM and its arguments
+- vllm_engine.py: the engine that workers use; start.py: start of vLLM and its arguments
 - requests.py, sampling.py: requests to the engine core, seeds and stop tokens
 - trace.py, adapters.py: trace of the weight loader, LoRA inside vLLM's layers
 - vllm_compat.py, kv_cache_sleep.py: all private names of vLLM
 
-Start with engine.py. Weights are moved in reshard/, called by workers/rollout.py.
+Weights are moved in reshard/, called by workers/rollout.py.
 """

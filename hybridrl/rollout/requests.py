@@ -1,8 +1,7 @@
 """Requests to vLLM's engine core: token ids in, sampled token ids and their log-probs out.
 
 `LLM.generate` spends much of each decoding step on text, counters and log-prob tables that are not
-needed here. Tokens are read from the engine core, log-probs one step earlier from its model
-runner. Imports vllm: load it after `vllm_compat.set_environment`.
+needed here. Tokens are read from the engine core, log-probs one step earlier from its model runner.
 """
 
 import time
@@ -14,26 +13,31 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm import SamplingParams
+from torch import Tensor
 
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed import position
-from hybridrl.rollout.engine import Generated
-from hybridrl.rollout.vllm_compat import StepLogProbs, core_request, is_truncated
+from hybridrl.rollout.vllm_compat import StepLogProbs, core_request
 
 
 @dataclass(frozen=True)
-class ResponseLimits:
-    """End conditions of responses.
+class Generated:
+    """Responses in the order of the prompts, those of one prompt together.
 
     Attributes:
-        max_tokens: longest length of the responses to each prompt, at least 1.
-        stop_token_ids: tokens that end it and stay part of it.
+        responses: ragged int32, the end token included.
+        log_probs: ragged float32, log pi of each token under the sampled distribution, nats.
+        truncated: [B] bool, true where the length limit ended the response.
+        first_token_s: seconds from the call to the first sampled token; 0 where there was none.
+        seconds: seconds of the whole call.
     """
 
-    max_tokens: Sequence[int]
-    stop_token_ids: Sequence[int]
+    responses: Ragged
+    log_probs: Ragged
+    truncated: Tensor
+    first_token_s: float
+    seconds: float
 
 
 class _Responses:
@@ -52,7 +56,11 @@ class _Responses:
         for output in outputs:
             index = self._index[output.request_id]
             if output.finish_reason is not None:
-                self._finish(index, output.finish_reason)
+                reason = output.finish_reason.name
+                if reason not in ("STOP", "LENGTH"):
+                    raise RuntimeError(f"vLLM ended response {index} of this call with {reason}")
+                self.truncated[index] = reason == "LENGTH"
+                self.unfinished -= 1
             (token,) = output.new_token_ids
             self._tokens.append(token)
             self._owners.append(index)
@@ -67,16 +75,15 @@ class _Responses:
         log_probs = torch.from_numpy(np.concatenate(self._log_probs))
         return Ragged(tokens[order], lengths), Ragged(log_probs[order], lengths)
 
-    def _finish(self, index: int, reason: Any) -> None:
-        try:
-            self.truncated[index] = is_truncated(reason)
-        except RuntimeError as error:
-            raise RuntimeError(f"vLLM ended response {index} of this call with {error}") from None
-        self.unfinished -= 1
-
 
 def generate(
-    core: Any, prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, *, call: int
+    core: Any,
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    max_tokens: Sequence[int],
+    stop_token_ids: Sequence[int],
+    *,
+    call: int,
 ) -> Generated:
     """Sample `responses_per_prompt` responses of each prompt.
 
@@ -84,61 +91,60 @@ def generate(
         core: client of an engine core in this process, which is awake.
         prompts: the prompts.
         seeds: one per response.
-        limits: conditions that end a response.
+        max_tokens: longest length of the responses to each prompt, at least 1.
+        stop_token_ids: tokens that end a response and stay part of it.
         call: number of this call, unique in this engine; request ids derive from it.
 
     Raises:
         RuntimeError: vLLM aborted a response.
     """
     start = time.perf_counter()
-    requests = _requests(prompts, seeds, limits, call)
+    requests = _requests(prompts, seeds, max_tokens, stop_token_ids, call)
     responses = _Responses([request.request_id for request in requests])
     for request in requests:
         core.add_request(request)
-    first = start
+    first_token_s, step = 0.0, 0
     step_log_probs = StepLogProbs()
     with step_log_probs.recorded(core):
-        step = 0
         while responses.unfinished:
             step += 1
             position.at("decoding step", step)
-            outputs = core.get_output().outputs
-            if not outputs:
-                continue
-            if first == start:
-                first = time.perf_counter()
-            responses.add(outputs, step_log_probs)
+            if outputs := core.get_output().outputs:
+                first_token_s = first_token_s or time.perf_counter() - start
+                responses.add(outputs, step_log_probs)
     tokens, log_probs = responses.ragged()
     return Generated(
         responses=tokens,
         log_probs=log_probs,
         truncated=torch.tensor(responses.truncated, dtype=torch.bool),
-        first_token_s=first - start,
+        first_token_s=first_token_s,
         seconds=time.perf_counter() - start,
     )
 
 
 def _requests(
-    prompts: PromptBatch, seeds: Sequence[int], limits: ResponseLimits, call: int
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    max_tokens: Sequence[int],
+    stop_token_ids: Sequence[int],
+    call: int,
 ) -> list[Any]:
     """Build one request per response; they differ in prompt, length, seed and id."""
+    from vllm import SamplingParams
+
     shared = SamplingParams(
         temperature=prompts.temperature,
         top_p=prompts.top_p,
-        stop_token_ids=list(limits.stop_token_ids),
+        stop_token_ids=list(stop_token_ids),
         logprobs=0,  # the sampled token's alone
         detokenize=False,
     )
     rows = [row.tolist() for row in prompts.prompts.rows()]
-    repeated = (
-        pair
-        for pair in zip(rows, limits.max_tokens, strict=True)
-        for _ in range(prompts.responses_per_prompt)
-    )
     requests = []
-    for index, ((row, max_tokens), seed) in enumerate(zip(repeated, seeds, strict=True)):
+    for index, seed in enumerate(seeds):
+        prompt = index // prompts.responses_per_prompt
         params = copy(shared)
-        params.max_tokens = max_tokens
+        params.max_tokens = max_tokens[prompt]
         params.seed = seed
-        requests.append(core_request(f"{call}-{index}", row, params))
+        requests.append(core_request(f"{call}-{index}", rows[prompt], params))
     return requests

@@ -1,16 +1,24 @@
-"""Start of vLLM, with the seconds of its parts."""
+"""Arguments of vLLM's start by device, and the seconds of its parts."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from hybridrl.config.choices import SleepMode
+from hybridrl.config.planner.multicast import uses_flashinfer_all_reduce
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.distributed import position
-from hybridrl.rollout import vllm_compat
 
 logger = logging.getLogger(__name__)
+
+# Most and fewest sequences between two sizes of CUDA graphs.
+MAX_GRAPH_STEP, MIN_GRAPH_STEP = 64, 8
+# A graph is up to a quarter larger than the next smaller one.
+STEPS_PER_DOUBLING = 4
 
 
 class StartTimes:
@@ -32,46 +40,80 @@ class StartTimes:
             inside = sum(self.seconds.values()) - before
             self.seconds[name] += time.perf_counter() - start - inside
 
-    def counted(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Return the method, each call of which counts as a part."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part):
-                return method(*args, **kwargs)
-
-        return call
-
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.1f} s ({parts})"
 
 
-def start_vllm(
-    folder: Path,
-    options: dict[str, Any],
-    times: StartTimes,
-    device_type: str,
-    adapt: Callable[[Any], None],
-) -> Any:
-    """Start vLLM's `LLM` in this process, awake, with undefined weights; a collective.
+def engine_options(config: RolloutConfig, device_type: str) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM` except the model's folder."""
+    assert config.max_num_seqs is not None
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "dtype": config.dtype.value,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }
+    if config.lora is not None:
+        # Part of the key of vLLM's compilation cache, which does not cover the adapters.
+        options["additional_config"] = {"adapters": [config.lora.rank, config.lora.target_modules]}
+    return options | (_on_gpu(config) if device_type == "cuda" else _on_cpu(config))
 
-    Args:
-        folder: the model in Hugging Face format.
-        options: arguments of vLLM's `LLM`.
-        times: gets the seconds of each part.
-        device_type: "cuda" or "cpu".
-        adapt: changes the loaded model before anything is compiled. Its allocations sleep and wake
-            with the weights.
+
+def _on_gpu(config: RolloutConfig) -> dict[str, Any]:
+    assert config.max_num_seqs is not None
+    options: dict[str, Any] = {
+        "enable_sleep_mode": config.sleep is not SleepMode.none,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    compilation: dict[str, Any] = {}
+    if config.kv_cache_mb is not None:
+        options["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
+    if not config.enforce_eager:
+        compilation["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
+    if config.tensor_parallel_size > 1:
+        if not uses_flashinfer_all_reduce():  # the fused one is from FlashInfer, too
+            compilation["pass_config"] = {"fuse_allreduce_rms": False}
+        if torch.cuda.device_count() < config.tensor_parallel_size:
+            logger.warning(
+                "vLLM's custom all-reduce is off, which slows generation: this process sees "
+                "%d of its engine's %d GPUs",
+                torch.cuda.device_count(),
+                config.tensor_parallel_size,
+            )
+            options["disable_custom_all_reduce"] = True
+    return options | ({"compilation_config": compilation} if compilation else {})
+
+
+def _on_cpu(config: RolloutConfig) -> dict[str, Any]:
+    assert config.kv_cache_mb is not None, "rollout.kv_cache_mb is needed without a GPU"
+    return {
+        # Without a fixed size, scheduling and therefore rounding vary from run to run.
+        "kv_cache_memory_bytes": config.kv_cache_mb << 20,
+        # Seeded sampling dies in a chunked prefill: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+    }
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes of CUDA graphs in rising order; the last is max_num_seqs.
+
+    vLLM's default sizes end at 512 and lie 8 or 16 apart, twice as many as these. A batch is padded
+    to the next size. Up to about 200 sequences, decoding on an H200 is bound by memory bandwidth,
+    so padding is free.
     """
-    with times.part("imports"):
-        from vllm import LLM
-
-        vllm_compat.worker_class(device_type)
-    with times.part("rest"), vllm_compat.start_hooks(device_type, times.counted, adapt):
-        return LLM(model=str(folder), **options)
-
-
-def log_start(times: StartTimes, llm: Any) -> None:
-    """Log the seconds of the parts."""
-    compiling = vllm_compat.compile_seconds(llm)
-    logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        doubling = 1 << (size.bit_length() - 1)
+        size += min(MAX_GRAPH_STEP, max(MIN_GRAPH_STEP, doubling // STEPS_PER_DOUBLING))
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

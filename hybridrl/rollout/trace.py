@@ -9,22 +9,20 @@ the engine's start, and vLLM keeps them through every sleep.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from hybridrl.distributed.regions import Refusal, Region, Trace, TracedCopy, TracedFill
+from hybridrl.distributed.regions import Region, Trace, TracedCopy, TracedFill
 from hybridrl.distributed.torch_compat import TorchDispatchMode, operator_schema, storage_id
-
-Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 def trace_loader(
     model: nn.Module,
-    load: Loader,
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     sources: Sequence[tuple[str, tuple[int, ...]]],
     dtype: torch.dtype,
 ) -> Trace:
@@ -34,20 +32,18 @@ def trace_loader(
         model: model of the loader. Values of its parameters and buffers are not read or written.
         load: loader of (name, tensor) pairs; vLLM's `model.load_weights`.
         sources: names and shapes of the checkpoint's tensors.
-        dtype: dtype of the moved data. A parameter of another dtype is refused, because a cast
-            would lose precision that the loader keeps.
+        dtype: dtype of the moved data and thus of all parameters that are written.
 
-    Returns:
-        Copies and fills as rectangles. A parameter that is written in any other way is refused:
-        `Trace.refused` has the reason, and none of its copies and fills are listed.
+    Raises:
+        RuntimeError: the loader writes a parameter other than by plain copies and fills of
+            rectangles; names it.
     """
     tracer = _Tracer(model, dtype)
-    before = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
+    before = places(model)
     with torch.no_grad(), tracer:
         load(tracer.feed(sources))
-    after = {name: (t.data_ptr(), tuple(t.shape)) for name, t in live_tensors(model).items()}
-    moved = sorted(name for name in before | after if before.get(name) != after.get(name))
-    assert not moved, f"the loader replaced the storage of {moved}"
+    moved = dict(places(model).items() ^ before.items())
+    assert not moved, f"the loader replaced the storage of {sorted(moved)}"
     return tracer.result()
 
 
@@ -57,58 +53,59 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     return parameters | dict(model.named_buffers())
 
 
-class _Tracer(TorchDispatchMode):
-    """Dispatch mode that records writes to parameters instead of executing them.
+def places(model: nn.Module) -> dict[str, tuple[int, torch.Size]]:
+    """Return address and shape of a model's parameters and buffers, by name."""
+    return {name: (t.data_ptr(), t.shape) for name, t in live_tensors(model).items()}
 
-    `_handed_out` holds the source of the last copy and the sources that the loader got since. A
-    refused write may combine any of them.
-    """
+
+class _Tracer(TorchDispatchMode):
+    """Dispatch mode that records writes to parameters and buffers instead of executing them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._parameters = {name for name, _ in model.named_parameters()}
         self._live = live_tensors(model)
-        # Parameters, and buffers that were written.
-        self._written_names = {name for name, _ in model.named_parameters()}
         self._names_by_storage: dict[int, list[str]] = {}
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._copies: list[TracedCopy] = []
         self._fills: list[TracedFill] = []
-        self._reasons: dict[str, str] = {}
-        self._in_hand: dict[str, list[str]] = {}
-        self._handed_out: list[str] = []
         for name, tensor in self._live.items():
             self._names_by_storage.setdefault(_storage(tensor), []).append(name)
 
     def feed(self, sources: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield meta tensors for the loader and record the order."""
+        """Yield meta tensors for the loader."""
         for name, shape in sources:
             tensor = torch.empty(shape, dtype=self._dtype, device="meta")
             self._sources[_storage(tensor)] = (name, tensor)
-            self._handed_out.append(name)
             yield name, tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Record a write to a parameter; execute all other operators."""
-        written = self._written(func, args, kwargs or {})
-        if written is None:
+        target = self._target(func, args, kwargs or {})
+        if target is None:
             return func(*args, **(kwargs or {}))
-        name, target = written
-        self._written_names.update(self._names_by_storage[_storage(target)])
-        if func is torch.ops.aten.copy_.default:
-            self._record_copy(name, target, args[1])
-        elif func in _FILLS:
-            self._record_fill(name, target, args[1] if len(args) > 1 else 0.0)
-        else:
-            self._refuse(name, f"the loader calls {func} on it")
-        return args[0] if operator_schema(func).returns else None
+        name, *others = self._names_by_storage[_storage(target)]
+        region = rectangle(target, self._live[name])
+        if others:
+            _refuse(name, f"shares its storage with {others}")
+        if target.dtype != self._dtype:
+            _refuse(name, f"has dtype {target.dtype}, not {self._dtype}")
+        if region is None:
+            _refuse(name, "is written in parts that are no rectangle")
+        elif func is torch.ops.aten.copy_.default:
+            self._copies.append(self._copy(name, region, args[1]))
+        elif func not in _FILLS:
+            _refuse(name, f"is written by {func}")
+        elif region.numel:
+            value = args[1] if len(args) > 1 else 0.0
+            self._fills.append(TracedFill(name, region, float(value)))
+        return args[0]
 
-    def _written(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, Tensor] | None:
-        """Return the parameter or buffer that `func` would write, and the written view."""
+    def _target(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the view of a parameter or buffer that `func` would write."""
         schema = operator_schema(func)
         if not schema.is_mutable:
             return None
@@ -120,62 +117,31 @@ class _Tracer(TorchDispatchMode):
                 continue
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, Tensor) and _storage(tensor) in self._names_by_storage:
-                    return self._names_by_storage[_storage(tensor)][0], tensor
+                    return tensor
         return None
 
-    def _record_copy(self, name: str, target: Tensor, value: Tensor) -> None:
+    def _copy(self, name: str, written: Region, value: Tensor) -> TracedCopy:
         if _storage(value) not in self._sources:
-            return self._refuse(name, "the loader computes the values that it copies into it")
+            _refuse(name, "gets values that the loader computes")
         source, whole = self._sources[_storage(value)]
-        if value.shape != target.shape:
-            return self._refuse(name, f"{source} is broadcast into it")
         region = rectangle(value, whole)
-        destination = rectangle(target, self._live[name])
-        if region is None or destination is None:
-            return self._refuse(name, f"the part of {source} that is copied is no rectangle")
-        self._copies.append(TracedCopy(source, region, name, destination.offset))
-        del self._handed_out[:-1]
-
-    def _record_fill(self, name: str, target: Tensor, value: float) -> None:
-        region = rectangle(target, self._live[name])
-        if region is None:
-            return self._refuse(name, "the region that is filled is no rectangle")
-        if target.numel():
-            self._fills.append(TracedFill(name, region, float(value)))
-
-    def _refuse(self, name: str, reason: str) -> None:
-        self._reasons.setdefault(name, reason)
-        self._in_hand.setdefault(name, []).extend(self._handed_out)
+        if region is None or region.shape != written.shape:
+            _refuse(name, f"gets a part of {source} that is broadcast or no rectangle")
+        return TracedCopy(source, region, name, written.offset)
 
     def result(self) -> Trace:
         """Return the trace, after the loader has finished."""
-        written = [name for name in self._live if name in self._written_names]
-        for name in written:
-            for reason in self._unfit(name):
-                self._reasons.setdefault(name, reason)
-                self._in_hand.setdefault(name, [])
-        for copy in self._copies:
-            if copy.parameter in self._reasons:
-                self._in_hand[copy.parameter].append(copy.source)
-        refused = {
-            name: Refusal(reason, tuple(sorted(set(self._in_hand[name]))))
-            for name, reason in self._reasons.items()
-        }
-        return Trace(
-            copies=[copy for copy in self._copies if copy.parameter not in refused],
-            fills=[fill for fill in self._fills if fill.parameter not in refused],
-            refused=refused,
-            parameters={name: tuple(self._live[name].shape) for name in written},
-        )
+        written = self._parameters | {copy.parameter for copy in self._copies}
+        written |= {fill.parameter for fill in self._fills}
+        shapes = {n: tuple(tensor.shape) for n, tensor in self._live.items() if n in written}
+        return Trace(self._copies, self._fills, shapes)
 
-    def _unfit(self, name: str) -> Iterator[str]:
-        """Yield reasons why a parameter is unfit for plain copies."""
-        tensor = self._live[name]
-        for other in self._names_by_storage[_storage(tensor)]:
-            if other != name:
-                yield f"it shares its storage with {other}"
-        if tensor.dtype != self._dtype:
-            yield f"its dtype is {tensor.dtype}, not {self._dtype}"
+
+def _refuse(name: str, reason: str) -> NoReturn:
+    raise RuntimeError(
+        f"weight sync copies rectangles, but vLLM's parameter {name} {reason}. "
+        "Install the version of vLLM pinned in requirements/"
+    )
 
 
 def rectangle(view: Tensor, whole: Tensor) -> Region | None:

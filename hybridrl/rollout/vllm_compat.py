@@ -10,9 +10,11 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,10 +32,6 @@ WORKER_PARTS = {
     "initialize_from_config": "KV cache",
     "compile_or_warm_up_model": "warm-up",
 }
-# Functions of the worker's module that the warm-up calls, once each, on GPUs. The time of one that
-# this version of vLLM lacks counts as the warm-up's.
-WARM_UP_PARTS = {"kernel_warmup": "kernels", "warmup_kernels": "kernels of sampling"}
-GRAPHS = "CUDA graphs"
 _WORKERS = {
     "cuda": ("vllm.v1.worker.gpu_worker", "Worker"),
     "cpu": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
@@ -60,7 +58,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.executor.uniproc_executor", "ExecutorWithExternalLauncher._distributed_args"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.capture_model"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.layers.linear", "LinearMethodBase.apply"),
     ("vllm.distributed.parallel_state", "get_tp_group"),
@@ -71,7 +68,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.device_allocator.cumem", "AllocationData.tag"),
     *((module, f"{name}.{part}") for module, name in _WORKERS.values() for part in WORKER_PARTS),
 )
-# Those of kv_cache_sleep.py, on GPUs. Where one is missing, rollout.sleep=kv_cache is refused.
+# Those of kv_cache_sleep.py, on GPUs.
 SLEEP_NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.device_allocator.cumem", "unmap_and_release"),
     ("vllm.device_allocator.cumem", "AllocationData.is_asleep"),
@@ -96,14 +93,10 @@ def set_environment(device_type: str, *, enforce_eager: bool) -> None:
     os.environ.update(switches)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device_type == "cpu" and enforce_eager:
-        _disable_compilation()
-
-
-def _disable_compilation() -> None:
-    """Keep vLLM's samplers from compiling kernels on a CPU, which costs more time than it saves."""
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    if "torch._dynamo" in sys.modules:  # it has read the variable already
-        disable_dynamo()
+        # Compiling kernels of vLLM's samplers costs more time than it saves.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        if "torch._dynamo" in sys.modules:  # it has read the variable already
+            disable_dynamo()
 
 
 @contextmanager
@@ -126,13 +119,12 @@ def cpu_start() -> Iterator[None]:
         # Never dialled, as the process group exists; its last part names the shared memory.
         return f"tcp://127.0.0.1:{ident[0]}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
-    patch(utils, "dispatch_cpu_unquantized_gemm", _keep_weight)
-    patch(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)
-    set_num_threads = torch.set_num_threads
-    try:
+    with (
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", _keep_weight),
+        patch.object(ExecutorWithExternalLauncher, "_distributed_args", distributed_args),
+        patch.object(torch, "set_num_threads", torch.set_num_threads),
+    ):
         yield
-    finally:
-        torch.set_num_threads = set_num_threads
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{ident[0]}*"):
         file.unlink(missing_ok=True)
@@ -146,18 +138,18 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
 @contextmanager
 def start_hooks(
     device_type: str,
-    counted: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    part: Callable[[str], ContextDecorator],
     adapt: Callable[[Any], None],
 ) -> Iterator[None]:
     """Within this context, vLLM's start counts its parts and adapts the model that it loads.
 
     Args:
         device_type: "cuda" or "cpu".
-        counted: wraps a method so that its time counts as the named part.
+        part: counts the time of a context as that of the named part.
         adapt: changes the loaded model.
     """
     worker = worker_class(device_type)
-    load, warm_up = worker.load_model, worker.compile_or_warm_up_model
+    load = worker.load_model
 
     def with_adapters(self: Any, **kwargs: Any) -> Any:
         runner = self.model_runner
@@ -167,36 +159,19 @@ def start_hooks(
             load_into_runner(**kwargs)
             adapt(runner.get_model())
 
-        with replaced(runner, {"load_model": load_and_adapt}):
+        with patch.object(runner, "load_model", load_and_adapt):
             return load(self, **kwargs)
 
-    def with_graphs_apart(self: Any) -> Any:
-        capture = counted(self.model_runner.capture_model, GRAPHS)
-        with replaced(self.model_runner, {"capture_model": capture}):
-            return warm_up(self)
-
-    methods = {name: getattr(worker, name) for name in WORKER_PARTS}
-    methods |= {"load_model": with_adapters, "compile_or_warm_up_model": with_graphs_apart}
-    hooks = {name: counted(methods[name], part) for name, part in WORKER_PARTS.items()}
-    module = sys.modules[worker.__module__]
-    functions = {
-        name: counted(getattr(module, name), part)
-        for name, part in WARM_UP_PARTS.items()
-        if name in vars(module)
-    }
-    with replaced(worker, hooks), replaced(module, functions):
+    methods = {name: getattr(worker, name) for name in WORKER_PARTS} | {"load_model": with_adapters}
+    counted = {name: part(label)(methods[name]) for name, label in WORKER_PARTS.items()}
+    with patch.multiple(worker, **counted):
         yield
 
 
 def worker_class(device_type: str) -> Any:
     """Import the class of vLLM's worker in this process."""
-    if device_type == "cuda":
-        from vllm.v1.worker.gpu_worker import Worker
-
-        return Worker
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    return CPUWorker
+    module, name = _WORKERS[device_type]
+    return getattr(import_module(module), name)
 
 
 def compile_seconds(llm: Any) -> float:
@@ -217,13 +192,7 @@ def engine_core(llm: Any) -> Any:
 
 
 def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
-    """Build a request of the engine core.
-
-    Args:
-        request_id: unique among all requests of the engine.
-        prompt: token ids.
-        params: vLLM's `SamplingParams`.
-    """
+    """Build a request of the engine core; its id is unique among all of the engine."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -239,24 +208,11 @@ def core_request(request_id: str, prompt: list[int], params: Any) -> Any:
     )
 
 
-def is_truncated(reason: Any) -> bool:
-    """Return whether a response ended at its length limit, not at a stop token.
-
-    Raises:
-        RuntimeError: it ended for another reason, which the message names.
-    """
-    from vllm.v1.engine import FinishReason
-
-    if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise RuntimeError(reason.name)
-    return reason is FinishReason.LENGTH
-
-
 class StepLogProbs:
     """Log-probs of each decoding step, kept before the scheduler splits them by request.
 
     With hundreds of sequences the split takes a tenth of a decoding step, for which a GPU waits.
-    Both versions of vLLM read a step's log-probs once, in `Scheduler.update_from_output`.
+    vLLM reads a step's log-probs once, in `Scheduler.update_from_output`.
     """
 
     def __init__(self) -> None:
@@ -275,7 +231,7 @@ class StepLogProbs:
             output.logprobs = None
             return update(scheduled, output)
 
-        with replaced(scheduler, {"update_from_output": record}):
+        with patch.object(scheduler, "update_from_output", record):
             yield
 
     def of(self, request_ids: Sequence[str]) -> NDArray[np.float32]:
@@ -293,50 +249,3 @@ def asleep_bytes(tag: str) -> int:
     sizes = [data.handle[1] for data in known if data.tag == tag]
     assert sizes, f"vLLM has tagged no allocation as {tag}"
     return sum(sizes)
-
-
-def sleep_without_weights(llm: Any) -> None:
-    """Make vLLM's level-1 sleep discard the KV cache and keep the weights in place.
-
-    Raises:
-        RuntimeError: this version of vLLM sleeps in another way.
-    """
-    try:
-        from hybridrl.rollout import kv_cache_sleep
-
-        kv_cache_sleep.install(llm)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"rollout.sleep = kv_cache does not fit this version of vllm: {error}. Set "
-            "rollout.sleep=all or none, or install the version pinned in requirements/"
-        ) from error
-
-
-def patch(owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute of vLLM for good.
-
-    Raises:
-        RuntimeError: this version of vLLM does not have it.
-    """
-    if name not in vars(owner):
-        raise RuntimeError(
-            f"hybridrl cannot prepare this version of vllm: {owner.__name__}.{name} is gone. "
-            "Install the version pinned in requirements/"
-        )
-    setattr(owner, name, new)
-
-
-@contextmanager
-def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Replace attributes of a class or an object within this context, inherited ones included."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)

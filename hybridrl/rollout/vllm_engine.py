@@ -1,12 +1,12 @@
 """Rollout engine: vLLM inside this process."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,23 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.distributed.regions import Trace
-from hybridrl.distributed.torch_compat import own_tensor
 from hybridrl.distributed.weights import checkpoint_shapes
-from hybridrl.rollout import vllm_compat
+from hybridrl.rollout import requests, vllm_compat
 from hybridrl.rollout.adapters import add_adapters, trace_with_adapters
-from hybridrl.rollout.engine import EnginePart, Generated
-from hybridrl.rollout.options import engine_options
+from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import sample_seeds
-from hybridrl.rollout.start import StartTimes, log_start, start_vllm
-from hybridrl.rollout.trace import live_tensors, trace_loader
+from hybridrl.rollout.start import StartTimes, engine_options
+from hybridrl.rollout.trace import live_tensors, places, trace_loader
+
+logger = logging.getLogger(__name__)
+
+
+class EnginePart(Enum):
+    """Parts of an engine that wake separately; weights first."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
 
 # Parts that `sleep` frees.
 SLEEPERS = {
@@ -65,6 +73,9 @@ class VLLMEngine:
         device_type: "cuda" or "cpu". On a GPU the current device is used. On a CPU no memory is
             freed, and sleeping parts are only marked.
 
+    Attributes:
+        awake: parts that have memory and keep its content.
+
     Raises:
         ConfigError: this installation of vLLM cannot be used.
     """
@@ -80,27 +91,31 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._on_gpu = device_type == "cuda"
         self._calls = 0
-        self._prefixes_cached = False
-        self._awake = frozenset(EnginePart)
+        self.awake = frozenset(EnginePart)
         prepare(config, device_type)
         times = StartTimes()
         with nullcontext() if self._on_gpu else vllm_compat.cpu_start():
-            options = engine_options(config, device_type)
-            self._llm = start_vllm(folder, options, times, device_type, self._adapt)
+            with times.part("imports"):
+                from vllm import LLM
+
+                vllm_compat.worker_class(device_type)
+            with (
+                times.part("rest"),
+                vllm_compat.start_hooks(device_type, times.part, self._adapt),
+            ):
+                self._llm = LLM(model=str(folder), **engine_options(config, device_type))
         self._model = self._llm.apply_model(lambda model: model)[0]
+        self._places = places(self._model)
         self._written = {name for name, _ in self._model.named_parameters()}
-        self._addresses = _addresses(self._model, self._written)
         with times.part("first sampling"):
             self._warm_up()
-        log_start(times, self._llm)
+        compiling = vllm_compat.compile_seconds(self._llm)
+        logger.info("vLLM started in %s; torch.compile took %.1f s of it", times, compiling)
         if self._on_gpu and config.sleep is SleepMode.kv_cache:
-            vllm_compat.sleep_without_weights(self._llm)
-        self.sleep()
+            from hybridrl.rollout import kv_cache_sleep  # imports vllm
 
-    @property
-    def awake(self) -> frozenset[EnginePart]:
-        """Parts that have memory and keep its content."""
-        return self._awake
+            kv_cache_sleep.install(self._llm)
+        self.sleep()
 
     @property
     def keeps_weights(self) -> bool:
@@ -113,45 +128,37 @@ class VLLMEngine:
         The parameters do not change.
         """
         trace, lora = self._trace(self._model, sources), self._config.lora
-        buffers = trace.parameters.keys() - self._written
-        self._written |= buffers
-        self._addresses += _addresses(self._model, buffers)
+        self._written |= trace.parameters.keys()
         return trace if lora is None else trace_with_adapters(trace, lora)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live parameters by vLLM's names, and the buffers that its loader writes."""
+        """Return the live parameters by vLLM's names, and the buffers that its loader writes.
+
+        Their addresses never change.
+        """
         live = live_tensors(self._model)
         return {name: tensor for name, tensor in live.items() if name in self._written}
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Run vLLM's `load_weights`."""
-        self._model.load_weights(weights)
-
     def check(self) -> None:
-        """Raise RuntimeError if the address of a module's parameter has changed."""
-        moved = [known.name for known in self._addresses if not known.is_kept()]
+        """Raise RuntimeError if the address of one of `tensors` has changed."""
+        found = places(self._model)
+        moved = [name for name in self._written if found.get(name) != self._places[name]]
         if moved:
             raise RuntimeError(f"vLLM has moved these parameters since it started: {moved}")
 
     def wake(self, part: EnginePart) -> None:
-        """Map a sleeping part's memory; the KV cache must wake after the weights."""
-        if part in self._awake:
+        """Allocate a sleeping part's memory: weights undefined, KV cache empty, weights first."""
+        if part in self.awake:
             return
         if part is EnginePart.KV_CACHE:
-            assert EnginePart.WEIGHTS in self._awake, "weights wake first"
+            assert EnginePart.WEIGHTS in self.awake, "weights wake first"
         if self._on_gpu:
-            self._make_room(part)
+            # Emptying and refilling the trainer's allocator cache costs a tenth of a second.
+            free, _ = torch.cuda.mem_get_info()
+            if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
+                torch.cuda.empty_cache()
             self._llm.wake_up(tags=[part.value])
-        self._awake |= {part}
-
-    def _make_room(self, part: EnginePart) -> None:
-        """Empty the trainer's allocator cache if the part would not fit otherwise.
-
-        Emptying and refilling the cache costs a tenth of a second per step.
-        """
-        free, _ = torch.cuda.mem_get_info()
-        if free < vllm_compat.asleep_bytes(part.value) + SPARE_BYTES:
-            torch.cuda.empty_cache()
+        self.awake |= {part}
 
     def reset_prefix_cache(self) -> None:
         """Discard the prefix cache.
@@ -159,14 +166,13 @@ class VLLMEngine:
         Raises:
             RuntimeError: vLLM still holds requests.
         """
-        if self._prefixes_cached and not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM still holds requests from before the reshard")
-        self._prefixes_cached = False
 
     def sleep(self) -> None:
         """Free the parts that rollout.sleep names; the KV cache includes the prefix cache."""
-        sleepers = SLEEPERS[self._config.sleep] & self._awake
-        self._awake -= sleepers
+        sleepers = SLEEPERS[self._config.sleep] & self.awake
+        self.awake -= sleepers
         if not (self._on_gpu and sleepers):
             return
         if EnginePart.WEIGHTS in sleepers:
@@ -175,7 +181,6 @@ class VLLMEngine:
             self._llm.sleep(level=1)
             # Only for vLLM's state, which does not distinguish parts.
             self._llm.wake_up(tags=[EnginePart.WEIGHTS.value])
-        self._prefixes_cached = False  # vLLM has reset it, or would have raised
 
     def generate(self, prompts: PromptBatch) -> Generated:
         """Sample `responses_per_prompt` responses of each prompt.
@@ -185,26 +190,21 @@ class VLLMEngine:
                 different tokens.
             ValueError: a prompt is longer than rollout.max_prompt_tokens.
         """
-        if self._awake != set(EnginePart):
+        if self.awake != set(EnginePart):
             raise RuntimeError("the rollout engine is asleep; reshard wakes it")
         self._check_lengths(prompts)
-        stop_token_ids = [*self._stop_token_ids, *prompts.stop_token_ids]
-        generated = self._sample(prompts, self._max_tokens(prompts), stop_token_ids)
+        generated = self._sample(prompts)
         self._check_ranks_agree(generated.responses)
         return generated
 
-    def _sample(
-        self, prompts: PromptBatch, max_tokens: Sequence[int], stop_token_ids: Sequence[int]
-    ) -> Generated:
-        from hybridrl.rollout import requests  # imports vllm
-
+    def _sample(self, prompts: PromptBatch) -> Generated:
         self._calls += 1
-        self._prefixes_cached = True
         return requests.generate(
             vllm_compat.engine_core(self._llm),
             prompts,
             sample_seeds(self._config.seed, prompts),
-            requests.ResponseLimits(max_tokens, stop_token_ids),
+            self._max_tokens(prompts).tolist(),
+            [*self._stop_token_ids, *prompts.stop_token_ids],
             call=self._calls,
         )
 
@@ -213,7 +213,7 @@ class VLLMEngine:
         return trace_loader(model, model.load_weights, list(sources), dtype)  # type: ignore[arg-type]
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the config, if any, to a loaded model."""
+        """Add the adapters of the config, if any, to a loaded model, before it is compiled."""
         if self._config.lora is not None:
             sources = checkpoint_shapes(self._config.model)
             add_adapters(model, self._trace(model, sources.items()), self._config.lora)
@@ -230,31 +230,30 @@ class VLLMEngine:
             responses_per_prompt=1,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
+            max_tokens=torch.tensor([2]),
         )
         assert self._config.max_num_seqs is not None
         for size in WARM_UP_SIZES:
             if size <= self._config.max_num_seqs:
-                self._sample(replace(one, responses_per_prompt=size), [2], [])
+                self._sample(replace(one, responses_per_prompt=size))
 
-    def _max_tokens(self, prompts: PromptBatch) -> list[int]:
+    def _max_tokens(self, prompts: PromptBatch) -> Tensor:
         """Return the length limit of the responses to each prompt."""
         if prompts.max_tokens is None:
-            return [self._config.max_response_tokens] * len(prompts)
-        return prompts.max_tokens.tolist()
+            return torch.full((len(prompts),), self._config.max_response_tokens)
+        return prompts.max_tokens
 
     def _check_lengths(self, prompts: PromptBatch) -> None:
-        limit = self._config.max_prompt_tokens
-        lengths, max_tokens = prompts.prompts.lengths.tolist(), self._max_tokens(prompts)
-        assert all(length > 0 for length in lengths), "an empty prompt"
-        assert all(tokens > 0 for tokens in max_tokens), "no token may be sampled"
+        limit, lengths = self._config.max_prompt_tokens, prompts.prompts.lengths
+        max_tokens = self._max_tokens(prompts)
+        assert (lengths > 0).all(), "an empty prompt"
+        assert (max_tokens > 0).all(), "no token may be sampled"
         # Later prompts of a conversation include the part of its response that is used up.
-        used = [self._config.max_response_tokens - tokens for tokens in max_tokens]
+        first = (lengths + max_tokens - self._config.max_response_tokens).tolist()
         long = [
-            f"prompt {prompt} has {length - before}"
-            for prompt, length, before in zip(
-                prompts.prompt_id.tolist(), lengths, used, strict=True
-            )
-            if length - before > limit
+            f"prompt {prompt} has {length}"
+            for prompt, length in zip(prompts.prompt_id.tolist(), first, strict=True)
+            if length > limit
         ]
         if long:
             raise ValueError(f"rollout.max_prompt_tokens={limit}, but {', '.join(long)} tokens")
@@ -264,37 +263,8 @@ class VLLMEngine:
         if self._config.tensor_parallel_size == 1:
             return
         tokens = responses.values.numpy().tobytes() + responses.lengths.numpy().tobytes()
-        own = int.from_bytes(hashlib.blake2b(tokens, digest_size=7).digest(), "big")
-        extremes = torch.tensor([own, -own])
+        digests: list[bytes] = [b""] * self._config.tensor_parallel_size
         group = vllm_compat.tensor_parallel_group()
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        if extremes.tolist() != [own, -own]:
+        dist.all_gather_object(digests, hashlib.blake2b(tokens).digest(), group=group)
+        if len(set(digests)) > 1:
             raise RuntimeError("the ranks of one rollout engine sampled different tokens")
-
-
-class _Address(NamedTuple):
-    """Address of a module's parameter or buffer at the start."""
-
-    name: str
-    module: nn.Module
-    key: str
-    address: int
-    shape: torch.Size
-
-    def is_kept(self) -> bool:
-        """Return whether address and shape are unchanged."""
-        found = own_tensor(self.module, self.key)
-        return found is not None and (found.data_ptr(), found.shape) == (self.address, self.shape)
-
-
-def _addresses(model: nn.Module, names: Collection[str]) -> list[_Address]:
-    """Return the addresses of the named tensors; a later walk over all modules would be slow."""
-    return [
-        _Address(name, module, name.rpartition(".")[2], tensor.data_ptr(), tensor.shape)
-        for prefix, module in model.named_modules()
-        for name, tensor in chain(
-            module.named_parameters(prefix, recurse=False),
-            module.named_buffers(prefix, recurse=False),
-        )
-        if name in names
-    ]

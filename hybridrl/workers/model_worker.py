@@ -24,7 +24,7 @@ from hybridrl.distributed.forward.sequence_parallel import sequence_group
 from hybridrl.distributed.fsdp import named_shards, parameters_in_checkpoint
 from hybridrl.distributed.mesh import device_of
 from hybridrl.distributed.offload import Offloadable
-from hybridrl.distributed.shards import NamedShard
+from hybridrl.distributed.regions import NamedShard
 from hybridrl.distributed.storage.checkpoint import StoredState, differences, load_in_place
 from hybridrl.workers.base import Worker
 from hybridrl.workers.optimizer import Optimizer

@@ -19,12 +19,11 @@ from hybridrl.distributed.process_memory import trim_heap
 from hybridrl.distributed.regions import Trace
 from hybridrl.distributed.weights import checkpoint_shapes
 from hybridrl.models.resolve import model_folder
-from hybridrl.reshard.executor import Destination
 from hybridrl.reshard.resharder import Resharder
-from hybridrl.rollout.engine import EnginePart, Generated, RolloutEngine
+from hybridrl.rollout.requests import Generated
 from hybridrl.rollout.sampling import stop_token_ids
 from hybridrl.rollout.vllm_compat import MODULES
-from hybridrl.rollout.vllm_engine import VLLMEngine, prepare
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine, prepare
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
@@ -58,7 +57,7 @@ class RolloutWorker(Worker):
         prepare(config, device_type)
         return MODULES[device_type]
 
-    def build_engine(self) -> RolloutEngine:
+    def build_engine(self) -> VLLMEngine:
         """Build the engine, with arbitrary weights."""
         folder = model_folder(self.config.model)
         return VLLMEngine(self.config, folder, stop_token_ids(folder), self.mesh.device_type)
@@ -98,11 +97,8 @@ class RolloutWorker(Worker):
         self.others = [role for role in roles.values() if role is not self]
         shards = self.actor.named_shards()
         assert self.sources.items() <= {shard.name: shard.shape for shard in shards}.items()
-        dtype = getattr(torch, self.config.dtype.value)
-        destination = Destination(self.trace, self.engine.tensors(), self.engine.load, dtype)
-        self.resharder = Resharder(
-            shards, destination, self.mesh, bucket_mb=self.config.reshard_bucket_mb
-        )
+        tensors, bucket_mb = self.engine.tensors(), self.config.reshard_bucket_mb
+        self.resharder = Resharder(shards, self.trace, tensors, self.mesh, bucket_mb)
 
     @on_all_ranks(Dispatch.BROADCAST)
     def reshard(self, version: int) -> dict[str, float]:

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.choices import DType, SleepMode
 from hybridrl.data.batch import PromptBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.rollout.engine import EnginePart
 from hybridrl.rollout.sampling import sample_seeds, stop_token_ids
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from tests.code_in_checkpoints import bring_code
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import (
@@ -59,7 +58,7 @@ def look(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"log": log.lines, "built": engine.awake}
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     engine.wake(EnginePart.WEIGHTS)
-    engine.load(weights.items())
+    engine._model.load_weights(weights.items())
     seen["half"] = error_of(lambda: engine.generate(prompts()))
     engine.wake(EnginePart.KV_CACHE)
     seen["first"] = engine.generate(prompts())

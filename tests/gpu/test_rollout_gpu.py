@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.choices import DType, SleepMode
-from hybridrl.rollout.engine import EnginePart, Generated
-from hybridrl.rollout.vllm_engine import VLLMEngine
+from hybridrl.rollout.requests import Generated
+from hybridrl.rollout.vllm_engine import EnginePart, VLLMEngine
 from tests.distributed.launch import run_on_ranks
 from tests.reshard_cases import Case, error_of, prompts, rollout_config
 
@@ -91,7 +91,7 @@ def kept_beside_a_waking_engine(engine: VLLMEngine) -> tuple[float, float]:
 def wake(engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
     """As a reshard does it: weights first, written before the KV cache is there."""
     engine.wake(EnginePart.WEIGHTS)
-    engine.load(weights.items())
+    engine._model.load_weights(weights.items())
     engine.wake(EnginePart.KV_CACHE)
     engine.reset_prefix_cache()
 

@@ -43,7 +43,7 @@ def test_columns_that_do_not_divide_are_cut_by_rows_and_counted():
 def test_the_cost_of_rows_is_in_bytes_of_what_moves():
     """[1024, 1026] over 4 shards, tp 2: half of it a rank; 1/4 of that held instead of 2/4."""
     copies = [[TracedCopy("w", Region((0, start), (1024, 513)), "w", (0, 0))] for start in (0, 513)]
-    engine = [Trace(part, [], {}, {"w": (1024, 513)}) for part in copies]
+    engine = [Trace(part, [], {"w": (1024, 513)}) for part in copies]
     fsdp = fsdp_config(4, tensor_parallel_size=2)
     columns, (note,) = choose_columns(fsdp, {"w": (1024, 1026)}, engine, itemsize=2)
     assert columns == []
@@ -65,7 +65,7 @@ def test_nothing_is_chosen_where_nothing_is_to_be_aligned():
 
 def test_a_weight_that_some_rank_does_not_take_is_cut_by_rows():
     copy = TracedCopy("w", Region((0, 0), (4, 2)), "w", (0, 0))
-    engine = [Trace([copy], [], {}, {"w": (4, 2)}), Trace([], [], {}, {})]
+    engine = [Trace([copy], [], {"w": (4, 2)}), Trace([], [], {})]
     fsdp = fsdp_config(2, tensor_parallel_size=2)
     assert choose_columns(fsdp, {"w": (4, 4)}, engine, itemsize=2) == ([], [])
 

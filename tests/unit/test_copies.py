@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.reshard.buffers import BufferRegion, Buffers
-from hybridrl.reshard.copies import build_copier
+from hybridrl.distributed.regions import Region
+from hybridrl.reshard.copies import Buffers, Copier, cut
 from hybridrl.reshard.fingerprint import hashes
-from hybridrl.reshard.rects import cut
 from tests.random_rects import check_kernel
 
 CPU = torch.device("cpu")
@@ -37,19 +36,11 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
     source = torch.arange(torch.Size(whole).numel(), dtype=torch.float32).view(whole)
     target = torch.full([n + 1 for n in shape], -1.0)
     corner = (1,) * len(shape)
-    rects = list(
-        cut(
-            shape,
-            BufferRegion(0, 0, whole, offset),
-            BufferRegion(1, 0, tuple(target.shape), corner),
-            (whole, offset),
-            salt=1,
-            sum=0,
-        )
-    )
     buffers = Buffers(CPU)
     buffers.bind([source, target])
-    copier = build_copier(rects, buffers, torch.float32, hashes(64, 64, CPU))
+    read, written = (0, take(source, offset, shape)), (1, take(target, corner, shape))
+    rects = list(cut(buffers, read, written, Region(offset, shape), whole, salt=1, sum=0))
+    copier = Copier(rects, buffers, torch.float32, hashes(64, 64, CPU))
     copier.run(0, 1, None, paced=False)
     expected = torch.full_like(target, -1.0)
     take(expected, corner, shape).copy_(take(source, offset, shape))
@@ -58,8 +49,11 @@ def test_a_region_of_any_dims_is_copied_whole(whole, offset, shape):
 
 def test_rows_of_a_3_dim_tensor_are_numbered_through():
     """Element (i, j, k) of a 4 x 7 x 5 tensor is in row 7 i + j."""
-    region = BufferRegion(0, 0, (4, 7, 5), (2, 3, 1))
-    rects = cut((2, 4, 2), region, region, ((4, 7, 5), (2, 3, 1)), salt=1, sum=0)
+    tensor, region = torch.zeros(4, 7, 5), Region((2, 3, 1), (2, 4, 2))
+    buffers = Buffers(CPU)
+    buffers.bind([tensor])
+    part = (0, take(tensor, *region))
+    rects = cut(buffers, part, part, region, (4, 7, 5), salt=1, sum=0)
     assert [(p.row, p.column, p.rows, p.columns) for p in rects] == [
         (7 * 2 + 3, 1, 4, 2),
         (7 * 3 + 3, 1, 4, 2),

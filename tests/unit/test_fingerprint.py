@@ -66,7 +66,7 @@ def test_pieces_add_up_to_the_whole(dtype, row, column):
 
 def test_chunks_do_not_matter(monkeypatch):
     expected = of(values())
-    monkeypatch.setitem(fingerprint.CHUNK_ELEMENTS, "cpu", 11)
+    monkeypatch.setattr(fingerprint, "CHUNK_ELEMENTS", 11)
     assert of(values()) == expected
 
 

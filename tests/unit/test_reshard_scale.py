@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
-from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.transfers import SourceLayout
 from tests.unit.whole_plan import build_plan
 
 HEAD, KV_ROWS, VOCAB = 128, 8 * 128, 128256
@@ -62,7 +62,7 @@ class Model(NamedTuple):
             place = (filled[0], *[0] * (len(shape) - 1))
             copies.append(TracedCopy(name, Region(tuple(offset), tuple(part)), parameter, place))
             parameters[parameter] = (filled[0] + part[0], *part[1:])
-        return Trace(copies, [], {}, parameters)
+        return Trace(copies, [], parameters)
 
     def inputs(self, shards: int, tp: int) -> tuple[list[SourceLayout], list[Trace]]:
         """Sources and traces, layout aligned: the ranks of one slice are consecutive shards.
@@ -125,5 +125,7 @@ def test_operations_are_bounded_by_buckets_and_the_ranks_of_a_slice(shards, tp, 
     assert max(bucket.size for bucket in plan.buckets) <= BUCKET_ELEMENTS
     staged = sum(bucket.size for bucket in plan.buckets)
     assert staged < 1.002 * sum(  # padding of transfers and slots
-        transfer.numel for bucket in plan.buckets for _, transfer in bucket.packed + bucket.unpacked
+        transfer.copy.region.numel
+        for bucket in plan.buckets
+        for _, transfer in bucket.packed + bucket.unpacked
     )

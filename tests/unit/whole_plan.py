@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hybridrl.distributed.regions import Trace
 from hybridrl.reshard.plan import Plan, build_plans
-from hybridrl.reshard.source_layout import SourceLayout
+from hybridrl.reshard.transfers import SourceLayout
 
 
 def build_plan(
