@@ -76,17 +76,17 @@ def skipped(check: str, node: str, why: str) -> Finding:
     return Finding(check, node, Verdict.skipped, why)
 
 
-def severity(fails: bool, warns: bool) -> Verdict | None:
+def severity(fails: object, warns: object) -> Verdict | None:
     """Return the severity of a rule from its two conditions; None if neither holds."""
     return Verdict.fail if fails else Verdict.warn if warns else None
 
 
-def fails_if(condition: bool) -> Verdict | None:
+def fails_if(condition: object) -> Verdict | None:
     """Return the severity of a rule that fails."""
     return severity(condition, False)
 
 
-def warns_if(condition: bool) -> Verdict | None:
+def warns_if(condition: object) -> Verdict | None:
     """Return the severity of a rule that warns."""
     return severity(False, condition)
 

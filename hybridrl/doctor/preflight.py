@@ -11,14 +11,13 @@ from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
-from hybridrl.doctor import memory, placement
+from hybridrl.doctor import memory, placement, ray
 from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.ray import stage as ray_stage
 from hybridrl.doctor.report import complaints
 from hybridrl.doctor.stages import Check, run_stages
 
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 STAGES: tuple[tuple[Stage, Check], ...] = (
     (Stage.host, host.check),
     (Stage.network, network.check),
-    (Stage.ray, ray_stage.check),
+    (Stage.ray, ray.check),
     (Stage.placement, placement.check),
     (Stage.inputs, inputs.check),
     (Stage.memory, memory.check),

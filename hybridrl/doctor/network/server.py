@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
-from hybridrl.doctor.network.listeners import holders_of
-from hybridrl.doctor.network.ray_ports import WORKER_PORTS, worker_ports
+from hybridrl.doctor.network.ray_ports import WORKER_PORTS, holders_of, worker_ports
 
 GREETING = b"hybridrl"
 TOKEN_BYTES = 8

@@ -23,7 +23,7 @@ HEAD = """
 import sys
 import hybridrl.doctor.main
 from hybridrl.doctor.joined import joined_probes
-from hybridrl.doctor.ray.stage import examine
+from hybridrl.doctor.ray import examine
 
 with joined_probes(sys.argv[1], 2, 30) as agents:
     for finding in examine(agents, 2):
