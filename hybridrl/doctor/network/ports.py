@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
 
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.gather import Gathered, gather_each
+from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.ray_ports import running_services
 from hybridrl.doctor.network.server import Opened, Target, reach
 
@@ -15,12 +16,14 @@ CHECK = "network.ports"
 WITHIN_S, PER_SECOND = 4.0, 500
 MAX_SHOWN = 20
 
+T = TypeVar("T")
 
-class Attempt(NamedTuple):
-    """A connection from a node to a port of another; `problem` is empty if it succeeded."""
+
+class Attempt(NamedTuple, Generic[T]):
+    """A connection from a node to a target on another; `problem` is empty if it succeeded."""
 
     source: str
-    target: Target
+    target: T
     problem: str
 
 
@@ -31,22 +34,20 @@ def check(
     meeting: Mapping[str, str],
 ) -> list[Finding]:
     """Connect every node to every other at the same time; `meeting` is for the rendezvous port."""
-    of_node = _targets(opened, addresses, meeting)
-    targets = {
-        node: [
-            target
-            for other, those in of_node.items()
-            if other != node or len(opened) == 1
-            for target in those
-        ]
+    running = running_services({node: addresses[node] for node in opened})
+    targets = []
+    for node, ports in opened.items():
+        own, services = addresses[node], running[node]
+        listening = [(meeting[node], ports.rendezvous)]
+        listening += [(own, port) for port in (ports.worker, ports.chosen, *ports.services)]
+        targets += [Target(node, a, port, ports.token) for a, port in listening if port is not None]
+        targets += [Target(node, own, service.port, "", service.name) for service in services]
+    alone = len(opened) == 1
+    tried = {
+        node: [(target, target) for target in targets if alone or target.node != node]
         for node in opened
     }
-    results, found = reach_all(agents, CHECK, targets)
-    attempts = [
-        Attempt(node, target, problem)
-        for node, problems in results.items()
-        for target, problem in zip(targets[node], problems, strict=True)
-    ]
+    attempts, found = reach_all(agents, CHECK, tried)
     found += judge(attempts, opened, addresses)
     found += [
         warn(
@@ -62,40 +63,46 @@ def check(
     return found
 
 
-def reach_all(agents: NodeProbes, check: str, targets: Mapping[str, list[Target]]) -> Gathered:
-    """Connect each node to its targets; return the problems by node (`reach`)."""
-    within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
-    arguments = {node: (those, within_s) for node, those in targets.items()}
-    return gather_each(agents, check, reach, arguments, within_s + 10.0)
+def reach_all(
+    agents: NodeProbes, check: str, tried: Mapping[str, Sequence[tuple[T, Target]]]
+) -> tuple[list[Attempt[T]], list[Finding]]:
+    """Connect each node to its targets; return the attempts, and failures of silent nodes.
+
+    `tried` holds, by node, the targets of the attempts with the addresses to connect to.
+    """
+    within_s = WITHIN_S + max(map(len, tried.values())) / PER_SECOND
+    arguments = {node: ([target for _, target in those], within_s) for node, those in tried.items()}
+    problems, found = gather_each(agents, check, reach, arguments, within_s + 10.0)
+    attempts = [
+        Attempt(node, target, problem)
+        for node, texts in problems.items()
+        for (target, _), problem in zip(tried[node], texts, strict=True)
+    ]
+    return attempts, found
 
 
-def _targets(
-    opened: Mapping[str, Opened], addresses: Mapping[str, str], meeting: Mapping[str, str]
-) -> dict[str, list[Target]]:
-    """Return the targets on each node."""
-    running = running_services({node: addresses[node] for node in opened})
-    found = {}
-    for node, ports in opened.items():
-        own = (ports.worker, ports.chosen, *ports.services)
-        pairs = [(meeting[node], ports.rendezvous), *((addresses[node], port) for port in own)]
-        found[node] = [Target(node, a, port, ports.token) for a, port in pairs if port is not None]
-        found[node] += [
-            Target(node, addresses[node], service.port, "", service.name)
-            for service in running[node]
-        ]
-    return found
+def shortened(found: Sequence[Finding]) -> list[Finding]:
+    """Keep the first findings, and count the others in one more."""
+    shown, rest = list(found[:MAX_SHOWN]), found[MAX_SHOWN:]
+    if rest:
+        evidence = f"and {len(rest)} more pairs or nodes without a connection"
+        advice = "Repair those above first."
+        shown.append(replace(rest[0], node="all", evidence=evidence, advice=advice))
+    return shown
 
 
 def judge(
-    attempts: Sequence[Attempt], opened: Mapping[str, Opened], addresses: Mapping[str, str]
+    attempts: Sequence[Attempt[Target]],
+    opened: Mapping[str, Opened],
+    addresses: Mapping[str, str],
 ) -> list[Finding]:
     """Judge all attempts: a failure for each pair of nodes, or one ok."""
-    broken: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
+    broken: dict[tuple[str, str], list[Attempt[Target]]] = defaultdict(list)
     for attempt in attempts:
         if attempt.problem:
             broken[attempt.source, attempt.target.node].append(attempt)
     found = []
-    for (source, to), failures in list(broken.items())[:MAX_SHOWN]:
+    for (source, to), failures in broken.items():
         each = "; ".join(
             f"{addresses[source]} -> {one.target.address} port {one.target.port}"
             f"{f' ({one.target.service})' if one.target.service else ''}: {one.problem}"
@@ -104,11 +111,8 @@ def judge(
         way = "in both directions" if (to, source) in broken else "in this direction alone"
         advice = _advice(source, [one.target for one in failures], opened[to])
         found.append(fail(CHECK, f"{source} -> {to}", f"{each}; {way}", advice))
-    if len(broken) > MAX_SHOWN:
-        rest = f"and {len(broken) - MAX_SHOWN} more pairs of nodes without a connection"
-        found.append(fail(CHECK, "all", rest, "Repair the pairs above first; see doctor.json."))
     if found:
-        return found
+        return shortened(found)
     ports = sorted({str(one.target.port) for one in attempts if not one.target.service})
     services = sorted({one.target.service for one in attempts if one.target.service})
     what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"

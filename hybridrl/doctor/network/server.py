@@ -1,11 +1,9 @@
 """Listening sockets of a node during the network checks, and connections to them.
 
-A connection gets a greeting with the socket's token, and may then measure with one of two commands:
-
-    p   ping: the server echoes bytes
-    r   rate: the server counts bytes, and replies with the count and the seconds
-
-The sockets live in the node's process between two calls.
+A connection gets a greeting with the socket's token, and may then measure: the server echoes each
+`p` (ping); after an `r` (rate) and a number of seconds it counts the bytes that come in that time,
+and replies with the count and the seconds. The sockets live in the node's process between two
+calls.
 """
 
 import errno
@@ -23,15 +21,22 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
 from hybridrl.doctor.network.ray_ports import WORKER_PORTS, holders_of, worker_ports
 
-GREETING = b"hybridrl"
-TOKEN_BYTES = 8
+GREETING, TOKEN_BYTES = b"hybridrl", 8
+PING, RATE = b"p", b"r"
 # Seconds without data until a connection counts as broken.
 PATIENCE_S = 3.0
 AT_ONCE = 64
 CHUNK = 2**20
-PINGS = 50
+PINGS, PINGS_S = 50, 0.1
+SECONDS = struct.Struct("!d")
 # Bytes received, and seconds between the first and the last byte.
 RESULT = struct.Struct("!qd")
+REASONS = {
+    errno.ECONNREFUSED: "refused (a firewall rejects it, or the address is another machine's)",
+    errno.ENETUNREACH: "no route (Network is unreachable)",
+    errno.EHOSTUNREACH: "no route (No route to host)",
+    errno.EINVAL: "the node's own `ip rule` or `ip route` discards what it sends there (blackhole)",
+}
 
 _OPEN: dict[str, list[socket.socket]] = {}
 
@@ -49,7 +54,7 @@ class Opened(NamedTuple):
         ephemeral: first and last port of ip_local_port_range.
         worker_ports: first and last port for Ray's workers.
         services: ports for Ray's services.
-        taken: processes on ports for Ray's services: 'redis-server (pid 12) holds 6379'.
+        taken: processes on ports for Ray's services.
     """
 
     token: str
@@ -118,7 +123,7 @@ def open_ports(
 
 
 def answer_on(listeners: list[socket.socket]) -> str:
-    """ProbeResult on these sockets until `close_ports`; return the token of the greetings."""
+    """Answer on these sockets until `close_ports`; return the token of the greetings."""
     token = secrets.token_hex(TOKEN_BYTES)
     _OPEN[token] = listeners
     for listener in listeners:
@@ -156,6 +161,30 @@ def reach(targets: list[Target], within_s: float) -> list[str]:
         return list(threads.map(lambda target: _try(target, deadline), targets))
 
 
+def _try(target: Target, deadline: float) -> str:
+    timeout_s = min(PATIENCE_S, deadline - time.monotonic())
+    if timeout_s <= 0:
+        return "not tried: no time was left"
+    try:
+        _connected(target, timeout_s).close()
+    except TimeoutError:
+        return f"no answer within {timeout_s:.0f} s (packets dropped: a firewall or no route)"
+    except OSError as error:
+        return REASONS.get(error.errno or 0, error.strerror or str(error))
+    return ""
+
+
+def _connected(target: Target, timeout_s: float) -> socket.socket:
+    """Return a connection to a target that has sent its greeting, if it has one."""
+    stream = socket.create_connection((target.address, target.port), timeout_s)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    expected = b"" if target.service else GREETING + target.token.encode()
+    greeting = _receive(stream, len(expected))
+    if greeting != expected:
+        raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
+    return stream
+
+
 def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
     """Measure round trip and bandwidth of a stream to another node, counted by the receiver.
 
@@ -163,84 +192,22 @@ def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
         OSError: the connection fails.
     """
     with _connected(target, PATIENCE_S) as stream:
-        stream.sendall(b"p")
-        round_trip_s = _round_trip(stream)
-    with _connected(target, PATIENCE_S) as stream:
-        stream.sendall(b"r" + RESULT.pack(max_bytes, seconds))
+        times: list[float] = []
+        stop = time.monotonic() + PINGS_S
+        while len(times) < PINGS and (not times or time.monotonic() < stop):
+            start = time.perf_counter()
+            stream.sendall(PING)
+            _receive(stream, 1)
+            times.append(time.perf_counter() - start)
+        stream.sendall(RATE + SECONDS.pack(seconds))
+        chunk, sent, stop = memoryview(bytes(CHUNK)), 0, time.monotonic() + seconds
+        while sent < max_bytes and time.monotonic() < stop:
+            sent += stream.send(chunk)
+        stream.shutdown(socket.SHUT_WR)
+        count, spent = RESULT.unpack(_receive(stream, RESULT.size))
         # Closing discards the bytes that are still in the send buffer.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return Speed(round_trip_s, _stream(stream, seconds))
-
-
-def _round_trip(stream: socket.socket) -> float:
-    """Return the shortest of several round trips in seconds."""
-    times: list[float] = []
-    stop = time.monotonic() + 0.1
-    while len(times) < PINGS and (not times or time.monotonic() < stop):
-        start = time.perf_counter()
-        stream.sendall(b".")
-        _receive(stream, 1)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _stream(stream: socket.socket, seconds: float) -> float:
-    chunk = memoryview(bytes(CHUNK))
-    stop = time.monotonic() + seconds + PATIENCE_S
-    stream.setblocking(False)
-    reply = b""
-    while len(reply) < RESULT.size:
-        if time.monotonic() > stop:
-            raise TimeoutError("the stream stalled")
-        moved = False
-        with suppress(BlockingIOError):
-            moved = stream.send(chunk) > 0
-        with suppress(BlockingIOError):
-            part = stream.recv(RESULT.size - len(reply))
-            if not part:
-                raise ConnectionResetError("hung up in the middle of the stream")
-            reply += part
-            moved = True
-        if not moved:
-            time.sleep(0.0005)
-    count, spent = RESULT.unpack(reply)
-    return count / spent if spent > 0 else 0.0
-
-
-def _connected(target: Target, timeout_s: float) -> socket.socket:
-    """Return a connection to a target that has sent its greeting."""
-    stream = socket.create_connection((target.address, target.port), timeout_s)
-    try:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _receive(stream, len(GREETING) + 2 * TOKEN_BYTES)
-        if greeting != GREETING + target.token.encode():
-            raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
-    except BaseException:
-        stream.close()
-        raise
-    return stream
-
-
-def _try(target: Target, deadline: float) -> str:
-    timeout_s = min(PATIENCE_S, deadline - time.monotonic())
-    if timeout_s <= 0:
-        return "not tried: no time was left"
-    try:
-        if target.service:
-            socket.create_connection((target.address, target.port), timeout_s).close()
-        else:
-            _connected(target, timeout_s).close()
-    except ConnectionRefusedError:
-        return "refused (a firewall rejects it, or the address is another machine's)"
-    except TimeoutError:
-        return f"no answer within {timeout_s:.0f} s (packets dropped: a firewall or no route)"
-    except OSError as error:
-        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-            return f"no route ({error.strerror})"
-        if error.errno == errno.EINVAL:
-            return "the node's own `ip rule` or `ip route` discards what it sends there (blackhole)"
-        return error.strerror or str(error)
-    return ""
+    return Speed(min(times), count / spent if spent > 0 else 0.0)
 
 
 def _receive(stream: socket.socket, count: int) -> bytes:
@@ -248,7 +215,7 @@ def _receive(stream: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = stream.recv(count - len(data))
         if not part:
-            raise ConnectionResetError(errno.ECONNRESET, "hung up without a greeting")
+            raise ConnectionResetError(errno.ECONNRESET, "hung up before its reply")
         data += part
     return data
 
@@ -265,26 +232,21 @@ def _answer(caller: socket.socket, token: str) -> None:
         caller.settimeout(PATIENCE_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         caller.sendall(GREETING + token.encode())
-        command = caller.recv(1)
-        if command == b"p":
-            while data := caller.recv(16):
-                caller.sendall(data)
-        elif command == b"r":
-            max_bytes, seconds = RESULT.unpack(_receive(caller, RESULT.size))
-            caller.sendall(RESULT.pack(*_count(caller, max_bytes, seconds)))
+        while (command := caller.recv(1)) == PING:
+            caller.sendall(PING)
+        if command == RATE:
+            (seconds,) = SECONDS.unpack(_receive(caller, SECONDS.size))
+            caller.sendall(RESULT.pack(*_count(caller, seconds)))
             while caller.recv(CHUNK):  # until the sender ends the stream
                 continue
 
 
-def _count(caller: socket.socket, max_bytes: int, seconds: float) -> tuple[int, float]:
+def _count(caller: socket.socket, seconds: float) -> tuple[int, float]:
+    """Count the bytes until the end of the stream, or for so many seconds after the first."""
     buffer = bytearray(CHUNK)
-    count = caller.recv_into(buffer, 1)
+    count, spent = caller.recv_into(buffer, 1), 0.0
     start = time.perf_counter()
-    spent = 0.0
-    while count < max_bytes and spent < seconds:
-        part = caller.recv_into(buffer)
-        if not part:
-            break
+    while spent < seconds and (part := caller.recv_into(buffer)):
         count += part
         spent = time.perf_counter() - start
     return count, spent

@@ -148,7 +148,7 @@ def judge_attempts(variables, problems):
     views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
     (choice,) = network_nodes.choices_of("b", views["b"], between_hosts=True)
     assert (choice.interface, choice.address) == ("ib0", "10.9.0.3")
-    tried = [network_interfaces.Attempt(node, choice, problems[node]) for node in problems]
+    tried = [network_ports.Attempt(node, choice, problems[node]) for node in problems]
     addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
     return network_interfaces.judge(views, tried, addresses)
 
