@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.controller.ray.node_probes import NodeProbes
@@ -65,12 +65,23 @@ class RankOrder:
     meet_s: float = MEET_S
     listen_fd: int | None = None
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which the rank is killed."""
+        return self.meet_s + self.limit_s + GRACE_S
+
 
 def check(
     agents: NodeProbes, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
 ) -> list[Finding]:
     """Start the ranks on all nodes and judge their results."""
-    counts, findings = _ranks_per_node(agents, list(views), on_gpu=on_gpu)
+    findings: list[Finding] = []
+    counts = dict.fromkeys(views, RANKS_OF_ONE_NODE if len(views) == 1 else 1)
+    if on_gpu:
+        counts, findings = gather(agents, CHECK, count_gpus)
+        advice = "See host.gpus; on a node without GPUs set hardware=cpu."
+        without = [node for node, count in counts.items() if not count]
+        findings += [fail(CHECK, node, "no GPU for NCCL", advice) for node in without]
     if findings:
         return findings
     first = rank_zero_node(addresses)
@@ -80,7 +91,7 @@ def check(
         return findings
     orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
     arguments = {node: (tuple(orders[node]),) for node in nodes}
-    timeout_s = _longest_s(orders[first][0]) + 2 * GRACE_S
+    timeout_s = orders[first][0].longest_s + 2 * GRACE_S
     results, findings = gather_each(agents, CHECK, run_ranks, arguments, timeout_s)
     return findings + judge(results)
 
@@ -95,31 +106,26 @@ def plan(
     on_gpu: bool,
 ) -> dict[str, list[RankOrder]]:
     """Return the orders of each node's ranks, rank 0 on the first node."""
-    ranks, start = [], 0
-    for node in nodes:
-        ranks.append(tuple(range(start, start + counts[node])))
-        start += counts[node]
-    rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
-    interfaces = {
-        node: "lo" if is_loopback(addresses[node]) else views[node].interface_of(addresses[node])
-        for node in nodes
-    }
+    numbers = iter(range(sum(counts[node] for node in nodes)))
+    ranks = {node: tuple(islice(numbers, counts[node])) for node in nodes}
+    rounds = _rounds([*ranks.values()]) if on_gpu or len(nodes) > 1 else ()
+
+    def order(node: str, local: int, rank: int) -> RankOrder:
+        own = addresses[node]
+        return RankOrder(
+            rank=rank,
+            world_size=sum(map(len, ranks.values())),
+            address=addresses[nodes[0]],
+            port=port,
+            nodes=tuple(ranks.values()),
+            rounds=rounds,
+            interface="lo" if is_loopback(own) else views[node].interface_of(own),
+            device=local if on_gpu else None,
+            limit_s=RANKS_S + ROUND_S * len(rounds),
+        )
+
     return {
-        node: [
-            RankOrder(
-                rank=rank,
-                world_size=start,
-                address=addresses[nodes[0]],
-                port=port,
-                nodes=tuple(ranks),
-                rounds=rounds,
-                interface=interfaces[node],
-                device=local if on_gpu else None,
-                limit_s=RANKS_S + ROUND_S * len(rounds),
-            )
-            for local, rank in enumerate(group)
-        ]
-        for node, group in zip(nodes, ranks, strict=True)
+        node: [order(node, *each) for each in enumerate(group)] for node, group in ranks.items()
     }
 
 
@@ -130,11 +136,6 @@ def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...]
     rounds += tournament([group[0] for group in ranks])
     both = ((tuple(pairs), tuple((b, a) for a, b in pairs)) for pairs in rounds if pairs)
     return tuple(way for ways in both for way in ways)
-
-
-def _longest_s(order: RankOrder) -> float:
-    """Return the seconds after which a rank is killed."""
-    return order.meet_s + order.limit_s + GRACE_S
 
 
 def open_meeting(address: str) -> int:
@@ -152,38 +153,22 @@ def count_gpus() -> int:
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
     """Run this node's ranks until they exit or are killed."""
-    stop = time.monotonic() + max(map(_longest_s, orders))
+    stop = time.monotonic() + max(order.longest_s for order in orders)
     started = [(order, _start(order)) for order in orders]
     return [_finish(order, process, stop) for order, process in started]
 
 
-def _ranks_per_node(
-    agents: NodeProbes, nodes: list[str], *, on_gpu: bool
-) -> tuple[dict[str, int], list[Finding]]:
-    if not on_gpu:
-        count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1
-        return dict.fromkeys(nodes, count), []
-    counts, findings = gather(agents, CHECK, count_gpus)
-    for node, count in counts.items():
-        if count == 0:
-            advice = "See host.gpus; on a node without GPUs set hardware=cpu."
-            findings.append(fail(CHECK, node, "no GPU for NCCL", advice))
-    return counts, findings
-
-
 def _start(order: RankOrder) -> "subprocess.Popen[str]":
-    environment = dict(os.environ)
+    defaults = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
     if order.interface is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", order.interface)
-    environment.setdefault("NCCL_DEBUG", "WARN")
-    environment.setdefault("OMP_NUM_THREADS", "1")
+        defaults["GLOO_SOCKET_IFNAME"] = order.interface
     listener = _MEETING.pop(order.port) if order.rank == 0 else None
     if listener is not None:
         order = replace(order, listen_fd=listener.fileno())
     command = [sys.executable, "-m", "hybridrl.doctor.network.collective_rank"]
     process = subprocess.Popen(
         [*command, json.dumps(asdict(order))],
-        env=environment,
+        env=defaults | dict(os.environ),
         pass_fds=[listener.fileno()] if listener is not None else [],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -201,7 +186,7 @@ def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> 
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        error = f"killed after {_longest_s(order):.0f} s {_last_line(err)}".strip()
+        error = f"killed after {order.longest_s:.0f} s {_last_line(err)}".strip()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     measured = lines[-1] if lines else {}
     return RankResult(order.rank, measured.get("step", "importing torch"), error, measured)

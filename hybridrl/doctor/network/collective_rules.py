@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hybridrl.doctor.findings import Finding, fail, ok, warn
+from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
 from hybridrl.doctor.network.bandwidth import (
     Pair,
     extremes,
@@ -78,19 +78,24 @@ def _judge_speeds(
             )
     over = "NCCL" if any("nccl_from" in one for one in measured) else "gloo"
     between, within, node_of = _pairs(results, f"{over.lower()}_from")
-    for what, pairs in (("nodes", between), ("GPUs of a node", within)):
+    about = {pair: " -> ".join(pair) for pair in between}
+    about |= {pair: node_of[pair[0]] for pair in within}
+    slow: list[Finding] = []
+    tables: dict[str, Matrix] = {}
+    for what, title, pairs, advice in (
+        ("nodes", over, between, ADVICE[over]),
+        ("GPUs of a node", f"{over} within nodes", within, ADVICE_WITHIN),
+    ):
         if pairs:
             slowest, farthest = extremes(pairs)
             texts.append(
                 f"{over} between {what} at least {_rate(pairs[slowest])} ({' -> '.join(slowest)}), "
                 f"round trip at most {_trip(pairs[farthest])} ({' -> '.join(farthest)})"
             )
-    slow = _slow_pairs(over, between, {pair: " -> ".join(pair) for pair in between}, ADVICE[over])
-    slow += _slow_pairs(over, within, {pair: node_of[pair[0]] for pair in within}, ADVICE_WITHIN)
+            slow += _slow_pairs(over, pairs, about, advice)
+            tables[title] = matrix(pairs)
     summary = f"{len(measured)} ranks, {len(results)} node(s): {'; '.join(texts)}"
     first, *others = slow or [ok(CHECK, "all", summary)]
-    titles = {over: between, f"{over} within nodes": within}
-    tables = {title: matrix(pairs) for title, pairs in titles.items() if pairs}
     return [replace(first, tables=tables or None), *others]
 
 
@@ -120,27 +125,22 @@ def _pairs(
 
 
 def _slow_pairs(
-    over: str, pairs: Mapping[Pair, Speed], nodes: Mapping[Pair, str], advice: str
+    over: str, pairs: Mapping[Pair, Speed], about: Mapping[Pair, str], advice: str
 ) -> list[Finding]:
-    """Judge pairs by the rule of network.bandwidth, for the node in `nodes`.
+    """Judge pairs by the rule of network.bandwidth.
 
     Over gloo only broken pairs count: its rates depend on the load of the hosts, and
     network.bandwidth measures slow pairs twice.
     """
-    if not pairs:
-        return []
-    typical = typical_of(pairs)
-    return [
-        (fail if is_broken(speed, typical) else warn)(
-            CHECK,
-            nodes[pair],
-            f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
-            f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}",
-            advice,
-        )
-        for pair, speed in suspects(pairs).items()
-        if over == "NCCL" or is_broken(speed, typical)
-    ]
+    typical, found = typical_of(pairs), []
+    for pair, speed in suspects(pairs).items():
+        if (broken := is_broken(speed, typical)) or over == "NCCL":
+            evidence = (
+                f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
+                f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
+            )
+            found.append((fail if broken else warn)(CHECK, about[pair], evidence, advice))
+    return found
 
 
 def _rate(speed: Speed) -> str:

@@ -37,7 +37,7 @@ class NodeView(NamedTuple):
     def interface_of(self, address: str) -> str | None:
         """Return the interface with an address."""
         for name, addresses in self.interfaces.items():
-            if any(text.split("/")[0] == address for text in addresses):
+            if address in (text.split("/")[0] for text in addresses):
                 return name
         return None
 
@@ -75,14 +75,36 @@ class Choice(NamedTuple):
 
 def look(master: str) -> NodeView:
     """Examine this node; `master` is MASTER_ADDR on the driver, empty if unset."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    interfaces = {
+        name: [
+            f"{entry.address}/{_prefix(entry.netmask)}"
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+            and not entry.address.startswith("fe80:")
+        ]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+    }
     host_name = socket.gethostname()
     return NodeView(
         host_name,
         _resolve(host_name, OWN_NAME_S),
-        _interfaces(),
+        {name: texts for name, texts in interfaces.items() if texts},
         _resolve(master, MASTER_S) if master else [],
         {name: os.environ[name] for name in (NCCL, GLOO) if name in os.environ},
     )
+
+
+def _prefix(netmask: str | None) -> int:
+    return 32 if netmask is None else bin(int(ipaddress.ip_address(netmask))).count("1")
+
+
+def _resolve(name: str, within_s: float) -> list[str]:
+    """Return the addresses of a name; none if it is unknown or no name server answers in time."""
+    asked = {name: in_thread(socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)}
+    entries = collect(asked, within_s)[name].value or []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def rank_zero_node(addresses: Mapping[str, str]) -> str:
@@ -121,13 +143,16 @@ def nccl_choice(view: NodeView) -> str | None:
 def matching(spec: str, names: Iterable[str]) -> list[str]:
     """Return the names that a pattern of NCCL allows: prefixes, = whole names, ^ excludes.
 
-    Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
+    A word without a port is compared with the name before it (mlx5_0 of mlx5_0:1).
+
+    Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME and NCCL_IB_HCA.
     """
     exclude, spec = spec.startswith("^"), spec.removeprefix("^")
     exact, words = spec.startswith("="), spec.removeprefix("=").split(",")
 
     def hit(name: str) -> bool:
-        return any(name == word if exact else name.startswith(word) for word in words)
+        own = {word: name if ":" in word else name.partition(":")[0] for word in words}
+        return any(n == word if exact else n.startswith(word) for word, n in own.items())
 
     return [name for name in names if hit(name) != exclude]
 
@@ -143,38 +168,3 @@ def unusable_variables(view: NodeView, *, between_hosts: bool) -> list[str]:
     nccl = NCCL in view.variables and not matching(view.variables[NCCL], usable)
     gloo = not set(gloo_names(view)) <= set(usable)
     return [NCCL] * nccl + [GLOO] * gloo
-
-
-def _resolve(name: str, within_s: float) -> list[str]:
-    """Return the addresses of a name; none if no name server answers in time."""
-    answer = collect({name: in_thread(_addresses_of, name)}, within_s)[name]
-    return answer.value or []
-
-
-def _addresses_of(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _interfaces() -> dict[str, list[str]]:
-    up = psutil.net_if_stats()
-    found = {
-        name: [
-            f"{entry.address}/{_prefix(entry.netmask)}"
-            for entry in addresses
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-            and not entry.address.startswith("fe80:")
-        ]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up and up[name].isup
-    }
-    return {name: texts for name, texts in found.items() if texts}
-
-
-def _prefix(netmask: str | None) -> int:
-    if netmask is None:
-        return 32
-    return bin(int(ipaddress.ip_address(netmask))).count("1")
