@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
@@ -43,24 +42,6 @@ class CheckContext:
     config_dir: str | None = None
     unfit: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls,
-        result: Examined,
-        machine: Machine,
-        overrides: Sequence[str],
-        agents: NodeProbes,
-        *,
-        quick: bool,
-        config_dir: str | None = None,
-    ) -> "CheckContext":
-        """Return the context of a config that has passed its checks."""
-        shape, reward_shape = result.shape, result.reward_shape
-        assert shape is not None
-        return cls(
-            result.config, machine, shape, reward_shape, overrides, agents, quick, config_dir
-        )
-
     @property
     def on_gpu(self) -> bool:
         """Run with hardware=gpu."""
@@ -68,36 +49,28 @@ class CheckContext:
 
     @cached_property
     def capacity(self) -> dict[str, int]:
-        """Number of requested ranks that fit on each node."""
-        found = capacities(self.agents, self.config)
-        return found | dict.fromkeys(self.unfit, 0)
+        """Number of requested ranks that fit on each node: by Ray, or without Ray by its GPUs."""
+        return self._capacities() | dict.fromkeys(self.unfit, 0)
+
+    def _capacities(self) -> dict[str, int]:
+        agents, wanted = self.agents, slots_on_nodes(self.config)
+        if RAY_AGENTS in sys.modules:  # otherwise `agents` are not Ray's, and Ray may be missing
+            from hybridrl.controller.ray.ray_probes import RayProbes
+
+            if isinstance(agents, RayProbes):
+                return agents.ranks_that_fit(wanted, on_gpu=self.on_gpu)
+        if not self.on_gpu or len(set(wanted)) == 1:
+            return dict.fromkeys(agents.nodes, max(wanted))
+        found = {}
+        for node, a in call_all(agents, local_machine, timeout_s=MACHINE_TIMEOUT_S).items():
+            gpus = 0 if a.error else len(a.value.gpus)
+            found[node] = max((slots for slots in wanted if slots <= gpus), default=0)
+        return found
 
     @cached_property
     def slots(self) -> dict[str, int]:
         """Largest number of ranks that each node may get; 0: none."""
         return max_ranks(slots_on_nodes(self.config), self.capacity)
-
-
-def capacities(agents: NodeProbes, config: RunConfig) -> dict[str, int]:
-    """Return the number of requested ranks that fit on each node.
-
-    Counts what Ray may grant, or without Ray the GPUs.
-    """
-    wanted = slots_on_nodes(config)
-    on_gpu = config.hardware.accelerator is Accelerator.gpu
-    if RAY_AGENTS in sys.modules:  # otherwise `agents` are not Ray's, and Ray may be missing
-        from hybridrl.controller.ray.ray_probes import RayProbes
-
-        if isinstance(agents, RayProbes):
-            return agents.ranks_that_fit(wanted, on_gpu=on_gpu)
-    if not on_gpu or len(set(wanted)) == 1:
-        return dict.fromkeys(agents.nodes, max(wanted))
-    answers = call_all(agents, local_machine, timeout_s=MACHINE_TIMEOUT_S)
-    gpus = {node: 0 if a.error else len(a.value.gpus) for node, a in answers.items()}
-    return {
-        node: max((slots for slots in wanted if slots <= count), default=0)
-        for node, count in gpus.items()
-    }
 
 
 def fits(wanted: Iterable[float], capacity: Iterable[float]) -> bool:

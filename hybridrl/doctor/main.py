@@ -77,32 +77,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
     console = Console(highlight=False)
+
+    def announce(stage: Stage) -> None:
+        console.print(f"-- {stage.value}")
+
+    stages = (*STAGES, (Stage.training, training.check))
     with _agents(options) as agents:
         context = _context(rest, agents)
         nodes = ", ".join(agents.nodes)
         console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
         reports: list[StageReport] = []
+        why = ""
         try:
-            _examine(context, reports, console)
-        finally:
+            for report in run_stages(context, stages, announce):
+                reports.append(report)  # also those before an error
+        except BaseException as error:
+            why = f"ended by {type(error).__name__}"
+            if isinstance(error, Interrupted):
+                why = str(error)
+            raise
+        finally:  # the report is written after an interrupt or an error, too
+            reports += [left_out(stage, why) for stage, _ in stages[len(reports) :]]
             name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
             folder = options.output or Path("outputs", "doctor", name)
             path = write_report(folder, reports, agents.nodes, context.overrides)
             show(console, reports)
             console.print(f"report     {path}", soft_wrap=True)
     return exit_code(reports, strict=options.strict)
-
-
-def _examine(context: CheckContext, reports: list[StageReport], console: Console) -> None:
-    """Append a report of every stage, also after an interrupt or an error."""
-    stages = (*STAGES, (Stage.training, training.check))
-    try:
-        for report in run_stages(context, stages, lambda stage: console.print(f"-- {stage.value}")):
-            reports.append(report)
-    except BaseException as error:
-        what = str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
-        reports += [left_out(stage, what) for stage, _ in stages[len(reports) :]]
-        raise
 
 
 @contextmanager
@@ -148,9 +149,12 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
-    return CheckContext.of(
-        result,
+    assert result.shape is not None
+    return CheckContext(
+        result.config,
         Machine(tuple(nodes)),
+        result.shape,
+        result.reward_shape,
         found.overrides,
         agents,
         quick=False,

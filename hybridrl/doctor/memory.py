@@ -1,8 +1,9 @@
 """Memory stage: the planner's prediction against free memory of each node and GPU."""
 
 import os
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from hybridrl.config.planner import nvidia_smi
 from hybridrl.config.planner.machine import GPU, visible_gpus
@@ -21,7 +22,7 @@ from hybridrl.config.planner.memory import (
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Rule, fails_if, first, skipped, warns_if
 from hybridrl.doctor.gather import gather
-from hybridrl.doctor.host.cgroup import Limit, cgroup_facts
+from hybridrl.doctor.host.facts import Limit, cgroup_facts
 from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
 
 # Share of free memory above which allocators and page tables may exceed it.
@@ -76,9 +77,7 @@ def check(context: CheckContext) -> list[Finding]:
 
 def host_memory() -> HostMemory:
     """Measure this node's memory."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return HostMemory(int(available) * 1024, cgroup_facts().memory)
+    return HostMemory(psutil.virtual_memory().available, cgroup_facts().memory)
 
 
 def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slots: int) -> Finding:
@@ -93,17 +92,12 @@ def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slot
     if pinned_bytes(config, context.shape, context.reward_shape):
         evidence += f"; fsdp.offload = {config.fsdp.offload}"
         remedy = "fsdp.offload=none (or idle_optimizer)"
+    killed = f"{evidence}: the kernel would kill workers"
+    less = f"{remedy}, a lower cluster.gpus_per_node, or {MORE_RAM}"
+    others = f"End other processes with much memory there, or {MORE_RAM}"
     rules: list[Rule] = [
-        (
-            fails_if(needed > memory.left),
-            f"{evidence}: the kernel would kill workers",
-            f"{remedy}, a lower cluster.gpus_per_node, or {MORE_RAM}",
-        ),
-        (
-            warns_if(needed > TIGHT * memory.left),
-            evidence,
-            f"End other processes with much memory there, or {MORE_RAM}",
-        ),
+        (fails_if(needed > memory.left), killed, less),
+        (warns_if(needed > TIGHT * memory.left), evidence, others),
     ]
     return first("memory.host", node, rules, evidence)
 
@@ -166,11 +160,7 @@ def judge_gpu_memory(
         fix = "or lower rollout.gpu_memory_utilization and actor.max_tokens_per_gpu"
         rules: list[Rule] = [
             (fails_if(peak.total > free), evidence, f"{end}; {fix}, or fsdp.offload=idle_all"),
-            (
-                warns_if(bool(others)),
-                evidence,
-                f"{end}, unless it shall share the GPU",
-            ),
+            (warns_if(others), evidence, f"{end}, unless it shall share the GPU"),
         ]
         found.append(first(check, node, rules, evidence))
     return found

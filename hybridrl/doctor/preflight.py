@@ -58,7 +58,10 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
         return
     with _nodes() as agents:
         quick = checks is DoctorChecks.quick
-        context = CheckContext.of(result, machine, overrides, agents, quick=quick)
+        assert result.shape is not None
+        context = CheckContext(
+            result.config, machine, result.shape, result.reward_shape, overrides, agents, quick
+        )
         reports = list(run_stages(context, STAGES))
     for text in complaints(reports, Verdict.warn):
         logger.warning("%s", text)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
-from hybridrl.doctor.findings import Finding, Verdict, fail, ok, severity, skipped
+from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
 from hybridrl.doctor.host.facts import HostFacts
 
 COMMUNICATION = re.compile(r"(NCCL|RCCL|GLOO|FI|UCX)_\w+")
@@ -31,7 +31,6 @@ VERSION_ADVICE = {
 
 def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
     """Judge host.versions: one finding for each version that differs on a node."""
-    check = "host.versions"
     found: list[Finding] = []
     for name in sorted({name for fact in facts.values() for name in fact.versions}):
         values = {node: fact.versions.get(name, NONE) for node, fact in facts.items()}
@@ -39,13 +38,12 @@ def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
         pip = f"pip uninstall {name}" if usual == NONE else f"pip install {name}=={usual}"
         advice = f"{pip} on that node, or use one container image on all nodes"
         advice = VERSION_ADVICE.get(name, advice).format(usual=usual)
-        verdict = Verdict.warn if name == "driver" else Verdict.fail
-        found += [
-            Finding(check, node, verdict, evidence, advice)
-            for node, evidence in differing(name, values).items()
-        ]
+        judged = warn if name == "driver" else fail
+        for node, evidence in differing(f"{name} ", values).items():
+            found.append(judged("host.versions", node, evidence, advice))
     versions = next(iter(facts.values())).versions
-    return found or [ok(check, "all", ", ".join(f"{name} {v}" for name, v in versions.items()))]
+    each = ", ".join(f"{name} {v}" for name, v in versions.items())
+    return found or [ok("host.versions", "all", each)]
 
 
 def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
@@ -56,25 +54,24 @@ def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
     names = sorted(name for name in every if COMMUNICATION.fullmatch(name))
     for name in names:
         values = {node: fact.environment.get(name, "(unset)") for node, fact in facts.items()}
-        for node, evidence in differing(name, values, "=").items():
+        advice = f"Set {name} the same on all nodes before `ray start`, or unset it everywhere"
+        for node, evidence in differing(f"{name}=", values).items():
             if OF_THE_NODE.fullmatch(name):
                 found.append(ok(check, node, f"{evidence}: may differ between nodes"))
-                continue
-            advice = f"Set {name} the same on all nodes before `ray start`, or unset it everywhere"
-            found.append(
-                fail(check, node, f"{evidence}: NCCL and gloo hang or fail if it differs", advice)
-            )
+            else:
+                evidence += ": NCCL and gloo hang or fail if it differs"
+                found.append(fail(check, node, evidence, advice))
     values_text = ", ".join(f"{n}={next(iter(facts.values())).environment.get(n)}" for n in names)
     return found or [ok(check, "all", values_text or "none is set")]
 
 
-def differing(name: str, values: Mapping[str, str], sign: str = " ") -> dict[str, str]:
+def differing(name: str, values: Mapping[str, str]) -> dict[str, str]:
     """Return a text for each node whose value is not the most common one."""
     usual = _most_common(values)
     others = [node for node, value in values.items() if value == usual]
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return {
-        node: f"{name}{sign}{value} here, {name}{sign}{usual} on {others[0]}{more}"
+        node: f"{name}{value} here, {name}{usual} on {others[0]}{more}"
         for node, value in values.items()
         if value != usual
     }
@@ -105,17 +102,16 @@ def clock_skews(agents: NodeProbes) -> dict[str, float]:
 
 def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
     """Judge host.clock from the skews of `clock_skews`."""
-    check = "host.clock"
+    if len(skews) <= 1:
+        return [skipped("host.clock", "all", "there is one node")]
     found: list[Finding] = []
+    advice = "chronyc makestep (or systemctl restart systemd-timesyncd) on that node"
     for node, skew in skews.items():
-        verdict = severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S)
-        if verdict is not None:
-            side = "ahead of" if skew > 0 else "behind"
-            evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; time limits, "
-            evidence += "certificates and log lines depend on it"
-            advice = "chronyc makestep (or systemctl restart systemd-timesyncd) on that node"
-            found.append(Finding(check, node, verdict, evidence, advice))
-    if found or len(skews) <= 1:
-        return found or [skipped(check, "all", "there is one node")]
+        side = "ahead of" if skew > 0 else "behind"
+        evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; time limits, "
+        evidence += "certificates and log lines depend on it"
+        if verdict := severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S):
+            found.append(Finding("host.clock", node, verdict, evidence, advice))
     worst = max(map(abs, skews.values()))
-    return [ok(check, "all", f"{len(skews)} clocks, at least {worst:.3f} s apart")]
+    passed = f"{len(skews)} clocks, at least {worst:.3f} s apart"
+    return found or [ok("host.clock", "all", passed)]

@@ -127,25 +127,16 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
             return [skipped(check, node, facts.error)]
         advice = "Read dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]
-    named = [f"{gpu.name} {gpu.uuid}" for gpu in facts.smi]
     rules: list[Rule] = []
-    for name, gpu in zip(named, facts.smi, strict=True):
-        rules += [
-            (
-                warns_if(gpu.slowed),
-                f"{name} is slowed down by its hardware (heat or power)",
-                "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
-            ),
-            (
-                warns_if(gpu.ecc_errors > 0),
-                f"{name} has {gpu.ecc_errors} uncorrected memory errors",
-                "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the node "
-                "out",
-            ),
-        ]
-    seen, model = ", ".join(facts.seen), facts.smi[0] if facts.smi else None
-    passed = f"{len(facts.smi)} x {model.name if model else 'GPU'}, driver "
-    passed += f"{model.driver if model else '?'}; a process sees {seen}"
+    for gpu in facts.smi:
+        hot = f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)"
+        cool = "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile"
+        faulty = f"{gpu.name} {gpu.uuid} has {gpu.ecc_errors} uncorrected memory errors"
+        reset = "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take it out"
+        rules += [(warns_if(gpu.slowed), hot, cool), (warns_if(gpu.ecc_errors), faulty, reset)]
+    model = facts.smi[0] if facts.smi else Smi("", "GPU", "?", 0, 0, 0, False)
+    passed = f"{len(facts.smi)} x {model.name}, driver {model.driver}; a process sees "
+    passed += ", ".join(facts.seen)
     return apply(check, node, [*rules, _visibility(facts.smi, facts, slots)], passed)
 
 
@@ -153,17 +144,14 @@ def _visibility(smi: list[Smi], facts: GPUFacts, slots: int) -> Rule:
     """Compare the GPUs that a process sees with those of nvidia-smi and those needed."""
     remedy = "Docker: --gpus all; Slurm: --gpus-per-node=...; see CUDA_VISIBLE_DEVICES and "
     remedy += "ls -l /dev/nvidia*"
+    lists = f"nvidia-smi lists {len(smi)} GPUs"
     if facts.look_error:
-        evidence = f"nvidia-smi lists {len(smi)} GPUs, CUDA none: {facts.look_error}"
-        return Verdict.fail, evidence, remedy
+        return Verdict.fail, f"{lists}, CUDA none: {facts.look_error}", remedy
     missing = [gpu.uuid for gpu in smi if gpu.uuid not in facts.seen]
     if missing and facts.visible is None:
-        evidence = f"nvidia-smi lists {len(smi)} GPUs, a process sees not {', '.join(missing)}"
-        return Verdict.fail, evidence, remedy
+        return Verdict.fail, f"{lists}, a process sees not {', '.join(missing)}", remedy
     variable = "(unset)" if facts.visible is None else facts.visible
-    return (
-        fails_if(len(facts.seen) < slots),
-        f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run wants "
-        f"{slots} here",
-        f"{remedy}; or lower cluster.gpus_per_node or placement.slots_on_nodes",
-    )
+    evidence = f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run "
+    evidence += f"wants {slots} here"
+    remedy += "; or lower cluster.gpus_per_node or placement.slots_on_nodes"
+    return fails_if(len(facts.seen) < slots), evidence, remedy

@@ -53,17 +53,13 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
         evidence = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
         return [fail(TOKENIZER, node, evidence, f"It belongs to another model. {copy}")]
     endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(path))
+    plain = f"there is no chat template: plain prompts; {facts}"
+    template = "Choose an instruct model, or add chat_template.jinja to the model's folder"
+    long = "no token ends a response: all have rollout.max_response_tokens"
+    end = "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
     rules: list[Rule] = [
-        (
-            warns_if(not renderer.has_template),
-            f"there is no chat template: plain prompts; {facts}",
-            "Choose an instruct model, or add chat_template.jinja to the model's folder",
-        ),
-        (
-            warns_if(endless),
-            "no token ends a response: all have rollout.max_response_tokens",
-            "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
-        ),
+        (warns_if(not renderer.has_template), plain, template),
+        (warns_if(endless), long, end),
     ]
     return apply(TOKENIZER, node, rules, facts)
 
@@ -79,7 +75,7 @@ def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Promp
         parts = [problem.partition("\n") for problem in problems]
         advice = "Correct data.* or the files"
         return [fail(DATA, node, found, more or advice) for found, _, more in parts], []
-    sizes = [f"{path} ({gib(path.stat().st_size)})" for path in files_of(config.data)]
+    sizes = [f"{path} ({gib(path.stat().st_size)})" for path in _files_of(config.data)]
     source = ", ".join(sizes) or ", ".join(facts.source for facts in sets.data_sets)
     evidence = f"{len(sets.train):,} training and {len(sets.held_out):,} held-out prompts: {source}"
     step = max(1, len(sets.train) // NUM_ROWS)
@@ -91,8 +87,7 @@ def sources(data: DataConfig) -> "list[DataConfig | MixturePart]":
     return [*data.mixture.values()] or [data]
 
 
-def files_of(data: DataConfig) -> list[Path]:
-    """Return every file of the config."""
+def _files_of(data: DataConfig) -> list[Path]:
     found: list[Path] = []
     for part in sources(data):
         for value in (part.train_files, part.eval_files):

@@ -6,7 +6,12 @@ from hybridrl.config.choices import Init
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, skipped
 from hybridrl.doctor.gather import gather
-from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache, own_cache_facts
+from hybridrl.doctor.inputs.folders import (
+    check_run_directory,
+    hub_cache_facts,
+    judge_cache,
+    own_cache_facts,
+)
 from hybridrl.doctor.inputs.models import (
     hub_facts,
     is_on_hub,
@@ -14,7 +19,6 @@ from hybridrl.doctor.inputs.models import (
     judge_model,
     model_facts,
 )
-from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer, sources
 from hybridrl.models.resolve import EMBEDDED, absolute_path
 
@@ -46,12 +50,12 @@ def run_folder(context: CheckContext) -> str:
 
 def _caches(context: CheckContext) -> list[Finding]:
     """Check inputs.cache: converted models and, if the hub is used, the Hugging Face cache."""
-    check, agents = "inputs.cache", context.agents
-    own, found = gather(agents, check, own_cache_facts)
+    own, found = gather(context.agents, "inputs.cache", own_cache_facts)
     found += judge_cache(own)
     if wanted := _hub_names(context):
         weightless = {path for path, weights in _model_paths(context).items() if not weights}
-        caches, silent = gather(agents, check, hub_cache_facts, wanted, weightless)
+        probe = (hub_cache_facts, wanted, weightless)
+        caches, silent = gather(context.agents, "inputs.cache", *probe)
         found += [*silent, *judge_cache(caches, hub_cache_facts(wanted, weightless))]
     return found
 

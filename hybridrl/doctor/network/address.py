@@ -61,25 +61,17 @@ def _judge_master(
     loopback = is_loopback(address)
     owners = [node for node, view in views.items() if view.interface_of(address)]
     owner = f"belongs to {owners[0]}" if owners else "belongs to none of the nodes"
-    elsewhere = zero not in owners and not loopback
     what = f"MASTER_ADDR={master}"
+    different = len(set(seen.values())) > 1
+    to_itself = len(views) > 1 and loopback and not is_loopback(own)
+    misplaced = (
+        f"{what} is {address}, which {owner}; rank 0 is on {zero}, which has "
+        f"{views[zero].describe()}"
+    )
     rules: list[Rule] = [
-        (fails_if(bool(unknown)), f"{what} is unknown on {', '.join(unknown)}", advice),
-        (
-            fails_if(len(set(seen.values())) > 1),
-            f"{what} is not the same everywhere: {each}",
-            advice,
-        ),
-        (
-            fails_if(len(views) > 1 and loopback and not is_loopback(own)),
-            f"{what} is {address}, which leads each node to itself",
-            advice,
-        ),
-        (
-            fails_if(elsewhere),
-            f"{what} is {address}, which {owner}; rank 0 is on {zero}, which has "
-            f"{views[zero].describe()}",
-            advice,
-        ),
+        (fails_if(unknown), f"{what} is unknown on {', '.join(unknown)}", advice),
+        (fails_if(different), f"{what} is not the same everywhere: {each}", advice),
+        (fails_if(to_itself), f"{what} is {address}, which leads each node to itself", advice),
+        (fails_if(zero not in owners and not loopback), misplaced, advice),
     ]
     return first(CHECK, "all", rules, f"{what} is {address} on all nodes, of {zero}")

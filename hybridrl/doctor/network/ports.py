@@ -41,7 +41,7 @@ def check(
         listening = [(meeting[node], ports.rendezvous)]
         listening += [(own, port) for port in (ports.worker, ports.chosen, *ports.services)]
         targets += [Target(node, a, port, ports.token) for a, port in listening if port is not None]
-        targets += [Target(node, own, service.port, "", service.name) for service in services]
+        targets += [Target(node, own, port, "", name) for name, port in services]
     alone = len(opened) == 1
     tried = {
         node: [(target, target) for target in targets if alone or target.node != node]

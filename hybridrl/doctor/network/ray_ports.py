@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -14,13 +14,6 @@ from hybridrl.controller.ray.head import ray_address
 WORKER_PORTS = (10002, 19999)
 FIRST_PORT, NUM_PORTS = 6379, 8
 LAST_PORT = 65535
-
-
-class RayService(NamedTuple):
-    """A service of a running Ray."""
-
-    name: str
-    port: int
 
 
 def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
@@ -43,16 +36,16 @@ def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
     }
 
 
-def running_services(addresses: Mapping[str, str]) -> dict[str, list[RayService]]:
-    """Return services of the joined Ray that other nodes connect to, by node."""
-    found: dict[str, list[RayService]] = {node: [] for node in addresses}
+def running_services(addresses: Mapping[str, str]) -> dict[str, list[tuple[str, int]]]:
+    """Return name and port of services of the joined Ray that other nodes connect to, by node."""
+    found: dict[str, list[tuple[str, int]]] = {node: [] for node in addresses}
     view = joined_view() if len(addresses) > 1 else None
     for state in view.nodes if view is not None else ():
         for node, address in addresses.items():
             if state.alive and state.address == address:
                 found[node] += [
-                    RayService("Ray's node manager", state.node_manager_port),
-                    RayService("Ray's object manager", state.object_manager_port),
+                    ("Ray's node manager", state.node_manager_port),
+                    ("Ray's object manager", state.object_manager_port),
                 ]
     return found
 

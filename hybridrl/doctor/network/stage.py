@@ -1,8 +1,7 @@
 """Network stage: addresses, interfaces, ports, bandwidth and a collective between nodes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
@@ -23,7 +22,7 @@ from hybridrl.doctor.network import (
 )
 from hybridrl.doctor.network.nodes import look, rank_zero_node
 from hybridrl.doctor.network.ray_ports import service_ports
-from hybridrl.doctor.network.server import Opened, close_ports, open_ports
+from hybridrl.doctor.network.server import close_ports, open_ports
 from hybridrl.doctor.stages import dispensable
 
 LOOK_S = 15.0
@@ -81,8 +80,8 @@ def examine(
     if failures:
         why = "the failures above would make it hang"
         return [*found, skipped(collective.CHECK, "all", why)]
-    some, of_rest = subset(agents, rest), {node: views[node] for node in rest}
-    return found + collective.check(some, of_rest, rest, on_gpu=on_gpu)
+    of_rest = {node: views[node] for node in rest}
+    return found + collective.check(subset(agents, rest), of_rest, rest, on_gpu=on_gpu)
 
 
 def _failures(findings: Sequence[Finding]) -> list[Finding]:
@@ -114,7 +113,12 @@ def _on_sockets(
     band = port_band(low, high) if given is None else range(given, given + 1)
     zero = rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
-    with _opened(agents, addresses, meeting, band) as (opened, found):
+    services = service_ports(addresses)
+    arguments = {
+        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
+    }
+    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
+    try:
         if len(addresses) == 1 and not master and given is None:
             found.append(ok(rendezvous.CHECK, zero, rendezvous.IN_A_FILE))
         elif zero in opened:
@@ -128,20 +132,6 @@ def _on_sockets(
             return [*found, skipped(bandwidth.CHECK, "all", "not all nodes reach each other")]
         measured = {node: sockets for node, sockets in opened.items() if node in rest}
         return found + bandwidth.check(agents, measured, rest)
-
-
-@contextmanager
-def _opened(
-    agents: NodeProbes, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
-) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
-    """Listen on every node for the duration of the block."""
-    services = service_ports(addresses)
-    arguments = {
-        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
-    }
-    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
-    try:
-        yield opened, found
     finally:
         closing = {node: (sockets.token,) for node, sockets in opened.items()}
         agents.call_each(close_ports, closing, LOOK_S)

@@ -16,8 +16,8 @@ from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
+from hybridrl.doctor.inputs.folders import check_run_directory
 from hybridrl.doctor.inputs.models import judge_model, model_facts
-from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
