@@ -155,10 +155,11 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """Judge ray.version: the installed Ray of each node against the required one."""
     found = []
     for node, fact in facts.items():
-        problem = ray_problem(fact.version)
         advice = f"{ray_advice()} on {node}, then restart Ray there (ray stop)."
-        rules: list[Rule] = [(fails_if(problem), problem or "", advice)]
-        found.append(first("ray.version", node, rules, f"Ray {fact.version}"))
+        if problem := ray_problem(fact.version):
+            found.append(fail("ray.version", node, problem, advice))
+        else:
+            found.append(ok("ray.version", node, f"Ray {fact.version}"))
     return found
 
 

@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
-from hybridrl.doctor.findings import Finding, Rule, apply, fail, first, ok, skipped, warns_if
+from hybridrl.doctor.findings import Finding, Rule, apply, fail, ok, skipped, warn, warns_if
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.process import RewardProcessError
@@ -150,9 +150,10 @@ def _try_rule(
         f"{name}, {len(prompts)} rows: reference answers score {best:g} on average, empty "
         f"responses {empty:g}"
     )
-    useless = best <= empty and function != NO_REWARD
-    advice = "Check that data.answer_key and reward.args match the function's form of answers"
-    return first(REWARD, node, [(warns_if(useless), evidence, advice)], evidence)
+    if best <= empty and function != NO_REWARD:
+        advice = "Check that data.answer_key and reward.args match the function's form of answers"
+        return warn(REWARD, node, evidence, advice)
+    return ok(REWARD, node, evidence)
 
 
 def _response(form: str, prompt: "Prompt") -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridrl.doctor.findings import Finding, Rule, fails_if, first, warns_if
+from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, warn
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
 
 CHECK = "network.address"
@@ -24,27 +24,24 @@ def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -
     own = outward[0] if outward else "<an address that the others reach>"
     misleading = [text for text in view.host_addresses if is_loopback(text)]
     hosts = f" and set {view.host_name} to {own} in its /etc/hosts" if misleading else ""
-    rules: list[Rule] = [
-        (
-            fails_if(is_loopback(address) and not on_one_machine),
-            f"the others know {view.host_name} by {address}, which leads each of them to itself; "
-            f"its interfaces: {view.describe()}",
-            f"Start Ray there with --node-ip-address={own}{hosts}.",
-        ),
-        (
-            warns_if(view.interface_of(address) is None and not is_loopback(address)),
-            f"the others know it by {address}, but none of its interfaces has that address: "
-            f"{view.describe()}",
+    if is_loopback(address) and not on_one_machine:
+        evidence = f"the others know {view.host_name} by {address}, which leads each of them to "
+        evidence += f"itself; its interfaces: {view.describe()}"
+        return fail(CHECK, node, evidence, f"Start Ray there with --node-ip-address={own}{hosts}.")
+    if view.interface_of(address) is None and not is_loopback(address):
+        evidence = f"the others know it by {address}, but none of its interfaces has that "
+        evidence += f"address: {view.describe()}"
+        advice = (
             "Behind NAT or in a container network, NCCL and gloo announce an address that the "
             "others cannot reach: use the host's network (docker run --network=host; Kubernetes: "
-            f"hostNetwork: true), or ray start --node-ip-address={own}.",
-        ),
-    ]
+            f"hostNetwork: true), or ray start --node-ip-address={own}."
+        )
+        return warn(CHECK, node, evidence, advice)
     remark = f" on {view.host_name}"
     if misleading and not on_one_machine:
         remark = f"; its /etc/hosts maps {view.host_name} to {misleading[0]}, so the run names "
         remark += "gloo's interface by the address"
-    return first(CHECK, node, rules, f"{address}{remark}")
+    return ok(CHECK, node, f"{address}{remark}")
 
 
 def _judge_master(

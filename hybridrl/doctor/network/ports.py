@@ -130,12 +130,13 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
     of_ray = {target.port for target in failed if target.service}
     of_kernel = {port for port in of_ray if low <= port <= high}
     only_kernel = ports - of_kernel == {opened.chosen} and opened.rendezvous is not None
+    to_others = f"open these ports on {to} for the other nodes"
     table = (
         (
             ports == of_ray,
             "Ray's nodes exchange tasks and batches there, and a run hangs at the first blocked "
-            f"one: open these ports on {to} for the other nodes, or start Ray with "
-            "--node-manager-port and --object-manager-port on open ones.",
+            f"one: {to_others}, or start Ray with --node-manager-port and --object-manager-port on "
+            "open ones.",
         ),
         (
             ports == {opened.rendezvous},
@@ -145,15 +146,14 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
         ),
         (
             ports == {opened.worker},
-            f"Ray's workers listen on ports {worker_low} to {worker_high}: open them on {to} for "
-            "the other nodes, or start Ray with --min-worker-port and --max-worker-port around "
-            "open ones.",
+            f"Ray's workers listen on ports {worker_low} to {worker_high}: {to_others}, or start "
+            "Ray with --min-worker-port and --max-worker-port around open ones.",
         ),
         (
             ports <= set(services),
             f"Ray's services listen on ports {min(services, default=0)} to "
-            f"{max(services, default=0)} under deploy/: open them on {to} for the other nodes, or "
-            "set HYBRIDRL_RAY_PORT to the first of eight open ones.",
+            f"{max(services, default=0)} under deploy/: {to_others}, or set HYBRIDRL_RAY_PORT to "
+            "the first of eight open ones.",
         ),
         (
             only_kernel,
@@ -161,12 +161,10 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
             f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
             "firewall and in the security group.",
         ),
-        (
-            True,
-            f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
-            f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in "
-            "firewalls and security groups, or start Ray with --node-ip-address in a network of "
-            "all nodes.",
-        ),
     )
-    return next(advice for applies, advice in table if applies)
+    route = (
+        f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
+        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in firewalls "
+        "and security groups, or start Ray with --node-ip-address in a network of all nodes."
+    )
+    return next((advice for applies, advice in table if applies), route)

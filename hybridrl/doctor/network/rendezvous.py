@@ -1,6 +1,6 @@
 """Check network.rendezvous: a free port for the rendezvous, outside ip_local_port_range."""
 
-from hybridrl.doctor.findings import Finding, Rule, fails_if, first, warns_if
+from hybridrl.doctor.findings import Finding, fail, ok, warn
 from hybridrl.doctor.network.server import Opened
 
 CHECK = "network.rendezvous"
@@ -21,21 +21,17 @@ def judge(
     free = f"port {port} is free and was held during the checks"
     if port != band[0]:
         free += f" ({holders})"
-    rules: list[Rule] = [
-        (
-            fails_if(port is None),
-            f"{opened.problem.partition(chr(10))[0]}; {holders}",
-            f"{setting} ports, or end their holder (`ss -ltnp` on {node}).",
-        ),
-        (
-            warns_if(port is not None and low <= port <= high),
-            f"{free}; it lies in ip_local_port_range ({low} to {high}), from which the kernel may "
-            "give it to any connection before the run listens",
-            f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "
-            f"net.ipv4.ip_local_reserved_ports={band[0]}-{band[-1]}.",
-        ),
-    ]
+    if port is None:
+        evidence = f"{opened.problem.partition(chr(10))[0]}; {holders}"
+        advice = f"{setting} ports, or end their holder (`ss -ltnp` on {node})."
+        return fail(CHECK, node, evidence, advice)
+    if low <= port <= high:
+        evidence = f"{free}; it lies in ip_local_port_range ({low} to {high}), from which the "
+        evidence += "kernel may give it to any connection before the run listens"
+        advice = f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "
+        advice += f"net.ipv4.ip_local_reserved_ports={band[0]}-{band[-1]}."
+        return warn(CHECK, node, evidence, advice)
     if given is None and (band[0], band[-1]) != wanted:
         free += f"; outside of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}), of which the "
         free += f"kernel uses some (ip_local_port_range is {low} to {high})"
-    return first(CHECK, node, rules, free)
+    return ok(CHECK, node, free)
