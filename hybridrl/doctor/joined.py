@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
@@ -38,6 +37,8 @@ KEY, RAY_KEY = "HYBRIDRL_DOCTOR_KEY", "RAY_AUTH_TOKEN"
 LOOPBACK_KEY_FILE = "doctor.key"
 # Seconds for an attempt to connect, and between two of them.
 ATTEMPT_S, RETRY_S = 3.0, 0.3
+# A node's first message, and seconds within which the head must have it.
+GREETING, SILENT_S = b"hybridrl doctor", 1.0
 # The kernel closes a connection after 4 x 5 seconds without a reply.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 HUNG_UP = ProbeResult(error="hung up: its process has ended or the network is gone")
@@ -48,10 +49,6 @@ class Place(NamedTuple):
 
     host: str
     port: int
-
-
-# A node that has proved the key, or the reason for a refusal.
-Caller = tuple[NodeIdentity, Connection] | str
 
 
 @contextmanager
@@ -155,53 +152,41 @@ def _join(
             f"`ss -ltnp sport = :{port}` shows who does; give all nodes another port."
         ) from error
     deadline = time.monotonic() + timeout_s
-    callers: Queue[Caller] = Queue()
     joined: list[tuple[NodeIdentity, Connection]] = []
     refused: set[str] = set()
-    with listener:
-        Thread(target=_accept, args=(listener, key, callers), daemon=True).start()
-        try:
-            while len(joined) < nodes - 1:
-                caller = callers.get(timeout=max(0.0, deadline - time.monotonic()))
-                if isinstance(caller, str):
-                    refused.add(caller)
-                else:
-                    joined.append(caller)
-        except Empty:
-            known = [f"{own} ({socket.gethostname()})"]
-            known += [f"{node.address} ({node.host})" for node, _ in joined]
-            raise ConfigError(
-                f"{len(known)} of {nodes} nodes called in within {timeout_s:g} s: "
-                f"{', '.join(known)}."
-                + "".join(f"\nRefused: {text}." for text in sorted(refused))
-                + "\nOn each of the others, start the same command with "
-                f"--join {address} --nodes {nodes}, and read its errors."
-            ) from None
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    with listener, suppress(TimeoutError):
+        while len(joined) < nodes - 1 and (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            stream, (host, *_) = listener.accept()
+            try:
+                joined.append(_admitted(stream, host, key))
+            except AuthenticationError:
+                word = f"set {KEY} to the same word on all nodes"
+                refused.add(f"\nRefused: {host} has another key ({word}).")
+            except (EOFError, OSError, AssertionError):
+                refused.add(f"\nRefused: {host} connected, but is no node of the doctor.")
+    if len(joined) < nodes - 1:
+        for _, connection in joined:
+            connection.send(None)
+        known = [f"{own} ({socket.gethostname()})"]
+        known += [f"{node.address} ({node.host})" for node, _ in joined]
+        raise ConfigError(
+            f"{len(known)} of {nodes} nodes called in within {timeout_s:g} s: {', '.join(known)}."
+            f"{''.join(sorted(refused))}\nOn each of the others, start the same command with "
+            f"--join {address} --nodes {nodes}, and read its errors."
+        )
     return sorted(joined, key=lambda caller: caller[0])
 
 
-def _accept(listener: socket.socket, key: bytes, callers: "Queue[Caller]") -> None:
-    """Admit callers until the listener is closed, each in a thread: some never speak."""
-    with suppress(OSError):
-        while True:
-            stream, place = listener.accept()
-            Thread(target=_admit, args=(stream, place[0], key, callers), daemon=True).start()
-
-
-def _admit(stream: socket.socket, address: str, key: bytes, callers: "Queue[Caller]") -> None:
+def _admitted(stream: socket.socket, address: str, key: bytes) -> tuple[NodeIdentity, Connection]:
+    """Return a caller that proves the key."""
     connection = _connection(stream)
-    try:
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-        host, pid = connection.recv()
-    except AuthenticationError:
-        callers.put(f"{address} has another key (set {KEY} to the same word on all nodes)")
-    except (EOFError, OSError, AssertionError):
-        callers.put(f"{address} connected, but is no node of the doctor")
-    else:
-        callers.put((NodeIdentity(host, address, f"pid {pid}"), connection))
+    if not connection.poll(SILENT_S) or connection.recv_bytes(len(GREETING)) != GREETING:
+        raise EOFError
+    deliver_challenge(connection, key)  # first: the head answers none who has not proved the key
+    answer_challenge(connection, key)
+    host, pid = connection.recv()
+    return NodeIdentity(host, address, f"pid {pid}"), connection
 
 
 def _connect(address: str, timeout_s: float) -> Connection:
@@ -217,6 +202,7 @@ def _connect(address: str, timeout_s: float) -> Connection:
         else:
             why = "the program that answers is not a doctor that waits for nodes"
             try:
+                connection.send_bytes(GREETING)
                 if connection.poll(min(ATTEMPT_S, left)):
                     answer_challenge(connection, key)
                     deliver_challenge(connection, key)

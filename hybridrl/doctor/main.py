@@ -30,8 +30,8 @@ from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
-from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.findings import Stage
 from hybridrl.doctor.joined import joined_probes, listens_here, serve
 from hybridrl.doctor.preflight import STAGES
 from hybridrl.doctor.report import show, write_report

@@ -12,9 +12,8 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
 from hybridrl.doctor import memory, placement, ray
-from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.findings import Stage, Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.network import stage as network

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.config.planner.world import slots_on_nodes
-from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.context import CheckContext, fits
-from hybridrl.doctor.findings import Finding, Verdict, skipped
+from hybridrl.doctor.findings import CHECKS, Finding, Stage, Verdict, skipped, stage_of
 
 # Stages that examine each node as a place for ranks.
 OF_NODES = (Stage.host, Stage.network, Stage.inputs, Stage.memory)

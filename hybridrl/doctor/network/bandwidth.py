@@ -51,7 +51,7 @@ def check(
         measured, silent = gather_each(agents, CHECK, measure, arguments, seconds + 10.0)
         for pair in pairs:
             if pair[0] in measured:
-                new = measured[pair[0]]
+                new: Speed = measured[pair[0]]
                 old = speeds.get(pair, new)
                 rates = new.bytes_per_s, old.bytes_per_s
                 speeds[pair] = Speed(min(new.round_trip_s, old.round_trip_s), max(rates))

@@ -1,4 +1,4 @@
-"""Check network.ports: connections between all nodes on the ports of a run."""
+"""Checks of ports: network.ports (connections between all nodes) and network.rendezvous."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.ray_ports import running_services
 from hybridrl.doctor.network.server import Opened, Target, reach
 
-CHECK = "network.ports"
+CHECK, RENDEZVOUS = "network.ports", "network.rendezvous"
+IN_A_FILE = "ranks of one node meet in a file of their user, without a port"
 # Seconds for all connections of a node, plus one second for this many connections.
 WITHIN_S, PER_SECOND = 4.0, 500
-MAX_SHOWN = 20
+MAX_SHOWN, MAX_HOLDERS = 20, 4
 
 T = TypeVar("T")
 
@@ -168,3 +169,32 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
         "and security groups, or start Ray with --node-ip-address in a network of all nodes."
     )
     return next((advice for applies, advice in table if applies), route)
+
+
+def judge_rendezvous(
+    node: str, opened: Opened, wanted: tuple[int, int], band: range, given: int | None
+) -> Finding:
+    """Judge network.rendezvous: rank 0's node for a band of ports; `given` is MASTER_PORT."""
+    low, high = opened.ephemeral
+    port = opened.rendezvous
+    holders = ", ".join(opened.holders[:MAX_HOLDERS]) or "/proc does not show who holds them"
+    name, setting = "cluster.rendezvous_ports", "Set cluster.rendezvous_ports=[first,last] to free"
+    if given is not None:
+        name, setting = "MASTER_PORT", "Unset MASTER_PORT (the run finds a port), or set it to free"
+    free = f"port {port} is free and was held during the checks"
+    if port != band[0]:
+        free += f" ({holders})"
+    if port is None:
+        evidence = f"{opened.problem.partition(chr(10))[0]}; {holders}"
+        advice = f"{setting} ports, or end their holder (`ss -ltnp` on {node})."
+        return fail(RENDEZVOUS, node, evidence, advice)
+    if low <= port <= high:
+        evidence = f"{free}; it lies in ip_local_port_range ({low} to {high}), from which the "
+        evidence += "kernel may give it to any connection before the run listens"
+        advice = f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "
+        advice += f"net.ipv4.ip_local_reserved_ports={band[0]}-{band[-1]}."
+        return warn(RENDEZVOUS, node, evidence, advice)
+    if given is None and (band[0], band[-1]) != wanted:
+        free += f"; outside of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}), of which the "
+        free += f"kernel uses some (ip_local_port_range is {low} to {high})"
+    return ok(RENDEZVOUS, node, free)

@@ -18,7 +18,6 @@ from hybridrl.doctor.network import (
     infiniband,
     interfaces,
     ports,
-    rendezvous,
 )
 from hybridrl.doctor.network.nodes import look, rank_zero_node
 from hybridrl.doctor.network.ray_ports import service_ports
@@ -109,7 +108,7 @@ def _on_sockets(
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [fail(rendezvous.CHECK, "all", error.problems[0], advice)]
+        return [fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
     zero = rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
@@ -120,9 +119,9 @@ def _on_sockets(
     opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
     try:
         if len(addresses) == 1 and not master and given is None:
-            found.append(ok(rendezvous.CHECK, zero, rendezvous.IN_A_FILE))
+            found.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
         elif zero in opened:
-            found.append(rendezvous.judge(zero, opened[zero], (low, high), band, given))
+            found.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
         if opened:
             found += ports.check(agents, opened, addresses, meeting)
         if dispensable is None or not opened:

@@ -11,8 +11,7 @@ from input_rewards import hangs, raises_on_nothing, shrugs
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import ProbeResult
-from hybridrl.doctor.catalog import CHECKS
-from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.findings import CHECKS, Verdict
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.inputs.folders import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_model, model_facts

@@ -11,7 +11,6 @@ from hybridrl.doctor.network import bandwidth as network_bandwidth
 from hybridrl.doctor.network import interfaces as network_interfaces
 from hybridrl.doctor.network import nodes as network_nodes
 from hybridrl.doctor.network import ports as network_ports
-from hybridrl.doctor.network import rendezvous as network_rendezvous
 from hybridrl.doctor.network.nodes import rank_zero_node
 from hybridrl.doctor.network.server import Opened, Speed, Target
 
@@ -195,7 +194,7 @@ def test_many_broken_pairs_are_counted():
 def test_a_port_that_the_kernel_may_give_away_is_a_warning(given):
     ports = range(40000, 40100) if given is None else range(40000, 40001)
     wanted = (40000, 40099)
-    found = network_rendezvous.judge("a", opened(40000), wanted, ports, given)
+    found = network_ports.judge_rendezvous("a", opened(40000), wanted, ports, given)
     assert found.verdict is Verdict.warn and "ip_local_port_range (32768 to" in found.evidence
     assert "ip_local_reserved_ports" in found.advice
 
