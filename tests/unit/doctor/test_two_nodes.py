@@ -51,10 +51,12 @@ def nodes(tmp_path_factory, home):
         command = ["unshare", "-m", "sh", "-ec", f'{faults}; exec "$0" "$@"', sys.executable]
         environment = {"NCCL_ALGO": "Tree", "PYTHONPATH": str(other.parent)}
         environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        environment["HYBRIDRL_DOCTOR_KEY"] = key = "k" * 64
         node = subprocess.Popen([*command, "-c", SERVE, address], env=os.environ | environment)
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NCCL_ALGO", "Ring")
+                patch.setenv("HYBRIDRL_DOCTOR_KEY", key)
                 with joined_probes(address, 2, timeout_s=30) as agents:
                     yield agents
             assert node.wait(10) == 0
