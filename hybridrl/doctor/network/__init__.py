@@ -1,6 +1,6 @@
 """Checks of the network between nodes (ids network.*).
 
-nodes.py is the probe of names, addresses and interfaces, which address.py and interfaces.py judge.
+nodes.py probes names, addresses and interfaces, and judges addresses; interfaces.py goes on.
 server.py opens sockets on every node for ports.py and bandwidth.py. collective.py
 starts ranks (collective_rank.py) and collective_rules.py judges them. infiniband.py reads adapters;
 ray_ports.py finds processes and ports.

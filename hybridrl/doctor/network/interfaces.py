@@ -16,7 +16,6 @@ from hybridrl.doctor.network.nodes import (
     Choice,
     NodeView,
     choices_of,
-    gloo_names,
     nccl_choice,
     unusable_variables,
 )
@@ -69,11 +68,14 @@ def judge(
     addresses: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Judge the interfaces of all nodes, and the attempts to connect to them."""
-    found = [
-        _judge_unusable(node, view, name)
-        for node, view in views.items()
-        for name in unusable_variables(view, between_hosts=_hosts(views) > 1)
-    ]
+    found = []
+    for node, view in views.items():
+        for name in unusable_variables(view, between_hosts=_hosts(views) > 1):
+            evidence = f"{name}={view.variables[name]} names no interface of this node that leads "
+            evidence += f"to the others; it has {view.describe()}"
+            outward = next(iter(view.outward), "eth0")
+            advice = f"Unset {name}, or export {name}={outward} on this node before `ray start`."
+            found.append(fail(CHECK, node, evidence, advice))
     found += _judge_attempts(attempts, views, addresses or {})
     return found or [_judge_subnets(views, len(attempts))]
 
@@ -82,28 +84,12 @@ def _hosts(views: Mapping[str, NodeView]) -> int:
     return len({view.host_name for view in views.values()})
 
 
-def _judge_unusable(node: str, view: NodeView, name: str) -> Finding:
-    outward = next(iter(view.outward), "eth0")
-    prefixes = ", or use prefixes, NCCL_SOCKET_IFNAME=eth,en" if name.startswith("NCCL") else ""
-    return fail(
-        CHECK,
-        node,
-        f"{name}={view.variables[name]} names no interface of this node that leads to the others; "
-        f"it has {view.describe()}",
-        f"Unset {name}, or set it to an interface of every node (here: export {name}={outward}); "
-        f"if names differ, set it on each node before `ray start`{prefixes}.",
-    )
-
-
 def _judge_attempts(
-    attempts: Sequence[Attempt[Choice]],
-    views: Mapping[str, NodeView],
-    addresses: Mapping[str, str],
+    attempts: Sequence[Attempt[Choice]], views: Mapping[str, NodeView], addresses: Mapping[str, str]
 ) -> list[Finding]:
     """Return a finding for each unreachable choice, or for each pair if some nodes reach it."""
-    order = list(views)
     by_choice: dict[Choice, list[Attempt[Choice]]] = defaultdict(list)
-    for attempt in sorted(attempts, key=lambda one: order.index(one.target.node)):
+    for attempt in sorted(attempts, key=lambda one: [*views].index(one.target.node)):
         by_choice[attempt.target].append(attempt)
     found = []
     for choice, those in by_choice.items():
@@ -127,15 +113,13 @@ def _unreached(
     tried = "; ".join(f"from {', '.join(nodes)}: {problem}" for problem, nodes in sources.items())
     leading = view.interface_of(known_by)
     advice = (
-        "Peers get the first address of the interface: make it reachable (`ip route get "
-        f"{choice.address}` there), in a container with the host's network (docker run "
-        "--network=host); see network.address."
+        f"Make its first address reachable (`ip route get {choice.address}` there), in a container "
+        "with docker run --network=host; see network.address."
     )
     if leading not in (None, choice.interface):
         advice = (
-            f"export {choice.variable}={leading}, the interface of {known_by} by which the others "
-            f"know {choice.node}, or an interface in a network of all nodes; if names differ, set "
-            "it on each node before `ray start`."
+            f"On {choice.node}, export {choice.variable}={leading} before `ray start`: the others "
+            f"know the node by its address {known_by}. Or name an interface in a network of all."
         )
     evidence = (
         f"{choice.reason}: {choice.interface} of {choice.node} is not reached at {choice.address} "
@@ -156,7 +140,7 @@ def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
         return ok(CHECK, "all", f"addresses without a subnet, as clouds route them: {each}")
     used: Used = {
         "NCCL": [(node, nccl_choice(view)) for node, view in views.items()],
-        "gloo": [(node, name) for node, view in views.items() for name in gloo_names(view)],
+        "gloo": [(node, name) for node, view in views.items() for name in view.gloo_names],
     }
     inside = {(node, name) for node in views for net, name in subnets[node] if net in common}
     astray: Used = {
@@ -167,17 +151,14 @@ def _judge_subnets(views: Mapping[str, NodeView], connections: int) -> Finding:
     rules: list[Rule] = [
         (
             warns_if(not common),
-            "no subnet has all nodes; traffic between them passes routers, which may be slow or "
-            f"drop packets. {each}",
-            "See network.bandwidth for the speed of the routes. If the nodes share another "
-            "network, bring its interfaces up and export NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME with their name (`ip -br addr` lists them).",
+            f"no subnet has all nodes: their traffic passes routers, which may be slow. {each}",
+            "See network.bandwidth for their speed. If the nodes share another network, export "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME with its interface (`ip -br addr`).",
         ),
         (
             warns_if(_hosts(views) > 1 and any(astray.values())),
             f"{_list(astray, 'would use')}, outside of {subnet}, which has all nodes. {each}",
-            f"export NCCL_SOCKET_IFNAME={','.join(names)} GLOO_SOCKET_IFNAME={names[0]} for the "
-            "run.",
+            f"export NCCL_SOCKET_IFNAME={','.join(names)} GLOO_SOCKET_IFNAME={names[0]}",
         ),
     ]
     tried = f"; {connections} connections to interfaces of their own" if connections else ""

@@ -1,4 +1,4 @@
-"""Probe of a node's names, addresses and interfaces, and the interfaces of NCCL and gloo."""
+"""Probe of a node's names, addresses and interfaces, and the rules of network.address."""
 
 import ipaddress
 import os
@@ -9,7 +9,9 @@ from typing import NamedTuple
 import psutil
 
 from hybridrl.controller.ray.node_probes import collect, in_thread
+from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, warn
 
+CHECK = "network.address"
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 # NCCL uses the former only if there is no other, and prefers the latter.
 LAST_CHOICES, FIRST_CHOICE = ("docker", "lo", "virbr"), "ib"
@@ -49,6 +51,11 @@ class NodeView(NamedTuple):
             for name, addresses in self.interfaces.items()
             if not all(is_loopback(text.split("/")[0]) for text in addresses)
         }
+
+    @property
+    def gloo_names(self) -> list[str]:
+        """Names in GLOO_SOCKET_IFNAME; without it the run sets it by the address."""
+        return self.variables[GLOO].split(",") if GLOO in self.variables else []
 
     def describe(self) -> str:
         """Format the interfaces: 'eth0 10.0.1.2/24, lo 127.0.0.1/8'."""
@@ -122,7 +129,7 @@ def choices_of(node: str, view: NodeView, *, between_hosts: bool) -> list[Choice
     """Return the interfaces of NCCL and gloo, without those of unusable variables."""
     nccl, gloo = view.variables.get(NCCL), view.variables.get(GLOO)
     unusable = unusable_variables(view, between_hosts=between_hosts)
-    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in gloo_names(view))]
+    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in view.gloo_names)]
     return [
         Choice(node, variable, value, name, view.interfaces[name][0].split("/")[0])
         for variable, value, name in used
@@ -157,14 +164,70 @@ def matching(spec: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if hit(name) != exclude]
 
 
-def gloo_names(view: NodeView) -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME; without it the run sets it by the address."""
-    return view.variables[GLOO].split(",") if GLOO in view.variables else []
-
-
 def unusable_variables(view: NodeView, *, between_hosts: bool) -> list[str]:
     """Return the variables that name no interface, or one that leads to no other node."""
     usable = view.outward if between_hosts else view.interfaces
     nccl = NCCL in view.variables and not matching(view.variables[NCCL], usable)
-    gloo = not set(gloo_names(view)) <= set(usable)
-    return [NCCL] * nccl + [GLOO] * gloo
+    return [NCCL] * nccl + [GLOO] * (not set(view.gloo_names) <= set(usable))
+
+
+def judge(
+    views: Mapping[str, NodeView], addresses: Mapping[str, str], master: str
+) -> list[Finding]:
+    """Judge network.address of all nodes, and MASTER_ADDR of the driver, if it is set."""
+    on_one_machine = len({view.host_name for view in views.values()}) == 1
+    found = [_judge_node(n, view, addresses[n], on_one_machine) for n, view in views.items()]
+    if master and views:
+        found.append(_judge_master(views, addresses, master))
+    return found
+
+
+def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -> Finding:
+    outward = [text.split("/")[0] for texts in view.outward.values() for text in texts]
+    own = outward[0] if outward else "<an address that the others reach>"
+    misleading = [text for text in view.host_addresses if is_loopback(text)]
+    if is_loopback(address) and not on_one_machine:
+        evidence = f"the others know {view.host_name} by {address}, which leads each of them to "
+        evidence += f"itself; its interfaces: {view.describe()}"
+        hosts = f" and set {view.host_name} to {own} in its /etc/hosts" if misleading else ""
+        return fail(CHECK, node, evidence, f"Start Ray there with --node-ip-address={own}{hosts}.")
+    if view.interface_of(address) is None and not is_loopback(address):
+        evidence = f"the others know it by {address}, which none of its interfaces has: "
+        advice = (
+            "NCCL and gloo announce an address behind NAT, which the others cannot reach: use the "
+            "host's network (docker run --network=host; Kubernetes: hostNetwork: true), or ray "
+            f"start --node-ip-address={own}."
+        )
+        return warn(CHECK, node, evidence + view.describe(), advice)
+    remark = f" on {view.host_name}"
+    if misleading and not on_one_machine:
+        remark = f"; its /etc/hosts maps {view.host_name} to {misleading[0]}, so the run names "
+        remark += "gloo's interface by the address"
+    return ok(CHECK, node, f"{address}{remark}")
+
+
+def _judge_master(
+    views: Mapping[str, NodeView], addresses: Mapping[str, str], master: str
+) -> Finding:
+    zero = rank_zero_node({node: addresses[node] for node in views})
+    own, what = addresses[zero], f"MASTER_ADDR={master}"
+    advice = f"Unset MASTER_ADDR (the run uses {own}), or export MASTER_ADDR={own} for the run."
+    unknown = [node for node, view in views.items() if not view.master]
+    # Rank 0's node may resolve its name to 127.0.1.1: it listens on all addresses of a name.
+    seen = {n: view.master[0] for n, view in views.items() if n != zero and view.master}
+    each = ", ".join(f"{address} on {node}" for node, address in seen.items())
+    address = next(iter([*seen.values(), *views[zero].master]), "0.0.0.0")
+    loopback = is_loopback(address)
+    owners = [node for node, view in views.items() if view.interface_of(address)]
+    misplaced = (
+        f"{what} is {address}, which belongs to {owners[0] if owners else 'none of the nodes'}; "
+        f"rank 0 is on {zero}, which has {views[zero].describe()}"
+    )
+    to_itself = len(views) > 1 and loopback and not is_loopback(own)
+    rules: list[Rule] = [
+        (fails_if(unknown), f"{what} is unknown on {', '.join(unknown)}", advice),
+        (fails_if(len({*seen.values()}) > 1), f"{what} is not the same everywhere: {each}", advice),
+        (fails_if(to_itself), f"{what} is {address}, which leads each node to itself", advice),
+        (fails_if(zero not in owners and not loopback), misplaced, advice),
+    ]
+    return first(CHECK, "all", rules, f"{what} is {address} on all nodes, of {zero}")

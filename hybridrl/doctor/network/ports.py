@@ -50,17 +50,12 @@ def check(
     }
     attempts, found = reach_all(agents, CHECK, tried)
     found += judge(attempts, opened, addresses)
-    found += [
-        warn(
-            CHECK,
-            node,
-            f"{', '.join(ports.taken)}, which deploy/ would give to Ray",
-            "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all nodes, or end "
-            f"their holder (`ss -ltnp` on {node}). If Ray is up: set RAY_ADDRESS.",
-        )
-        for node, ports in opened.items()
-        if ports.taken
-    ]
+    for node, ports in opened.items():
+        if ports.taken:
+            evidence = f"{', '.join(ports.taken)}, which deploy/ would give to Ray"
+            advice = "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all "
+            advice += f"nodes, or end their holder (`ss -ltnp` on {node}). If Ray is up: set "
+            found.append(warn(CHECK, node, evidence, f"{advice}RAY_ADDRESS."))
     return found
 
 
@@ -125,48 +120,44 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
     """Return the remedy for the unreachable ports of one node: the first that applies."""
     address, to = failed[0].address, failed[0].node
     low, high = opened.ephemeral
-    worker_low, worker_high = opened.worker_ports
-    services = [*opened.services]
+    first, last = opened.worker_ports
+    services = [*opened.services] or [0]
     ports = {target.port for target in failed}
     of_ray = {target.port for target in failed if target.service}
     of_kernel = {port for port in of_ray if low <= port <= high}
     only_kernel = ports - of_kernel == {opened.chosen} and opened.rendezvous is not None
-    to_others = f"open these ports on {to} for the other nodes"
+    other = f"open them on {to} for the other nodes, or"
     table = (
         (
             ports == of_ray,
-            "Ray's nodes exchange tasks and batches there, and a run hangs at the first blocked "
-            f"one: {to_others}, or start Ray with --node-manager-port and --object-manager-port on "
-            "open ones.",
+            f"A run hangs if Ray's nodes do not reach these ports: {other} start Ray with "
+            "--node-manager-port and --object-manager-port on open ones.",
         ),
         (
             ports == {opened.rendezvous},
-            f"Other ports of {to} answer: open cluster.rendezvous_ports for the other nodes in its "
-            f"firewall (`iptables -I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`; clouds: "
-            "the security group), or set cluster.rendezvous_ports to open ones.",
+            f"Open cluster.rendezvous_ports in the firewall or security group of {to} (`iptables "
+            f"-I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`), or set others.",
         ),
         (
             ports == {opened.worker},
-            f"Ray's workers listen on ports {worker_low} to {worker_high}: {to_others}, or start "
-            "Ray with --min-worker-port and --max-worker-port around open ones.",
+            f"Ray's workers listen on ports {first} to {last}: {other} start Ray with "
+            "--min-worker-port and --max-worker-port around open ones.",
         ),
         (
-            ports <= set(services),
-            f"Ray's services listen on ports {min(services, default=0)} to "
-            f"{max(services, default=0)} under deploy/: {to_others}, or set HYBRIDRL_RAY_PORT to "
-            "the first of eight open ones.",
+            ports <= {*services},
+            f"Ray's services listen on ports {min(services)} to {max(services)} under deploy/: "
+            f"{other} set HYBRIDRL_RAY_PORT to the first of eight open ones.",
         ),
         (
             only_kernel,
-            f"NCCL, gloo and a Ray without port options listen on ports {low} to {high} "
-            f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
-            "firewall and in the security group.",
+            f"NCCL, gloo and Ray listen on ports {low} to {high} (ip_local_port_range): open all "
+            f"TCP ports of {to} for the other nodes, in its firewall and security group.",
         ),
     )
     route = (
         f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
-        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in firewalls "
-        "and security groups, or start Ray with --node-ip-address in a network of all nodes."
+        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes, or start "
+        "Ray with --node-ip-address in a network of all nodes."
     )
     return next((advice for applies, advice in table if applies), route)
 
@@ -175,26 +166,23 @@ def judge_rendezvous(
     node: str, opened: Opened, wanted: tuple[int, int], band: range, given: int | None
 ) -> Finding:
     """Judge network.rendezvous: rank 0's node for a band of ports; `given` is MASTER_PORT."""
-    low, high = opened.ephemeral
-    port = opened.rendezvous
+    (low, high), port = opened.ephemeral, opened.rendezvous
     holders = ", ".join(opened.holders[:MAX_HOLDERS]) or "/proc does not show who holds them"
     name, setting = "cluster.rendezvous_ports", "Set cluster.rendezvous_ports=[first,last] to free"
     if given is not None:
         name, setting = "MASTER_PORT", "Unset MASTER_PORT (the run finds a port), or set it to free"
-    free = f"port {port} is free and was held during the checks"
-    if port != band[0]:
-        free += f" ({holders})"
     if port is None:
         evidence = f"{opened.problem.partition(chr(10))[0]}; {holders}"
         advice = f"{setting} ports, or end their holder (`ss -ltnp` on {node})."
         return fail(RENDEZVOUS, node, evidence, advice)
+    free = f"port {port} is free{f' ({holders})' if port != band[0] else ''}"
     if low <= port <= high:
-        evidence = f"{free}; it lies in ip_local_port_range ({low} to {high}), from which the "
-        evidence += "kernel may give it to any connection before the run listens"
+        evidence = f"{free}, but in ip_local_port_range ({low} to {high}), from which the kernel "
+        evidence += "may give it to any connection before the run listens"
         advice = f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "
         advice += f"net.ipv4.ip_local_reserved_ports={band[0]}-{band[-1]}."
         return warn(RENDEZVOUS, node, evidence, advice)
     if given is None and (band[0], band[-1]) != wanted:
-        free += f"; outside of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}), of which the "
-        free += f"kernel uses some (ip_local_port_range is {low} to {high})"
+        free += f"; the kernel uses some of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}): "
+        free += f"ip_local_port_range is {low} to {high}"
     return ok(RENDEZVOUS, node, free)

@@ -42,19 +42,14 @@ _OPEN: dict[str, list[socket.socket]] = {}
 
 
 class Opened(NamedTuple):
-    """Ports on which a node listens.
+    """Ports on which a node listens, with the token of its greetings.
 
     Attributes:
-        token: of its greetings.
-        rendezvous: port for the rendezvous; None: none is free.
-        worker: a port for Ray's workers; None: none is free, or the kernel chooses.
+        rendezvous: None: none is free, because of `problem`.
+        worker: one of Ray's workers' ports; None: none is free, or the kernel chooses.
         chosen: a port that the kernel chose, as for NCCL and gloo.
-        problem: why there is no port for the rendezvous.
-        holders: processes on ports of the band: 'python (pid 12) holds 29500'.
-        ephemeral: first and last port of ip_local_port_range.
-        worker_ports: first and last port for Ray's workers.
-        services: ports for Ray's services.
-        taken: processes on ports for Ray's services.
+        holders, taken: processes on ports for the rendezvous and for Ray's services.
+        ephemeral, worker_ports: first and last of ip_local_port_range and for Ray's workers.
     """
 
     token: str
@@ -99,26 +94,31 @@ def open_ports(
     """
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
     workers = worker_ports(address)
-    worker, chosen = _first_free(address, workers), listen(address, [0])
-    of_services = {port: _first_free(address, [port]) for port in services}
-    problem, rendezvous = "", None
-    try:
-        rendezvous = listen(meeting, band)
-    except (ConfigError, OSError) as error:
-        problem = error.problems[0] if isinstance(error, ConfigError) else str(error)
-    port = _port(rendezvous)
-    listeners = (worker, chosen, rendezvous, *of_services.values())
+    listeners: list[socket.socket] = []
+
+    def first_free(address: str, ports: Sequence[int]) -> tuple[int | None, str]:
+        try:
+            listeners.append(listen(address, ports))
+        except (ConfigError, OSError) as error:
+            return None, error.problems[0] if isinstance(error, ConfigError) else str(error)
+        return int(listeners[-1].getsockname()[1]), ""
+
+    worker = first_free(address, workers)[0] if workers else None
+    chosen, _ = first_free(address, [0])
+    assert chosen is not None
+    free = [port for port in services if first_free(address, [port])[0]]
+    rendezvous, problem = first_free(meeting, band)
     return Opened(
-        answer_on([listener for listener in listeners if listener is not None]),
-        port,
-        _port(worker),
-        int(chosen.getsockname()[1]),
+        answer_on(listeners),
+        rendezvous,
+        worker,
+        chosen,
         problem,
-        holders_of(band) if port is None or port != band[0] else [],
+        holders_of(band) if rendezvous != band[0] else [],
         (low, high),
         (min(workers), max(workers)) if workers else (low, high),
-        [number for number, listener in of_services.items() if listener is not None],
-        holders_of([number for number, listener in of_services.items() if listener is None]),
+        free,
+        holders_of({*services} - {*free}),
     )
 
 
@@ -137,17 +137,6 @@ def close_ports(token: str) -> None:
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         listener.close()
-
-
-def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
-    try:
-        return listen(address, ports) if ports else None
-    except ConfigError:
-        return None
-
-
-def _port(listener: socket.socket | None) -> int | None:
-    return None if listener is None else int(listener.getsockname()[1])
 
 
 def reach(targets: list[Target], within_s: float) -> list[str]:

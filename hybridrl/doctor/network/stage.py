@@ -11,15 +11,7 @@ from hybridrl.controller.rendezvous import given_port, port_band
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
 from hybridrl.doctor.gather import gather, gather_each, subset
-from hybridrl.doctor.network import (
-    address,
-    bandwidth,
-    collective,
-    infiniband,
-    interfaces,
-    ports,
-)
-from hybridrl.doctor.network.nodes import look, rank_zero_node
+from hybridrl.doctor.network import bandwidth, collective, infiniband, interfaces, nodes, ports
 from hybridrl.doctor.network.ray_ports import service_ports
 from hybridrl.doctor.network.server import close_ports, open_ports
 from hybridrl.doctor.stages import dispensable
@@ -53,21 +45,17 @@ def examine(
     quick: bool,
     dispensable: Dispensable = lambda findings: frozenset(),
 ) -> list[Finding]:
-    """Make all checks network.*.
+    """Make all checks network.* of nodes that may get ranks.
 
-    Args:
-        agents: nodes that may get ranks.
-        rendezvous_ports: cluster.rendezvous_ports.
-        on_gpu: check NCCL, too.
-        quick: skip bandwidth and collective, which take seconds or import torch.
-        dispensable: returns nodes to exclude from bandwidth and collective.
+    `quick` skips bandwidth and collective, which take seconds or import torch; `dispensable`
+    returns nodes to exclude from these.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    views, found = gather(agents, address.CHECK, look, master, timeout_s=LOOK_S)
+    views, found = gather(agents, nodes.CHECK, nodes.look, master, timeout_s=LOOK_S)
     if not views:
         return found
     addresses = {node: agents.addresses[node] for node in views}
-    judged = address.judge(views, addresses, master)
+    judged = nodes.judge(views, addresses, master)
     found += judged + interfaces.check(agents, views) + infiniband.check(agents)
     if _failures(judged):
         master = ""  # has a finding already; the ports are checked without it
@@ -88,11 +76,11 @@ def _failures(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _without(
-    nodes: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
+    unfit: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
 ) -> tuple[dict[str, str], list[Finding]]:
     """Return addresses and failures of the other nodes."""
-    rest = {node: own for node, own in addresses.items() if node not in nodes}
-    return rest, [f for f in _failures(findings) if not nodes & {*f.node.split(" -> ")}]
+    rest = {node: own for node, own in addresses.items() if node not in unfit}
+    return rest, [f for f in _failures(findings) if not unfit & {*f.node.split(" -> ")}]
 
 
 def _on_sockets(
@@ -110,7 +98,7 @@ def _on_sockets(
         advice = "Unset MASTER_PORT, or set it to a free port."
         return [fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
-    zero = rank_zero_node(addresses)
+    zero = nodes.rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
     services = service_ports(addresses)
     arguments = {
