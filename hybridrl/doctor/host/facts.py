@@ -90,8 +90,6 @@ class HostFacts(NamedTuple):
         shared_memory: /dev/shm; None if it does not exist.
         cores: usable by this process.
         environment: the variables `OF_INTEREST`.
-        versions: of python, installed packages and driver.
-        temporary: folders for temporary files in use.
         infiniband: device names.
         gpus: UUIDs from /proc/driver/nvidia, in bus order; None without that driver.
         address: of the own host name; empty if it has none.
@@ -140,11 +138,8 @@ def cgroup_facts(root: Path = Path("/")) -> CgroupFacts:
         period = period or _text(group / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores.append(int(quota) / int(period))
-    return CgroupFacts(
-        min(memory, key=lambda limit: limit.left, default=None),
-        min(threads, key=lambda limit: limit.left, default=None),
-        min(cores, default=None),
-    )
+    narrowest = (min(found, key=lambda one: one.left, default=None) for found in (memory, threads))
+    return CgroupFacts(*narrowest, min(cores, default=None))
 
 
 def _limits(group: Path, files: tuple[tuple[str, str], ...]) -> list[Limit]:

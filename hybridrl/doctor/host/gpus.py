@@ -36,16 +36,12 @@ LOOK = """
 import ctypes, json, uuid
 cuda = ctypes.CDLL("libcuda.so.1")
 def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    if code:
+    if code := getattr(cuda, name)(*arguments):
         raise SystemExit(f"{name} returned {code}")
 call("cuInit", 0)
-count = ctypes.c_int()
+count, device, raw, found = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)(), []
 call("cuDeviceGetCount", ctypes.byref(count))
-found = []
 for index in range(count.value):
-    raw = (ctypes.c_ubyte * 16)()
-    device = ctypes.c_int()
     call("cuDeviceGet", ctypes.byref(device), index)
     call("cuDeviceGetUuid", raw, device)
     found.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
@@ -84,11 +80,11 @@ def gpu_facts(speed: bool = True) -> GPUFacts:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     look = [sys.executable, "-c", LOOK]
     try:
-        child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=False)
+        child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=True)
     except subprocess.TimeoutExpired:
         return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
-    if child.returncode != 0:
-        last = child.stderr.strip().splitlines()[-1:]
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:]
         return GPUFacts(smi, look_error="".join(last), visible=visible)
     return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
 
@@ -130,20 +126,19 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
     rules: list[Rule] = []
     for gpu in facts.smi:
         hot = f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)"
-        cool = "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile"
         faulty = f"{gpu.name} {gpu.uuid} has {gpu.ecc_errors} uncorrected memory errors"
-        reset = "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take it out"
-        rules += [(warns_if(gpu.slowed), hot, cool), (warns_if(gpu.ecc_errors), faulty, reset)]
-    model = facts.smi[0] if facts.smi else Smi("", "GPU", "?", 0, 0, 0, False)
-    passed = f"{len(facts.smi)} x {model.name}, driver {model.driver}; a process sees "
-    passed += ", ".join(facts.seen)
+        rules += [
+            (warns_if(gpu.slowed), hot, "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE"),
+            (warns_if(gpu.ecc_errors), faulty, "nvidia-smi -q -d ECC; nvidia-smi --gpu-reset"),
+        ]
+    names = ", ".join(sorted({f"{gpu.name}, driver {gpu.driver}" for gpu in facts.smi}))
+    passed = f"{len(facts.smi)} x {names}; a process sees {', '.join(facts.seen)}"
     return apply(check, node, [*rules, _visibility(facts.smi, facts, slots)], passed)
 
 
 def _visibility(smi: list[Smi], facts: GPUFacts, slots: int) -> Rule:
     """Compare the GPUs that a process sees with those of nvidia-smi and those needed."""
-    remedy = "Docker: --gpus all; Slurm: --gpus-per-node=...; see CUDA_VISIBLE_DEVICES and "
-    remedy += "ls -l /dev/nvidia*"
+    remedy = "Docker: --gpus all; Slurm: --gpus-per-node; see CUDA_VISIBLE_DEVICES, /dev/nvidia*"
     lists = f"nvidia-smi lists {len(smi)} GPUs"
     if facts.look_error:
         return Verdict.fail, f"{lists}, CUDA none: {facts.look_error}", remedy

@@ -9,7 +9,6 @@ from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
-    Verdict,
     apply,
     fail,
     fails_if,
@@ -36,22 +35,14 @@ TEMPORARY_NEEDED = 1024 * MIB
 # pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TEMPORARY = 107 - 33
 MORE_SHM = (
-    "Docker: docker run --shm-size=16g (or --ipc=host); Kubernetes: mount an emptyDir with "
-    "medium: Memory at /dev/shm; elsewhere: mount -o remount,size=16G /dev/shm. Files of dead "
-    "runs: ls -l /dev/shm"
+    "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at "
+    "/dev/shm; or mount -o remount,size=16G /dev/shm. Files of dead runs: ls -l /dev/shm"
 )
 MORE_MEMORY = (
-    "End other processes, or ask for more: Slurm: sbatch --mem=0; docker run --memory=...; "
-    "Kubernetes: resources.limits.memory"
+    "End other processes, or Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory"
 )
-MORE_CORES = (
-    "Slurm: sbatch --cpus-per-task=...; docker run --cpus=...; Kubernetes: resources.limits.cpu; "
-    "or lower cluster.gpus_per_node"
-)
-MORE_PIDS = (
-    "docker run --pids-limit=-1; Slurm: TasksMax=infinity in slurmd.service; Kubernetes: "
-    "podPidsLimit of the kubelet"
-)
+MORE_CORES = "Slurm: --cpus-per-task; docker run --cpus; Kubernetes: limits.cpu; or fewer ranks"
+MORE_PIDS = "docker run --pids-limit=-1; Slurm: TasksMax=infinity; Kubernetes: podPidsLimit"
 
 
 def judge_limits_of_nodes(
@@ -99,9 +90,10 @@ def judge_ulimits(
             f"{FEW_OPEN_FILES}",
             _more("n", str(RAY_OPEN_FILES), "nofile", "LimitNOFILE"),
         ),
-        (
-            _too_few_threads(limits.threads, slots),
-            f"{threads} processes and threads (ulimit -u); {_threads_text(slots)}",
+        _threads_rule(
+            limits.threads,
+            slots,
+            f"{threads} processes and threads (ulimit -u)",
             _more("u", "unlimited", "nproc", "LimitNPROC"),
         ),
         (
@@ -124,37 +116,31 @@ def _more(letter: str, value: str, name: str, slurm: str) -> str:
     )
 
 
-def _threads_of(slots: int) -> int:
-    return RAY_THREADS + slots * THREADS_EACH
-
-
-def _threads_text(slots: int) -> str:
-    return f"Ray and {slots} workers have about {_threads_of(slots)}"
-
-
-def _too_few_threads(left: int | None, slots: int) -> Verdict | None:
-    return None if left is None else severity(left < TOO_FEW_THREADS, left < _threads_of(slots))
+def _threads_rule(left: int | None, slots: int, evidence: str, advice: str) -> Rule:
+    """Return the rule for the number of processes and threads that may still be made."""
+    needed = RAY_THREADS + slots * THREADS_EACH
+    few = left is not None and left < needed
+    verdict = severity(few and left < TOO_FEW_THREADS, few)
+    return verdict, f"{evidence}; Ray and {slots} workers have about {needed}", advice
 
 
 def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[Finding]:
     """Judge host.cgroup of a node with this number of usable cores and ranks."""
     usable = cores if facts.cores is None else min(facts.cores, cores)
-    why = f"cpuset or affinity: {cores} cores"
-    if usable < cores:
-        why = f"CPU quota: {usable:g} of {cores} cores"
-    evidence = f"{why}, for {slots} worker processes and those of Ray"
+    limited = (
+        f"CPU quota: {usable:g} of {cores}" if usable < cores else f"cpuset or affinity: {cores}"
+    )
+    evidence = f"{limited} cores, for {slots} worker processes and those of Ray"
     rules: list[Rule] = [(warns_if(usable < slots), evidence, MORE_CORES)]
     used = "no limit of memory"
     if memory := facts.memory:
         used = f"{gib(memory.used)} of {gib(memory.limit)} of memory used"
         evidence = f"{gib(memory.used)} of the {gib(memory.limit)} that {memory.group} allows are "
         evidence += "used; the kernel kills processes above it"
-        verdict = warns_if(memory.used > NEARLY_FULL * memory.limit)
-        rules.append((verdict, evidence, MORE_MEMORY))
+        rules.append((warns_if(memory.used > NEARLY_FULL * memory.limit), evidence, MORE_MEMORY))
     if threads := facts.threads:
         evidence = f"{threads.group} allows {threads.limit} processes and threads, {threads.used} "
-        evidence += f"exist; {_threads_text(slots)}"
-        rules.append((_too_few_threads(threads.left, slots), evidence, MORE_PIDS))
+        rules.append(_threads_rule(threads.left, slots, f"{evidence}exist", MORE_PIDS))
     quota = "no CPU quota" if facts.cores is None else f"CPU quota {facts.cores:g}"
     return apply("host.cgroup", node, rules, f"{used}, {quota}, {cores} cores")
 
@@ -164,23 +150,19 @@ def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
     rules: list[Rule] = []
     for (path, _, free), error in folders:
         length = len(path.encode())
+        unwritable = f"no file can be written in {path}: {error}"
+        small = f"{path} has {gib(free)} free; logs, spilled objects and kernels need "
+        small += gib(TEMPORARY_NEEDED)
+        long = f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
+        make = f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder"
+        clean = f"Delete old files (du -xsh {path}/*), or set TMPDIR to a larger local disk"
         rules += [
-            (
-                fails_if(error),
-                f"no file can be written in {path}: {error}",
-                f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder",
-            ),
-            (
-                warns_if(not error and free < TEMPORARY_NEEDED),
-                f"{path} has {gib(free)} free; logs, spilled objects and compiled kernels need "
-                f"{gib(TEMPORARY_NEEDED)}",
-                f"Delete old files there (du -xsh {path}/*), or set TMPDIR to a larger local disk",
-            ),
+            (fails_if(error), unwritable, make),
+            (warns_if(not error and free < TEMPORARY_NEEDED), small, clean),
             (
                 fails_if(length > LONGEST_TEMPORARY),
-                f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
-                f"{LONGEST_TEMPORARY}",
-                "Set TMPDIR to a shorter path: export TMPDIR=/tmp",
+                f"{long}{LONGEST_TEMPORARY}",
+                "Set a shorter one: export TMPDIR=/tmp",
             ),
         ]
     free_in = ", ".join(f"{gib(f.space.free)} free in {f.space.folder}" for f in folders)

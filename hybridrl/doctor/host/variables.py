@@ -105,14 +105,13 @@ def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]
         (
             warns_if(launched),
             f"RANK={rank}, WORLD_SIZE={size} of {'torchrun' if by_torchrun else 'a launcher'}: "
-            "hybridrl starts its processes by itself, and each rank would be a run of its own",
-            "Start hybridrl once, without a launcher; if these are left over: unset RANK "
-            "WORLD_SIZE LOCAL_RANK TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
+            "each rank would be a run of its own",
+            "Start hybridrl once, without a launcher; left over: unset RANK WORLD_SIZE LOCAL_RANK "
+            "TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
         ),
         (
             warns_if(few),
-            f"OMP_NUM_THREADS=1 (torchrun and some clusters set it): each of {slots} workers "
-            f"uses one core, the node has {cores}",
+            f"OMP_NUM_THREADS=1: each of {slots} workers uses one core, the node has {cores}",
             "unset OMP_NUM_THREADS",
         ),
     ]
@@ -130,9 +129,9 @@ def _proxy(environment: Environment, others: list[str]) -> Rule:
         warns_if(proxies and uncovered),
         f"{' and '.join(proxies)} set, and no_proxy={direct or '(unset)'} leaves out "
         f"{', '.join(uncovered[:3])}{more}: HTTP between nodes (Ray's dashboard and jobs, a reward "
-        "server, with RAY_grpc_enable_http_proxy=1 all of Ray) uses the proxy",
-        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy, on "
-        "all nodes",
+        "server) uses the proxy",
+        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy "
+        "everywhere",
     )
 
 
@@ -164,8 +163,7 @@ def judge_visible(
         (
             len(set(given.values())) > 1,
             "values differ, and trainer and vLLM read different variables",
-            "NVIDIA: set CUDA_VISIBLE_DEVICES only; AMD: set HIP_VISIBLE_DEVICES only (or "
-            "CUDA_VISIBLE_DEVICES to the same value)",
+            "set only CUDA_VISIBLE_DEVICES on NVIDIA, only HIP_VISIBLE_DEVICES on AMD",
         ),
         (
             VISIBLE[2] in given and VISIBLE[1] not in given,
@@ -174,7 +172,7 @@ def judge_visible(
         ),
         (hidden, hidden, f"unset {' '.join(given)}, or name GPUs of the node"),
     )
-    rules: list[Rule] = [
+    rules = [
         (verdict if applies else None, f"{text}: {problem}{unused}", advice)
         for applies, problem, advice in problems
     ]
@@ -188,11 +186,11 @@ def _hidden_by(value: str, gpus: tuple[str, ...] | None) -> str:
         return "it hides every GPU"
     if len(set(entries)) < len(entries):
         return "a GPU is listed twice, and CUDA then shows none"
-    for entry in entries if gpus is not None else ():
-        assert gpus is not None
-        is_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
-        valid = int(entry) < len(gpus) if entry.isdigit() else is_uuid or entry.startswith("MIG-")
-        if not valid:
+    for entry in entries:
+        if gpus is None or entry.startswith("MIG-"):
+            continue
+        by_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
+        if not (int(entry) < len(gpus) if entry.isdigit() else by_uuid):
             what = entry or "an empty entry"
             return f"{what} is none of the node's {len(gpus)} GPUs, and hides those after it"
     return ""
@@ -213,23 +211,21 @@ def judge_allocator(node: str, environment: Environment, config: RunConfig) -> F
     if not given or sleep is SleepMode.none:
         return ok(check, node, f"no expandable segments, or no sleep (rollout.sleep = {sleep})")
     text = ", ".join(f"{name}={value}" for name, value in given.items())
-    advice = f"unset {' '.join(given)}, or rollout.sleep=none"
-    if "expandable_segments:True" in given.get(ALLOCATORS[0], ""):
-        effect = "vLLM must turn it off for its memory pool (before 0.25 it refuses), and hybridrl "
-        effect += "is not tested with it"
-        return warn(check, node, f"{text} with rollout.sleep = {sleep}: {effect}", advice)
+    seen = "expandable_segments:True" in given.get(ALLOCATORS[0], "")
     effect = "vLLM's memory pool fails (MemPool doesn't currently support expandable_segments)"
-    return fail(check, node, f"{text} with rollout.sleep = {sleep}: {effect}", advice)
+    if seen:
+        effect = "vLLM turns it off for its memory pool (before 0.25 it refuses): not tested"
+    evidence = f"{text} with rollout.sleep = {sleep}: {effect}"
+    advice = f"unset {' '.join(given)}, or rollout.sleep=none"
+    return (warn if seen else fail)(check, node, evidence, advice)
 
 
 def judge_terminal(driver: str, environment: Environment, *, buffered: bool) -> Finding:
     """Judge host.terminal of the driver's process; hybridrl's own commands do not buffer."""
     job = environment.get("SLURM_JOB_ID")
     if job and buffered:
-        evidence = f"output of Slurm job {job} is buffered: it appears late, and its end is lost "
-        evidence += "if the job is killed"
-        advice = "Add export PYTHONUNBUFFERED=1 to the batch script, or start the run by python -m "
-        advice += "hybridrl.main, which prints each line at once"
+        evidence = f"output of Slurm job {job} is buffered: its end is lost if the job is killed"
+        advice = "Add export PYTHONUNBUFFERED=1 to the batch script, or use python -m hybridrl.main"
         return warn("host.terminal", driver, evidence, advice)
     where = f"Slurm job {job}" if job else "not under Slurm"
     passed = f"{where}, output {'buffered' if buffered else 'line by line'}"

@@ -12,7 +12,7 @@ from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import collective as network_collective
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.network.collective_rules import RankResult
+from hybridrl.doctor.network.collective import RankResult
 
 
 def run_rank(**changes):
