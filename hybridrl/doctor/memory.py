@@ -28,7 +28,7 @@ from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
 # Share of free memory above which allocators and page tables may exceed it.
 TIGHT = 0.8
 GPUS_TIMEOUT_S = 60.0
-MORE_RAM = "ask for more memory (Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory)"
+MORE_RAM = "more memory (Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory)"
 
 
 class HostMemory(NamedTuple):
@@ -93,11 +93,9 @@ def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slot
         evidence += f"; fsdp.offload = {config.fsdp.offload}"
         remedy = "fsdp.offload=none (or idle_optimizer)"
     killed = f"{evidence}: the kernel would kill workers"
-    less = f"{remedy}, a lower cluster.gpus_per_node, or {MORE_RAM}"
-    others = f"End other processes with much memory there, or {MORE_RAM}"
     rules: list[Rule] = [
-        (fails_if(needed > memory.left), killed, less),
-        (warns_if(needed > TIGHT * memory.left), evidence, others),
+        (fails_if(needed > memory.left), killed, f"{remedy}, fewer ranks, or {MORE_RAM}"),
+        (warns_if(needed > TIGHT * memory.left), evidence, f"End other processes, or {MORE_RAM}"),
     ]
     return first("memory.host", node, rules, evidence)
 

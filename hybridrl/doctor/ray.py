@@ -22,15 +22,13 @@ TOKEN_CHARACTERS = 8
 OF_HEAD = ("ray.reachable", "ray.loopback", "ray.port", "ray.nodes")
 START = "`ray start --head --node-ip-address=<its address> --port={port}`"
 TOKEN_ADVICE = (
-    "Set one token on all nodes before `ray start`, and for the run: export RAY_AUTH_MODE=token "
-    "RAY_AUTH_TOKEN=<the 64 characters of the head; `cat ~/.ray/auth_token` there prints a token "
-    "that Ray made>. Without tokens: export RAY_AUTH_MODE=disabled everywhere. Then `ray stop` and "
-    "restart the nodes."
+    "On all nodes, before `ray start` and the run: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=<one "
+    "token of 64 characters; `cat ~/.ray/auth_token` prints one that Ray made>, or RAY_AUTH_MODE="
+    "disabled. Then `ray stop` and restart the nodes."
 )
 LOOPBACK_ADVICE = (
-    f"ray stop there, and start it on an address that the others reach: {START}, on other nodes "
-    "--address in place of --head and --port. The loopback address often comes from a line with "
-    "127.0.1.1 in /etc/hosts."
+    f"ray stop there, and {START}, on other nodes --address in place of --head and --port. The "
+    "loopback address often comes from a line with 127.0.1.1 in /etc/hosts."
 )
 
 
@@ -41,9 +39,7 @@ class RayFacts(NamedTuple):
         version: of the installed Ray; empty without one.
         auth_mode: RAY_AUTH_MODE in lower case, as Ray reads it; None: not set.
         token: first characters of the token's SHA-256; empty without one.
-        connection: to the head.
-        listeners: addresses of this node that listen on the head's port.
-        holders: processes of these, 'redis-server (pid 12)'.
+        listeners, holders: addresses and processes of this node on the head's port.
     """
 
     version: str
@@ -83,13 +79,13 @@ def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
     unfit = ray_problem(ray_version())
     if address is None:
         return found + _without_address(len(agents.nodes), wanted)
-    if place is None and unfit:
-        return found + _skip(OF_HEAD, f"RAY_ADDRESS={address}, and {unfit} here")
-    if place is None and joined is None:
-        evidence = f"RAY_ADDRESS={address} led to no cluster that this process could join"
-        advice = "Set RAY_ADDRESS=<address of the head>:6379, and start the doctor again."
-        return [*found, fail("ray.reachable", "all", evidence, advice)]
-    if place is None and joined is not None:
+    if place is None:
+        if unfit:
+            return found + _skip(OF_HEAD, f"RAY_ADDRESS={address}, and {unfit} here")
+        if joined is None:
+            evidence = f"RAY_ADDRESS={address} led to no cluster that this process could join"
+            advice = "Set RAY_ADDRESS=<address of the head>:6379, and start the doctor again."
+            return [*found, fail("ray.reachable", "all", evidence, advice)]
         evidence = f"RAY_ADDRESS={address} has been joined"
         found += [ok("ray.reachable", "all", evidence), skipped("ray.loopback", "all", evidence)]
         return found + judge_view(joined, address, wanted)
@@ -98,8 +94,7 @@ def examine(agents: NodeProbes, wanted: int) -> list[Finding]:
     found += judge_reachable(facts, address, several=several)
     if not facts or any(fact.connection.error for fact in facts.values()):
         return found + _skip(OF_HEAD[2:], "the head is not reached")
-    strangers = [fact.connection for fact in facts.values() if not fact.connection.is_grpc]
-    if strangers:
+    if strangers := [f.connection for f in facts.values() if not f.connection.is_grpc]:
         found.append(_judge_stranger(address, strangers[0], facts))
         return found + _skip(OF_HEAD[3:], "no Ray")
     if unfit:
@@ -117,10 +112,8 @@ def _without_address(seen: int, wanted: int) -> list[Finding]:
         starts = "the run starts a Ray of its own, for this machine only"
         return _skip(OF_HEAD, f"RAY_ADDRESS is not set: {starts if seen == 1 else 'no Ray yet'}")
     evidence = f"{seen} of cluster.nodes={wanted} examined: RAY_ADDRESS is not set"
-    advice = (
-        "Start Ray on all nodes and set RAY_ADDRESS=<address of the head>:6379, or start the "
-        f"doctor on each node with --join; or set cluster.nodes={seen}."
-    )
+    advice = "Start Ray on all nodes and set RAY_ADDRESS=<address of the head>:6379, start the "
+    advice += f"doctor on each node with --join, or set cluster.nodes={seen}."
     failed = fail("ray.nodes", "all", evidence, advice)
     return [*_skip(OF_HEAD[:3], "RAY_ADDRESS is not set"), failed]
 
@@ -181,10 +174,7 @@ def judge_tokens(facts: Mapping[str, RayFacts], *, joined: bool) -> list[Finding
         kinds += ": no token"
     each = ", ".join(f"{node}: {fact.kind}" for node, fact in facts.items())
     missing = f"RAY_AUTH_MODE=token and no token on {', '.join(without)}"
-    refused = (
-        f"{kinds}: a head that `ray start --head` starts there requires it, but nodes and runs "
-        "that join by its address send none and are refused"
-    )
+    refused = f"{kinds}: a head that starts there requires it, but other nodes and runs send none"
     rules: list[Rule] = [
         (fails_if(without), missing, TOKEN_ADVICE),
         (fails_if(len(set(effective.values())) > 1), f"the nodes differ: {each}", TOKEN_ADVICE),
@@ -205,13 +195,11 @@ def judge_reachable(facts: Mapping[str, RayFacts], address: str, *, several: boo
     errors = {node: fact.connection.error for node, fact in facts.items() if fact.connection.error}
     for node, error in errors.items():
         advice = (
-            f"On the head, `ss -ltn sport = :{port}` shows who listens. Nothing: start it, "
-            f"{START.format(port=port)}. Only 127.0.0.1: ray stop, and start it like this. "
-            "Otherwise RAY_ADDRESS names another machine."
+            f"On the head, `ss -ltn sport = :{port}` shows who listens. Nothing, or 127.0.0.1: ray "
+            f"stop, and {START.format(port=port)}. Otherwise RAY_ADDRESS names another machine."
             if "refused" in error
             else f"Open TCP port {port} of the head, and Ray's other ports, for this node in "
-            "firewalls and security groups; check the route with `ip route get <head>`. "
-            "RAY_ADDRESS must be the head's address as seen by this node."
+            "firewalls and security groups, or correct the route (`ip route get <head>`)."
         )
         found.append(fail("ray.reachable", node, f"{node} -> {address}: {error}", advice))
     if facts and not errors:
@@ -244,10 +232,10 @@ def _judge_stranger(address: str, connection: Connection, facts: Mapping[str, Ra
     who = f", held by {', '.join(holders)}" if holders else ""
     reply = repr(connection.said) if connection.said else "nothing"
     evidence = f"{address} answers but is no Ray: the reply to a gRPC greeting is {reply}{who}"
+    port = address.rpartition(":")[2]
     advice = (
-        "6379 is Redis's port, too: start Ray's head on another (ray start --head --port=6380) and "
-        "set RAY_ADDRESS to it, or end the server (`ss -ltnp sport = "
-        f":{address.rpartition(':')[2]}` on the head)."
+        "Start Ray's head on another port (6379 is Redis's): ray start --head --port=6380, and "
+        f"set RAY_ADDRESS, or end the server (`ss -ltnp sport = :{port}` on the head)."
     )
     return fail("ray.port", "all", evidence, advice)
 
@@ -275,8 +263,7 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     found = [ok("ray.port", "all", f"{version} at {address}")]
     for node in alive:
         if wanted > 1 and not on_one_machine and is_loopback(node.address):
-            evidence = f"{node.host} is known in the cluster by {node.address}, which leads other "
-            evidence += "nodes to themselves"
+            evidence = f"Ray knows {node.host} by {node.address}, which leads others to themselves"
             advice = LOOPBACK_ADVICE.format(port=port)
             found.append(fail("ray.loopback", node.host, evidence, advice))
     return [*found, _judge_nodes(view, address, wanted)]

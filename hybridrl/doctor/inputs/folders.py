@@ -26,12 +26,9 @@ class CacheFacts(NamedTuple):
 
     Attributes:
         variable: the one that sets its path.
-        name: of the cache.
         space: path, and free bytes of its file system.
-        exists: False if it must be made.
         owner: of the folder or its nearest existing parent.
-        user: of this process.
-        error: of writing there, if any.
+        error: of writing there by `user`, if any.
         lacking: models and datasets to be downloaded.
     """
 
@@ -95,12 +92,17 @@ def judge_cache(
         use = "compiled kernels go there" if drivers is None else "all files that it needs exist"
         use = f"{', '.join(cache.lacking)} must be downloaded" if cache.lacking else use
         unwritable = Verdict.fail if cache.lacking else Verdict.warn
-        error = f"{evidence}; {cache.user} cannot write: {cache.error}; {use}"
-        chown = f"chown -R {cache.user} {path}, or set {cache.variable} to a writable folder, on "
-        same = f"export {cache.variable}=... the same on all nodes, before `ray start`"
         rules: list[Rule] = [
-            (unwritable if cache.error else None, error, f"{chown}all nodes"),
-            (warns_if(path != drivers_path), f"{evidence}; the driver uses {drivers_path}", same),
+            (
+                unwritable if cache.error else None,
+                f"{evidence}; {cache.user} cannot write: {cache.error}; {use}",
+                f"chown -R {cache.user} {path}, or set {cache.variable} to a writable folder",
+            ),
+            (
+                warns_if(path != drivers_path),
+                f"{evidence}; the driver uses {drivers_path}",
+                f"export {cache.variable}=... the same on all nodes, before `ray start`",
+            ),
         ]
         found.append(first("inputs.cache", node, rules, evidence))
     return found
@@ -118,13 +120,11 @@ def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
     first, *others = agents.nodes
     if others and first in written:
         seen, silent = gather(agents, check, sees, *written[first])
-        evidence = f"this node does not see files that {first} writes into {folder}: checkpoints "
-        evidence += "need a shared folder, and logs stay on their nodes"
-        advice = "hydra.run.dir=/shared/..., on NFS, Lustre or the like"
         found += silent
-        found += [
-            warn(check, node, evidence, advice) for node, is_seen in seen.items() if not is_seen
-        ]
+        for node in (node for node, is_seen in seen.items() if not is_seen):
+            evidence = f"this node does not see files that {first} writes into {folder}: "
+            evidence += "checkpoints need a shared folder"
+            found.append(warn(check, node, evidence, "hydra.run.dir=/shared/..., as on NFS"))
     agents.call_each(remove, written, timeout_s=REMOVE_S)
     shared = ", shared by all nodes" if others else ""
     return found or [ok(check, "all", f"{folder}: writable{shared}")]

@@ -22,20 +22,19 @@ DEVICES = Path("/dev/infiniband")
 ETHERNET, ROCE_V2 = "Ethernet", "RoCE v2"
 VARIABLES = ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE")
 GIVE_DEVICES = (
-    "give the container the devices "
-    "(docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1)"
+    "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 (Kubernetes: the "
+    "device plugin's resources)"
 )
 
 
 class HCAPort(NamedTuple):
-    """A port of a host channel adapter.
+    """A port of a host channel adapter, as /sys prints it.
 
     Attributes:
         name: device and port, as in NCCL_IB_HCA: mlx5_0:1.
         state: ACTIVE, INIT, DOWN, ...
         physical: LinkUp, Disabled, Polling, ...
         link_layer: InfiniBand or Ethernet (RoCE).
-        rate: as the kernel prints it: 400 Gb/sec (4X NDR).
         gids: types of the GIDs (RoCE v2, IB/RoCE v1), by index, without empty ones.
     """
 
@@ -100,17 +99,14 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
         # Excluding all adapters may be intended.
         verdict = Verdict.warn if spec.startswith("^") else Verdict.fail
         evidence = f"NCCL_IB_HCA={spec} leaves none of the node's adapters ({names}): NCCL uses "
-        evidence += "TCP, or fails with NCCL_NET=IB"
         device = fabric.ports[0].name.partition(":")[0]
         advice = f"Unset NCCL_IB_HCA, or export NCCL_IB_HCA={device}; for TCP: NCCL_IB_DISABLE=1."
-        return [(verdict, evidence, advice)]
+        return [(verdict, f"{evidence}TCP, or fails with NCCL_NET=IB", advice)]
     rules: list[Rule] = [
         (
             severity(fabric.closed and not (alone or fabric.is_off), fabric.closed),
             f"the kernel shows {names}, but {fabric.closed}: between nodes NCCL silently uses TCP",
-            f"In a container: {GIVE_DEVICES}, as deploy/docker/run.sh does; in a pod request the "
-            "resources of the cluster's device plugin. Elsewhere load ib_uverbs (`ls -l "
-            "/dev/infiniband`). For TCP: NCCL_IB_DISABLE=1.",
+            f"{GIVE_DEVICES}; without a container: modprobe ib_uverbs. For TCP: NCCL_IB_DISABLE=1.",
         )
     ]
     named = "NCCL_IB_HCA" in variables
@@ -126,16 +122,14 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
             (
                 severity(down and (named or none_active), down),
                 f"{port}{' (named in NCCL_IB_HCA)' if named else ''}",
-                "See `ibstat` and the cable; physical Polling: no link; state INIT: no subnet "
-                f"manager runs. Or exclude it: export NCCL_IB_HCA=^={port.name}; for TCP: "
-                "NCCL_IB_DISABLE=1.",
+                "See `ibstat` and the cable; Polling: no link; INIT: no subnet manager runs. Or "
+                f"export NCCL_IB_HCA=^={port.name}; for TCP: NCCL_IB_DISABLE=1.",
             ),
             (
                 fails_if(wrong and not down),
                 f"NCCL_IB_GID_INDEX={index} is {kind} on {port.name}; RoCE v2 needs one of "
                 f"{', '.join(good) or 'none, as the port has no address'}",
-                f"Unset NCCL_IB_GID_INDEX (NCCL finds it since 2.21){export}; `show_gids` lists "
-                "them.",
+                f"Unset NCCL_IB_GID_INDEX (NCCL finds it since 2.21){export}; see `show_gids`.",
             ),
         ]
     return rules

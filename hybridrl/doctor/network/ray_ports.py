@@ -19,8 +19,6 @@ LAST_PORT = 65535
 def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
     """Return the ports of Ray's services under deploy/ by node; none if Ray is up or not needed.
 
-    Nodes that share an address, as in tests, get no ports.
-
     Raises:
         ConfigError: HYBRIDRL_RAY_PORT is no port.
     """
