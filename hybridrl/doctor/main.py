@@ -26,14 +26,13 @@ from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Stage
 from hybridrl.doctor.joined import joined_probes, listens_here, serve
-from hybridrl.doctor.preflight import STAGES
+from hybridrl.doctor.preflight import STAGES, run_nodes
 from hybridrl.doctor.report import show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, left_out, run_stages
 
@@ -77,10 +76,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
     console = Console(highlight=False)
-
-    def announce(stage: Stage) -> None:
-        console.print(f"-- {stage.value}")
-
     stages = (*STAGES, (Stage.training, training.check))
     with _agents(options) as agents:
         context = _context(rest, agents)
@@ -89,12 +84,14 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
         reports: list[StageReport] = []
         why = ""
         try:
-            for report in run_stages(context, stages, announce):
+            for report in run_stages(
+                context, stages, lambda stage: console.print(f"-- {stage.value}")
+            ):
                 reports.append(report)  # also those before an error
         except BaseException as error:
-            why = f"ended by {type(error).__name__}"
-            if isinstance(error, Interrupted):
-                why = str(error)
+            why = (
+                str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
+            )
             raise
         finally:  # the report is written after an interrupt or an error, too
             reports += [left_out(stage, why) for stage, _ in stages[len(reports) :]]
@@ -116,11 +113,9 @@ def _agents(options: argparse.Namespace) -> Iterator[NodeProbes]:
         agents: NodeProbes = LocalProbes(socket.gethostname())
         if options.join is not None:
             agents = stack.enter_context(joined_probes(options.join, options.nodes, JOIN_S))
-        elif ray_address() is not None and not ray_problem(ray_version()):
-            from hybridrl.controller.ray.ray_probes import RayProbes
-
+        elif not ray_problem(ray_version()):
             with suppress(ConfigError):
-                agents = stack.enter_context(RayProbes())
+                agents = stack.enter_context(run_nodes())
         yield agents
 
 

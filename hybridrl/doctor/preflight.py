@@ -55,7 +55,7 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
     checks = result.config.doctor.checks
     if checks is DoctorChecks.none:
         return
-    with _nodes() as agents:
+    with run_nodes() as agents:
         quick = checks is DoctorChecks.quick
         assert result.shape is not None
         context = CheckContext(
@@ -69,7 +69,12 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
 
 
 @contextmanager
-def _nodes() -> Iterator[NodeProbes]:
+def run_nodes() -> Iterator[NodeProbes]:
+    """Yield the nodes of the cluster at RAY_ADDRESS, or this machine.
+
+    Raises:
+        ConfigError: on entering, if the cluster cannot be joined.
+    """
     if ray_address() is None:
         yield LocalProbes(socket.gethostname())
         return

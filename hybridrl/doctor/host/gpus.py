@@ -83,8 +83,8 @@ def gpu_facts(speed: bool = True) -> GPUFacts:
         child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=True)
     except subprocess.TimeoutExpired:
         return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
-    except subprocess.CalledProcessError as error:
-        last = error.stderr.strip().splitlines()[-1:]
+    except subprocess.CalledProcessError as failure:
+        last = failure.stderr.strip().splitlines()[-1:]
         return GPUFacts(smi, look_error="".join(last), visible=visible)
     return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
 

@@ -1,10 +1,9 @@
 """Rules for the limits and free space of a node."""
 
-from collections.abc import Mapping
+import math
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.memory import MIB, gib
-from hybridrl.config.schema import RunConfig
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.doctor.findings import (
     Finding,
@@ -16,7 +15,7 @@ from hybridrl.doctor.findings import (
     severity,
     warns_if,
 )
-from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, HostFacts, Temporary, Ulimits
+from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, Temporary, Ulimits
 
 # Ray's smallest object store, plus the shared memory of NCCL and vLLM.
 SHM_NEEDED = 200 * MIB
@@ -43,21 +42,6 @@ MORE_MEMORY = (
 )
 MORE_CORES = "Slurm: --cpus-per-task; docker run --cpus; Kubernetes: limits.cpu; or fewer ranks"
 MORE_PIDS = "docker run --pids-limit=-1; Slurm: TasksMax=infinity; Kubernetes: podPidsLimit"
-
-
-def judge_limits_of_nodes(
-    facts: Mapping[str, HostFacts], config: RunConfig, slots_on: Mapping[str, int]
-) -> list[Finding]:
-    """Judge shared memory, ulimits, cgroups and temporary folders of each node."""
-    found: list[Finding] = []
-    for node, fact in facts.items():
-        slots = slots_on[node]
-        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots else ()
-        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
-        found += judge_ulimits(node, fact.limits, slots, infiniband)
-        found += judge_cgroup(node, fact.cgroup, fact.cores, slots)
-        found += judge_temporary(node, fact.temporary)
-    return found
 
 
 def judge_shm(node: str, space: DiskSpace | None, accelerator: Accelerator) -> Finding:
@@ -118,9 +102,8 @@ def _more(letter: str, value: str, name: str, slurm: str) -> str:
 
 def _threads_rule(left: int | None, slots: int, evidence: str, advice: str) -> Rule:
     """Return the rule for the number of processes and threads that may still be made."""
-    needed = RAY_THREADS + slots * THREADS_EACH
-    few = left is not None and left < needed
-    verdict = severity(few and left < TOO_FEW_THREADS, few)
+    needed, has = RAY_THREADS + slots * THREADS_EACH, math.inf if left is None else left
+    verdict = severity(has < TOO_FEW_THREADS, has < needed)
     return verdict, f"{evidence}; Ray and {slots} workers have about {needed}", advice
 
 

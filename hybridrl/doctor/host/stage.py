@@ -11,7 +11,7 @@ from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
 from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host.facts import HostFacts, buffers_output, environment, host_facts
 from hybridrl.doctor.host.gpus import gpu_facts, judge_gpus
-from hybridrl.doctor.host.limits import judge_limits_of_nodes
+from hybridrl.doctor.host.limits import judge_cgroup, judge_shm, judge_temporary, judge_ulimits
 from hybridrl.doctor.host.variables import (
     judge_allocator,
     judge_terminal,
@@ -33,10 +33,7 @@ ODD_CLOCK_S, WRONG_CLOCK_S = 1.0, 60.0
 VERSION_ADVICE = {
     "driver": "Install the same driver on all nodes",
     "python": "Use python {usual} on all nodes (Ray refuses to mix versions)",
-    "hybridrl sources": (
-        "Install the same checkout on all nodes (git pull; pip install -e .), or keep it in a "
-        "shared folder"
-    ),
+    "hybridrl sources": "Install the same checkout on all nodes, or keep it in a shared folder",
 }
 
 
@@ -46,9 +43,13 @@ def check(context: CheckContext) -> list[Finding]:
     facts, found = gather(agents, "host.limits", host_facts)
     if not facts:
         return found
-    found += judge_limits_of_nodes(facts, config, slots)
     found.append(judge_terminal(agents.nodes[0], environment(), buffered=buffers_output()))
     for node, fact in facts.items():
+        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots[node] else ()
+        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
+        found += judge_ulimits(node, fact.limits, slots[node], infiniband)
+        found += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
+        found += judge_temporary(node, fact.temporary)
         found.append(judge_visible(node, fact.environment, fact.gpus, config))
         found.append(judge_allocator(node, fact.environment, config))
     found += judge_variables(facts, environment(), config)
@@ -76,8 +77,8 @@ def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
         judged = warn if name == "driver" else fail
         for node, evidence in differing(f"{name} ", values).items():
             found.append(judged("host.versions", node, evidence, advice))
-    versions = next(iter(facts.values())).versions
-    each = ", ".join(f"{name} {v}" for name, v in versions.items())
+    first, *_ = facts.values()
+    each = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     return found or [ok("host.versions", "all", each)]
 
 
@@ -94,10 +95,10 @@ def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
             if OF_THE_NODE.fullmatch(name):
                 found.append(ok(check, node, f"{evidence}: may differ between nodes"))
             else:
-                evidence += ": NCCL and gloo hang or fail if it differs"
-                found.append(fail(check, node, evidence, advice))
-    values_text = ", ".join(f"{n}={next(iter(facts.values())).environment.get(n)}" for n in names)
-    return found or [ok(check, "all", values_text or "none is set")]
+                found.append(fail(check, node, f"{evidence}: NCCL and gloo may hang", advice))
+    first, *_ = facts.values()
+    each = ", ".join(f"{name}={first.environment.get(name)}" for name in names)
+    return found or [ok(check, "all", each or "none is set")]
 
 
 def differing(name: str, values: Mapping[str, str]) -> dict[str, str]:
@@ -143,8 +144,7 @@ def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
     advice = "chronyc makestep (or systemctl restart systemd-timesyncd) on that node"
     for node, skew in skews.items():
         side = "ahead of" if skew > 0 else "behind"
-        evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; time limits, "
-        evidence += "certificates and log lines depend on it"
+        evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; certificates depend on it"
         if verdict := severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S):
             found.append(Finding("host.clock", node, verdict, evidence, advice))
     worst = max(map(abs, skews.values()))

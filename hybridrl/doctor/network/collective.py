@@ -199,7 +199,7 @@ def _start(order: RankOrder) -> "subprocess.Popen[str]":
         defaults["GLOO_SOCKET_IFNAME"] = order.interface
     command = [sys.executable, "-m", "hybridrl.doctor.network.collective_rank"]
     with ExitStack() as stack:
-        inherited = ()
+        inherited: tuple[int, ...] = ()
         if order.rank == 0:
             listener = stack.enter_context(_MEETING.pop(order.port))
             inherited = (listener.fileno(),)
