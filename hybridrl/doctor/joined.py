@@ -12,10 +12,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from threading import Lock, Thread
 from typing import Any
 
@@ -29,7 +30,7 @@ from hybridrl.controller.ray.node_probes import (
     run_packed,
     timed_out,
 )
-from hybridrl.doctor.gather import ProbeGroup
+from hybridrl.doctor.context import ProbeGroup
 
 KEY, RAY_KEY = "HYBRIDRL_DOCTOR_KEY", "RAY_AUTH_TOKEN"
 SAME_KEY = f"set {KEY} to the same word on all nodes"
@@ -42,12 +43,7 @@ HUNG_UP = ProbeResult(error="hung up: its process has ended or the network is go
 
 @contextmanager
 def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodeProbes]:
-    """Wait on the head until all nodes have joined; yield them, and end them afterwards.
-
-    Args:
-        address: HEAD:PORT.
-        nodes: number of nodes, this one included.
-        timeout_s: seconds until all must have joined.
+    """Wait on the head until all nodes, this one included, have joined at HEAD:PORT; yield them.
 
     Raises:
         ConfigError: a node is missing, the port is in use, or there is no key.
@@ -72,21 +68,21 @@ def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodePr
         function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
     ) -> dict[str, ProbeResult]:
         deadline, number = time.monotonic() + timeout_s, next(numbers)
-        answers = dict.fromkeys(arguments, timed_out(timeout_s))
-        for node, values in arguments.items():
-            with suppress(OSError):  # reading fails, too
-                connections[node].send((number, packed(function, values)))
-        waiting = {connections[node]: node for node in arguments}
-        while waiting and (ready := wait(list(waiting), deadline - time.monotonic())):
-            for one in (one for one in ready if isinstance(one, Connection)):
-                try:
+
+        def ask(node: str) -> ProbeResult:
+            one = connections[node]
+            try:
+                one.send((number, packed(function, arguments[node])))
+                while one.poll(max(0.0, deadline - time.monotonic())):
                     answered, reply = one.recv()
-                except (EOFError, OSError):
-                    answers[waiting.pop(one)] = HUNG_UP
-                else:
                     if answered == number:  # else late, for a call that has timed out
-                        answers[waiting.pop(one)] = pickle.loads(reply)
-        return answers
+                        return pickle.loads(reply)
+            except (EOFError, OSError):
+                return HUNG_UP
+            return timed_out(timeout_s)
+
+        with ThreadPoolExecutor(max(1, len(arguments))) as threads:
+            return dict(zip(arguments, threads.map(ask, arguments), strict=True))
 
     try:
         yield ProbeGroup(names, addresses, call_each)
@@ -216,11 +212,6 @@ def _authenticated(
 
 
 def _key(address: str) -> bytes:
-    """Return the key of the environment.
-
-    Raises:
-        ConfigError: there is none.
-    """
     if given := os.environ.get(KEY) or os.environ.get(RAY_KEY):
         return given.encode()
     raise ConfigError(
@@ -230,11 +221,7 @@ def _key(address: str) -> bytes:
 
 
 def parse_place(text: str) -> tuple[str, int]:
-    """Parse HEAD:PORT, with an IPv6 address in brackets.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Parse HEAD:PORT, with an IPv6 address in brackets; raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--join {text}: expected HEAD:PORT, for example 10.0.0.1:29400.")
@@ -242,11 +229,7 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 def resolved(address: str) -> str:
-    """Return the IP address of HEAD in HEAD:PORT.
-
-    Raises:
-        ConfigError: this node does not know the name.
-    """
+    """Return the IP address of HEAD in HEAD:PORT; raises ConfigError for an unknown name."""
     host = parse_place(address)[0]
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -82,16 +82,14 @@ def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
         nodes = ", ".join(agents.nodes)
         console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
         reports: list[StageReport] = []
+        running = run_stages(context, stages, lambda stage: console.print(f"-- {stage.value}"))
         why = ""
         try:
-            for report in run_stages(
-                context, stages, lambda stage: console.print(f"-- {stage.value}")
-            ):
+            for report in running:
                 reports.append(report)  # also those before an error
         except BaseException as error:
-            why = (
-                str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
-            )
+            known = isinstance(error, Interrupted)
+            why = str(error) if known else f"ended by {type(error).__name__}"
             raise
         finally:  # the report is written after an interrupt or an error, too
             reports += [left_out(stage, why) for stage, _ in stages[len(reports) :]]

@@ -19,9 +19,8 @@ from hybridrl.config.planner.memory import (
     pinned_bytes,
     rank_phases,
 )
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, Rule, fails_if, first, skipped, warns_if
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host.facts import Limit, cgroup_facts
 from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
 

@@ -42,12 +42,8 @@ class MachineError(ConfigError):
 def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> None:
     """Make the checks of `doctor.checks` on every node of the run, and log the warnings.
 
-    With RAY_ADDRESS the process must have joined that cluster.
-
-    Args:
-        result: config of the run, checked.
-        machine: nodes that the run may use.
-        overrides: as composed.
+    With RAY_ADDRESS the process must have joined that cluster. `machine` has the nodes that the
+    run may use.
 
     Raises:
         MachineError: every failure of the first stage that has one.

@@ -11,11 +11,10 @@ from hybridrl.config.checks.installation import ray_advice, ray_problem, ray_ver
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, joined_view, query_head
 from hybridrl.controller.ray.head import Connection, connect, head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.network.nodes import is_loopback
-from hybridrl.doctor.network.ray_ports import listening, process_text
+from hybridrl.doctor.network.server import listening, process_text
 
 ASK_S, FACTS_S = 10.0, 20.0
 TOKEN_CHARACTERS = 8

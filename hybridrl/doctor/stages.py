@@ -101,10 +101,10 @@ def _reduced(finding: Finding, unfit: frozenset[str], context: CheckContext) -> 
     """Return a warning in place of a failure of nodes that the run does not need."""
     if not unfit:
         return finding
-    evidence, advice = f"the run fits without {' and '.join(sorted(unfit))}", finding.advice
+    why, advice = f"the run fits without {' and '.join(sorted(unfit))}", finding.advice
     if any(context.slots[node] for node in unfit):
         advice += " Ray may still choose that node: repair it, or `ray stop` there."
     else:
-        evidence = "no rank of the run is placed here"
-    evidence = f"{finding.evidence}; {evidence}"
+        why = "no rank of the run is placed here"
+    evidence = f"{finding.evidence}; {why}"
     return replace(finding, verdict=Verdict.warn, evidence=evidence, advice=advice)

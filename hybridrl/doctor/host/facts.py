@@ -138,8 +138,10 @@ def cgroup_facts(root: Path = Path("/")) -> CgroupFacts:
         period = period or _text(group / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores.append(int(quota) / int(period))
-    narrowest = (min(found, key=lambda one: one.left, default=None) for found in (memory, threads))
-    return CgroupFacts(*narrowest, min(cores, default=None))
+    least_memory, least_threads = (
+        min(found, key=lambda one: one.left, default=None) for found in (memory, threads)
+    )
+    return CgroupFacts(least_memory, least_threads, min(cores, default=None))
 
 
 def _limits(group: Path, files: tuple[tuple[str, str], ...]) -> list[Limit]:

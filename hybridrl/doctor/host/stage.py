@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host.facts import HostFacts, buffers_output, environment, host_facts
 from hybridrl.doctor.host.gpus import gpu_facts, judge_gpus
 from hybridrl.doctor.host.limits import judge_cgroup, judge_shm, judge_temporary, judge_ulimits

@@ -108,7 +108,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
         if config.environment is not None:
             found.append(_try_environment(node, config.environment, config, prompts))
         for key, rule in rules.items():
-            found.append(_try_rule(node, key, rule.function, rule.args, config, prompts))
+            found.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
         found.append(fail(REWARD, node, error.problems[0], "Correct reward.* or eval.rules.*"))
     except RewardProcessError as error:
@@ -118,18 +118,13 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
 
 
 def _try_rule(
-    node: str,
-    key: str,
-    function: str,
-    args: dict[str, Any],
-    config: RunConfig,
-    prompts: "Sequence[Prompt]",
+    node: str, key: str, rule: Any, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
     """Score reference answers, as they are and in other forms, and empty responses."""
-    name = f"{key}.function = {function}"
+    name, timeout_s = f"{key}.function = {rule.function}", config.reward.timeout_s
     responses = {form: [_response(form, prompt) for prompt in prompts] for form in (*FORMS, EMPTY)}
     with RewardScorer(
-        function, args, timeout_s=config.reward.timeout_s, num_processes=1, failed_score=0.0
+        rule.function, rule.args, timeout_s=timeout_s, num_processes=1, failed_score=0.0
     ) as scorer:
         # One row first: a function that hangs costs one timeout.
         one = [(prompts[0].text, responses[f][0], prompts[0].example) for f in (FORMS[0], EMPTY)]
@@ -150,7 +145,7 @@ def _try_rule(
         f"{name}, {len(prompts)} rows: reference answers score {best:g} on average, empty "
         f"responses {empty:g}"
     )
-    if best <= empty and function != NO_REWARD:
+    if best <= empty and rule.function != NO_REWARD:
         advice = "Check that data.answer_key and reward.args match the function's form of answers"
         return warn(REWARD, node, evidence, advice)
     return ok(REWARD, node, evidence)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
-from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.server import Opened, Speed, Target, measure
 
 CHECK = "network.bandwidth"

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
+from hybridrl.doctor.context import gather, gather_each
 from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
-from hybridrl.doctor.gather import gather, gather_each
 from hybridrl.doctor.network.bandwidth import (
     Pair,
     extremes,

@@ -97,15 +97,17 @@ def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[st
     rank, received = order["rank"], {}
     small, large = torch.ones(SMALL, device=device), torch.ones(SENT[device], device=device)
 
-    def measured(other: int, *ways: Callable[..., Any]) -> tuple[float, float]:
+    def measured(other: int, first: Callable[..., Any], second: Callable[..., Any]) -> list[float]:
         """Return seconds of a round trip, and of a large message by the second way."""
 
         def trip() -> None:
-            for way in ways:
-                way(small, other, group=group)
+            first(small, other, group=group)
+            second(small, other, group=group)
 
-        trip_s = _seconds(trip, device, TRIP_REPEATS)
-        return trip_s, _seconds(lambda: ways[1](large, other, group=group), device, PAIR_REPEATS)
+        def message() -> None:
+            second(large, other, group=group)
+
+        return [_seconds(trip, device, TRIP_REPEATS), _seconds(message, device, PAIR_REPEATS)]
 
     for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
         if rank == sender:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fails_if, severity, skipped
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.network.nodes import matching
 
 CHECK = "network.infiniband"

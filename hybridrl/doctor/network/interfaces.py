@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
+from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, Rule, Verdict, fail, first, ok, warn, warns_if
-from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.nodes import (
     LAST_CHOICES,
     Choice,

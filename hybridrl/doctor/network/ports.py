@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.gather import gather_each
-from hybridrl.doctor.network.ray_ports import running_services
-from hybridrl.doctor.network.server import Opened, Target, reach
+from hybridrl.doctor.network.server import Opened, Target, reach, running_services
 
 CHECK, RENDEZVOUS = "network.ports", "network.rendezvous"
 IN_A_FILE = "ranks of one node meet in a file of their user, without a port"

@@ -8,12 +8,10 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather, gather_each, subset
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
-from hybridrl.doctor.gather import gather, gather_each, subset
 from hybridrl.doctor.network import bandwidth, collective, infiniband, interfaces, nodes, ports
-from hybridrl.doctor.network.ray_ports import service_ports
-from hybridrl.doctor.network.server import close_ports, open_ports
+from hybridrl.doctor.network.server import close_ports, open_ports, service_ports
 from hybridrl.doctor.stages import dispensable
 
 LOOK_S = 15.0

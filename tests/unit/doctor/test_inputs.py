@@ -13,16 +13,16 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import ProbeResult
 from hybridrl.doctor.findings import CHECKS, Verdict
 from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.folders import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_model, model_facts
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
+from hybridrl.doctor.inputs.stage import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from tests.data_configs import jsonl, sums
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
 FACTS = "hybridrl.doctor.inputs.models"
-FOLDERS = "hybridrl.doctor.inputs.folders"
+FOLDERS = "hybridrl.doctor.inputs.stage"
 HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
 
 

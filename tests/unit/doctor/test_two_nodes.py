@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.doctor import memory
+from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.folders import check_run_directory
 from hybridrl.doctor.inputs.models import judge_model, model_facts
+from hybridrl.doctor.inputs.stage import check_run_directory
 from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
