@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 STAGES: tuple[tuple[Stage, Check], ...] = (
     (Stage.host, host.check),
     (Stage.network, network.check),
-    (Stage.ray, ray.check),
+    (Stage.ray, lambda case: ray.examine(case.agents, case.config.cluster.nodes)),
     (Stage.placement, placement.check),
     (Stage.inputs, inputs.check),
     (Stage.memory, memory.check),

@@ -11,7 +11,7 @@ from hybridrl.config.checks.installation import ray_advice, ray_problem, ray_ver
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, joined_view, query_head
 from hybridrl.controller.ray.head import Connection, connect, head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.doctor.context import CheckContext, gather
+from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
 from hybridrl.doctor.network.nodes import is_loopback
 from hybridrl.doctor.network.server import listening, process_text
@@ -61,11 +61,6 @@ class RayFacts(NamedTuple):
         """Mode and token that the node uses to join; without the mode it sends no token."""
         mode = self.auth_mode or "disabled"
         return mode, self.token if mode == "token" else ""
-
-
-def check(context: CheckContext) -> list[Finding]:
-    """Make all checks ray.*."""
-    return examine(context.agents, context.config.cluster.nodes)
 
 
 def examine(agents: NodeProbes, wanted: int) -> list[Finding]:

@@ -89,13 +89,13 @@ def _outcome(command: list[str], log: Path) -> Finding:
     seconds = time.perf_counter() - start
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     steps = [line for line in lines if line.startswith(f"step {STEPS}/{STEPS}")]
+    if code == 0 and steps:
+        passed = f"{STEPS} steps in {seconds:.0f} s, start included: {steps[-1]}"
+        return ok(CHECK, "all", passed)
     evidence = f"exit code {code} after {seconds:.0f} s:\n" + "\n".join(lines[-LAST_LINES:])
-    kept = [part for part in command[1:] if not part.startswith("hydra.run.dir=")]
-    if code != 0 or not steps:
-        advice = "Run the same command and read the logs of the workers: python "
-        return fail(CHECK, "all", evidence, advice + shlex.join(kept))
-    passed = f"{STEPS} steps in {seconds:.0f} s, start included: {steps[-1]}"
-    return ok(CHECK, "all", passed)
+    again = shlex.join(part for part in command[1:] if not part.startswith("hydra.run.dir="))
+    advice = f"Run the same command and read the logs of the workers: python {again}"
+    return fail(CHECK, "all", evidence, advice)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -247,11 +247,9 @@ def versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[str, ...]:
-    found = []
-    for folder in sorted((DRIVER / "gpus").glob("*")):
-        match = re.search(r"GPU UUID:\s*(\S+)", _text(folder / "information"))
-        found.append(match[1] if match else folder.name)
-    return tuple(found)
+    folders = sorted((DRIVER / "gpus").glob("*"))
+    found = [re.search(r"GPU UUID:\s*(\S+)", _text(one / "information")) for one in folders]
+    return tuple(m[1] if m else one.name for m, one in zip(found, folders, strict=True))
 
 
 def _address() -> str:

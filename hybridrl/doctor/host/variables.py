@@ -7,6 +7,7 @@ code of Ray (util/rpdb.py, _private/ray_constants.py) and torch (ProcessGroupNCC
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RunConfig
@@ -138,14 +139,9 @@ def _proxy(environment: Environment, others: list[str]) -> Rule:
 def bypasses(address: str, no_proxy: str) -> bool:
     """Return True if no_proxy covers an IP address by itself, by * or a network (10.0.0.0/8)."""
     for entry in (part.strip() for part in no_proxy.split(",")):
-        if entry == "*":
-            return True
-        try:
-            network = ipaddress.ip_network(entry, strict=False)
-        except ValueError:
-            continue
-        if ipaddress.ip_address(address) in network:
-            return True
+        with suppress(ValueError):  # of a host's name
+            if entry == "*" or ipaddress.ip_address(address) in ipaddress.ip_network(entry, False):
+                return True
     return False
 
 

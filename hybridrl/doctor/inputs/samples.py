@@ -88,12 +88,9 @@ def sources(data: DataConfig) -> "list[DataConfig | MixturePart]":
 
 
 def _files_of(data: DataConfig) -> list[Path]:
-    found: list[Path] = []
-    for part in sources(data):
-        for value in (part.train_files, part.eval_files):
-            names = [value] if isinstance(value, str | Path) else list(value or [])
-            found += [Path(name).expanduser() for name in names]
-    return list(dict.fromkeys(found))
+    values = [value for part in sources(data) for value in (part.train_files, part.eval_files)]
+    names = [[value] if isinstance(value, str | Path) else list(value or []) for value in values]
+    return list(dict.fromkeys(Path(name).expanduser() for each in names for name in each))
 
 
 def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> list[Finding]:

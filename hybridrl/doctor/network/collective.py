@@ -44,6 +44,7 @@ RANKS_OF_ONE_NODE = 2
 ERROR_CHARACTERS = 300
 
 # Keys of a rank's measurements over all ranks, and their names in the report.
+OF_NODE = " GPU "
 NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
 ADVICE = {
     "gloo": "gloo uses TCP: see network.bandwidth and network.interfaces.",
@@ -263,11 +264,9 @@ def _judge_speeds(
                 f"{1e3 * worst['latency_s']:.2f} ms for one number"
             )
     over = "NCCL" if any("nccl_from" in one for one in measured) else "gloo"
-    between, within, node_of = _pairs(results, f"{over.lower()}_from")
-    about = {pair: " -> ".join(pair) for pair in between}
-    about |= {pair: node_of[pair[0]] for pair in within}
     slow: list[Finding] = []
     tables: dict[str, Matrix] = {}
+    between, within = _pairs(results, f"{over.lower()}_from")
     for what, title, pairs, advice in (
         ("nodes", over, between, ADVICE[over]),
         ("GPUs of a node", f"{over} within nodes", within, ADVICE_WITHIN),
@@ -278,7 +277,7 @@ def _judge_speeds(
                 f"{over} between {what} at least {_rate(pairs[slowest])} ({' -> '.join(slowest)}), "
                 f"round trip at most {_trip(pairs[farthest])} ({' -> '.join(farthest)})"
             )
-            slow += _slow_pairs(over, pairs, about, advice)
+            slow += _slow_pairs(over, pairs, advice)
             tables[title] = matrix(pairs)
     summary = f"{len(measured)} ranks, {len(results)} node(s): {'; '.join(texts)}"
     first, *others = slow or [ok(CHECK, "all", summary)]
@@ -287,10 +286,10 @@ def _judge_speeds(
 
 def _pairs(
     results: Mapping[str, Sequence[RankResult]], received: str
-) -> tuple[dict[Pair, Speed], dict[Pair, Speed], dict[str, str]]:
-    """Return speeds between nodes, speeds between GPUs of a node, and the node of each GPU."""
-    place_of = {
-        rank.rank: (node, f"{node} GPU {index}")
+) -> tuple[dict[Pair, Speed], dict[Pair, Speed]]:
+    """Return speeds between nodes, and between GPUs of a node."""
+    places = {
+        rank.rank: (node, f"{node}{OF_NODE}{index}")
         for node, ranks in results.items()
         for index, rank in enumerate(ranks)
     }
@@ -302,17 +301,15 @@ def _pairs(
     )
     between, within = {}, {}
     for sender, receiver, speed in speeds:
-        (node, gpu), (other_node, other_gpu) = place_of[sender], place_of[receiver]
+        (node, gpu), (other_node, other_gpu) = places[sender], places[receiver]
         if node == other_node:
             within[gpu, other_gpu] = speed
         else:
             between[node, other_node] = speed
-    return between, within, {gpu: node for node, gpu in place_of.values()}
+    return between, within
 
 
-def _slow_pairs(
-    over: str, pairs: Mapping[Pair, Speed], about: Mapping[Pair, str], advice: str
-) -> list[Finding]:
+def _slow_pairs(over: str, pairs: Mapping[Pair, Speed], advice: str) -> list[Finding]:
     """Judge pairs by the rule of network.bandwidth.
 
     Over gloo only broken pairs count: its rates depend on the load of the hosts, and
@@ -325,7 +322,8 @@ def _slow_pairs(
                 f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
                 f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
             )
-            found.append((fail if broken else warn)(CHECK, about[pair], evidence, advice))
+            nodes = dict.fromkeys(place.partition(OF_NODE)[0] for place in pair)
+            found.append((fail if broken else warn)(CHECK, " -> ".join(nodes), evidence, advice))
     return found
 
 

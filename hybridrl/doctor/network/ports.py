@@ -61,10 +61,7 @@ def check(
 def reach_all(
     agents: NodeProbes, check: str, tried: Mapping[str, Sequence[tuple[T, Target]]]
 ) -> tuple[list[Attempt[T]], list[Finding]]:
-    """Connect each node to its targets; return the attempts, and failures of silent nodes.
-
-    `tried` holds, by node, the targets of the attempts with the addresses to connect to.
-    """
+    """Connect each node to its targets, by the addresses to connect to; return the attempts."""
     within_s = WITHIN_S + max(map(len, tried.values())) / PER_SECOND
     arguments = {node: ([target for _, target in those], within_s) for node, those in tried.items()}
     problems, found = gather_each(agents, check, reach, arguments, within_s + 10.0)

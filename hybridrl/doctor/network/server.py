@@ -145,11 +145,7 @@ def close_ports(token: str) -> None:
 
 
 def reach(targets: list[Target], within_s: float) -> list[str]:
-    """Connect to all targets, many at a time.
-
-    Returns:
-        The problem of each; empty if its greeting came, or a service of Ray accepted.
-    """
+    """Connect to many targets at a time; return the problem of each, empty if it answered."""
     deadline = time.monotonic() + within_s
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(lambda target: _try(target, deadline), targets))
@@ -287,7 +283,7 @@ def worker_ports(address: str) -> Sequence[int]:
         command = process.info["cmdline"] or []
         if process.info["name"] == "raylet" and f"--node_ip_address={address}" in command:
             return ports_in(command)
-    return _descending(*WORKER_PORTS)
+    return range(WORKER_PORTS[1], WORKER_PORTS[0] - 1, -1)
 
 
 def ports_in(command: Sequence[str]) -> Sequence[int]:
@@ -296,11 +292,7 @@ def ports_in(command: Sequence[str]) -> Sequence[int]:
     if "worker_port_list" in options:
         return sorted(map(int, options["worker_port_list"].split(",")), reverse=True)
     low, high = int(options["min_worker_port"]), int(options["max_worker_port"])
-    return _descending(low, high or LAST_PORT) if low else []
-
-
-def _descending(low: int, high: int) -> range:
-    return range(high, low - 1, -1)
+    return range(high or LAST_PORT, low - 1, -1) if low else []
 
 
 def listening(ports: Container[int]) -> Iterator[Any]:

@@ -55,7 +55,7 @@ def examine(
     addresses = {node: agents.addresses[node] for node in views}
     judged = nodes.judge(views, addresses, master)
     found += judged + interfaces.check(agents, views) + infiniband.check(agents)
-    if _failures(judged):
+    if any(finding.verdict is Verdict.fail for finding in judged):
         master = ""  # has a finding already; the ports are checked without it
     needed = None if quick else dispensable
     found += _on_sockets(agents, rendezvous_ports, addresses, master, needed)
@@ -63,14 +63,9 @@ def examine(
         return found
     rest, failures = _without(dispensable(found), addresses, found)
     if failures:
-        why = "the failures above would make it hang"
-        return [*found, skipped(collective.CHECK, "all", why)]
+        return [*found, skipped(collective.CHECK, "all", "the failures above would make it hang")]
     of_rest = {node: views[node] for node in rest}
     return found + collective.check(subset(agents, rest), of_rest, rest, on_gpu=on_gpu)
-
-
-def _failures(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict is Verdict.fail]
 
 
 def _without(
@@ -78,7 +73,8 @@ def _without(
 ) -> tuple[dict[str, str], list[Finding]]:
     """Return addresses and failures of the other nodes."""
     rest = {node: own for node, own in addresses.items() if node not in unfit}
-    return rest, [f for f in _failures(findings) if not unfit & {*f.node.split(" -> ")}]
+    failures = [finding for finding in findings if finding.verdict is Verdict.fail]
+    return rest, [one for one in failures if not unfit & {*one.node.split(" -> ")}]
 
 
 def _on_sockets(
