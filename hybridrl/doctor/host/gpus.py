@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accelerator
@@ -29,6 +30,7 @@ FIELDS = (
     "memory.free",
     "ecc.errors.uncorrected.volatile.total",
 )
+OF_PROCESS = "gpu_uuid,pid,process_name,used_memory"
 # A separate query: drivers have two names for it.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
 # Program that prints the UUIDs of the GPUs visible to CUDA, without torch.
@@ -61,6 +63,15 @@ class Smi(NamedTuple):
     slowed: bool
 
 
+class GPUProcess(NamedTuple):
+    """A process on a GPU, and its memory in MiB, as nvidia-smi prints it."""
+
+    uuid: str
+    pid: str
+    name: str
+    used_mib: str
+
+
 class GPUFacts(NamedTuple):
     """GPUs by nvidia-smi (None without it), and UUIDs that CUDA shows to a child process."""
 
@@ -69,24 +80,35 @@ class GPUFacts(NamedTuple):
     seen: tuple[str, ...] = ()
     look_error: str = ""
     visible: str | None = None
+    processes: Sequence[GPUProcess] = ()
 
 
-def gpu_facts(speed: bool = True) -> GPUFacts:
-    """Query the GPUs of this node; `speed` adds a query for slowed GPUs."""
+def gpu_facts(speed: bool = True, processes: bool = False) -> GPUFacts:
+    """Query the GPUs of this node; `speed` and `processes` add a query each."""
     text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
-    smi = parse(text, _slowed() if speed else [])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    facts = GPUFacts(
+        parse(text, _slowed() if speed else []),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        processes=parse_processes(nvidia_smi.ask(OF_PROCESS, "compute-apps")[0])
+        if processes
+        else (),
+    )
     look = [sys.executable, "-c", LOOK]
     try:
         child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=True)
     except subprocess.TimeoutExpired:
-        return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
+        return facts._replace(look_error=f"no answer within {LOOK_S:g} s")
     except subprocess.CalledProcessError as failure:
-        last = failure.stderr.strip().splitlines()[-1:]
-        return GPUFacts(smi, look_error="".join(last), visible=visible)
-    return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
+        return facts._replace(look_error="".join(failure.stderr.strip().splitlines()[-1:]))
+    return facts._replace(seen=tuple(json.loads(child.stdout)))
+
+
+def parse_processes(text: str) -> list[GPUProcess]:
+    """Parse lines 'UUID, pid, name, MiB'."""
+    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    return [GPUProcess(*parts) for parts in lines if len(parts) == len(GPUProcess._fields)]
 
 
 def parse(text: str, slowed: list[bool]) -> list[Smi]:
