@@ -257,7 +257,9 @@ def judge_view(view: ClusterView, address: str, wanted: int) -> list[Finding]:
     found = [ok("ray.port", "all", f"{version} at {address}")]
     for node in alive:
         if wanted > 1 and not on_one_machine and is_loopback(node.address):
-            evidence = f"Ray knows {node.host} by {node.address}, which leads others to themselves"
+            evidence = (
+                f"{node.host} is known in the cluster by {node.address}, its loopback address"
+            )
             advice = LOOPBACK_ADVICE.format(port=port)
             found.append(fail("ray.loopback", node.host, evidence, advice))
     return [*found, _judge_nodes(view, address, wanted)]

@@ -122,7 +122,7 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
     of_ray = {target.port for target in failed if target.service}
     of_kernel = {port for port in of_ray if low <= port <= high}
     only_kernel = ports - of_kernel == {opened.chosen} and opened.rendezvous is not None
-    other = f"open them on {to} for the other nodes, or"
+    other = f"open these ports on {to} for the other nodes, or"
     table = (
         (
             ports == of_ray,
