@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
+from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import PromptSets, prompt_source
-from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 
@@ -32,8 +33,7 @@ def read_inputs(
     config: RunConfig,
     run_dir: Path,
     prompts: PromptSets,
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
+    verify: Verify = verification.verify,
 ) -> RunInputs:
     """Read the inputs of a run; writes nothing.
 
@@ -41,8 +41,7 @@ def read_inputs(
         config: of the run.
         run_dir: its directory.
         prompts: its prompts.
-        watch: receives the progress of reading a checkpoint.
-        confirm: verifies a checkpoint's files on other nodes.
+        verify: verifies a checkpoint.
 
     Raises:
         ConfigError: a problem of a model or of the checkpoint.
@@ -51,5 +50,5 @@ def read_inputs(
     models = base_models(config)
     # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
     known = source.fingerprint
-    resume = find_resume(config, run_dir, models, known, watch, confirm)
+    resume = find_resume(config, run_dir, models, known, verify)
     return RunInputs(prompts, source, models, resume)

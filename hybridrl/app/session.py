@@ -24,7 +24,7 @@ from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
@@ -75,7 +75,8 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        resume = None if resume is None else resume.quarantine(run_dir)
+        if resume is not None:
+            resume.quarantine(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found

@@ -26,8 +26,7 @@ from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
     from hybridrl.commands.evaluation.session import Evaluation
-    from hybridrl.data.sources.prompt_sets import PromptSets
-    from hybridrl.data.sources.prompts import Prompt
+    from hybridrl.data.sources.prompts import Prompt, PromptSets
 
 LOG = "eval.log"
 
@@ -92,7 +91,7 @@ def _prompts(config: RunConfig) -> "PromptSets":
     Raises:
         ConfigError: every problem of the data.
     """
-    from hybridrl.data.sources.prompt_sets import examine_prompts
+    from hybridrl.data.sources.prompts import examine_prompts
     from hybridrl.trainer.multi_turn.environment import stop_problems
 
     path, limit = config.model.path, config.rollout.max_prompt_tokens

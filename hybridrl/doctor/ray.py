@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.config.checks.installation import ray_advice, ray_problem, ray_version
+from hybridrl.config.checks.installation import RAY_ADVICE, ray_problem, ray_version
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply, joined_view, query_head
 from hybridrl.controller.ray.head import Connection, connect, head_place, ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
@@ -142,7 +142,7 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     """Judge ray.version: the installed Ray of each node against the required one."""
     found = []
     for node, fact in facts.items():
-        advice = f"{ray_advice()} on {node}, then restart Ray there (ray stop)."
+        advice = f"{RAY_ADVICE} on {node}, then restart Ray there (ray stop)."
         if problem := ray_problem(fact.version):
             found.append(fail("ray.version", node, problem, advice))
         else:

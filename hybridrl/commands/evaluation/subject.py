@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.checkpoint.files import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.commands.running import UsageError, checkpoint_at
 
 _MODEL = "config.json"

