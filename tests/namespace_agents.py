@@ -127,8 +127,8 @@ def network_over_ray(ports: list[int]) -> list[Any]:
 def stage_of_two(agents: Any, unfit: tuple[str, ...], *, quick: bool) -> list[Any]:
     """The findings of the stage network for a run on two of the nodes, none of them `unfit`."""
     from hybridrl.config.planner.model_shape import model_shape
-    from hybridrl.doctor.catalog import Stage
     from hybridrl.doctor.context import CheckContext
+    from hybridrl.doctor.findings import Stage
     from hybridrl.doctor.network import stage as network
     from hybridrl.doctor.stages import run_stages
     from tests.model_shapes import TINY

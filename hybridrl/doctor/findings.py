@@ -1,11 +1,43 @@
-"""Findings of the doctor, and the rules that make them."""
+"""Ids of all checks, findings of the doctor, and the rules that make them.
+
+docs/troubleshooting.md maps symptoms to the ids; the rules of each say what it measures.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from hybridrl.doctor.catalog import CHECKS
+
+class Stage(Enum):
+    """Stages in their order; a stage runs only if the stages before it found no failure."""
+
+    host = "host"
+    network = "network"
+    ray = "ray"
+    placement = "placement"
+    inputs = "inputs"
+    memory = "memory"
+    training = "training"
+
+
+NAMES = {
+    Stage.host: "shm limits cgroup gpus visible_devices variables allocator versions "
+    "communication_variables clock temporary terminal",
+    Stage.network: "address interfaces ports rendezvous bandwidth collective infiniband",
+    Stage.ray: "version reachable loopback port token nodes",
+    Stage.placement: "slots engines",
+    Stage.inputs: "cache cache_contents model tokenizer data reward run_directory",
+    Stage.memory: "gpu host",
+    Stage.training: "steps",
+}
+CHECKS = tuple(f"{stage.value}.{name}" for stage, names in NAMES.items() for name in names.split())
+
+
+def stage_of(check: str) -> Stage:
+    """Return the stage of a check."""
+    return Stage(check.partition(".")[0])
+
 
 # Measurements by sender, receiver and unit.
 Matrix = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -29,9 +61,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: id, from `CHECKS`.
         node: a node, "a -> b" for a pair, "all" for the cluster.
-        verdict: ok, warn, fail, or skipped.
         evidence: measured values; of a skipped check, the reason.
         advice: remedy, with the command or setting to type; only of warn and fail.
         tables: measurements between pairs for the report, by title.
@@ -76,17 +106,17 @@ def skipped(check: str, node: str, why: str) -> Finding:
     return Finding(check, node, Verdict.skipped, why)
 
 
-def severity(fails: bool, warns: bool) -> Verdict | None:
+def severity(fails: object, warns: object) -> Verdict | None:
     """Return the severity of a rule from its two conditions; None if neither holds."""
     return Verdict.fail if fails else Verdict.warn if warns else None
 
 
-def fails_if(condition: bool) -> Verdict | None:
+def fails_if(condition: object) -> Verdict | None:
     """Return the severity of a rule that fails."""
     return severity(condition, False)
 
 
-def warns_if(condition: bool) -> Verdict | None:
+def warns_if(condition: object) -> Verdict | None:
     """Return the severity of a rule that warns."""
     return severity(False, condition)
 

@@ -1,19 +1,22 @@
 """Nodes of `doctor --join`, before there is a Ray.
 
 The same command runs on every node. The node with the address HEAD listens, the others connect
-and run the probes that it sends. Probes are pickled, so both ends prove the same key first.
+and run the probes that it sends. Probes are pickled, so both ends prove the same key first, by the
+challenges of `multiprocessing.connection`.
 """
 
+import ipaddress
 import os
 import pickle
 import socket
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
-from queue import Empty, Queue
+from itertools import count
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from threading import Lock, Thread
 from typing import Any
 
@@ -22,217 +25,229 @@ from hybridrl.controller.ray.node_probes import (
     NodeIdentity,
     NodeProbes,
     ProbeResult,
-    collect,
-    in_thread,
     node_names,
     packed,
     run_packed,
+    timed_out,
 )
-from hybridrl.doctor.gather import ProbeGroup
-from hybridrl.doctor.joined_connection import (
-    KEY,
-    admit,
-    connect,
-    family,
-    hides_behind_loopback,
-    key_for,
-    parse_place,
-    resolved,
-)
+from hybridrl.doctor.context import ProbeGroup
 
-
-def listens_here(address: str) -> bool:
-    """Return True if this node has the address of HEAD:PORT.
-
-    Raises:
-        ConfigError: this node does not know the host.
-    """
-    own = resolved(address)
-    with socket.socket(family(own)) as probe:
-        try:
-            probe.bind((own, 0))
-        except OSError:
-            return False
-    return True
+KEY, RAY_KEY = "HYBRIDRL_DOCTOR_KEY", "RAY_AUTH_TOKEN"
+SAME_KEY = f"set {KEY} to the same word on all nodes"
+# Seconds to connect, for each message of the handshake, and between two attempts.
+ATTEMPT_S, SILENT_S, RETRY_S = 3.0, 1, 0.3
+# The kernel closes a connection after 4 x 5 seconds without a reply.
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+HUNG_UP = ProbeResult(error="hung up: its process has ended or the network is gone")
 
 
 @contextmanager
 def joined_probes(address: str, nodes: int, timeout_s: float) -> Iterator[NodeProbes]:
-    """Wait on the head until all nodes have joined; yield them, and end them afterwards.
-
-    Args:
-        address: HEAD:PORT.
-        nodes: number of nodes, this one included.
-        timeout_s: seconds until all must have joined.
+    """Wait on the head until all nodes, this one included, have joined at HEAD:PORT; yield them.
 
     Raises:
-        ConfigError: a node is missing, the port is in use, or there is no key and other machines
-            reach the address.
+        ConfigError: a node is missing, the port is in use, or there is no key.
     """
-    own = resolved(address)
-    if nodes > 1 and hides_behind_loopback(address):
+    host, own = parse_place(address)[0], resolved(address)
+    if nodes > 1 and own != host != "localhost" and ipaddress.ip_address(own).is_loopback:
         raise ConfigError(
             f"--join {address}: on this node the name resolves to {own}, unreachable for others.\n"
             "Give an IP address of the node in place of its name."
         )
-    joined = _join(address, own, nodes, timeout_s) if nodes > 1 else []
-    head = NodeIdentity(socket.gethostname(), own, f"pid {os.getpid()}")
-    identities = [head, *(peer.identity for peer in joined)]
-    names = node_names(identities)
-    peers = dict(zip(names[1:], joined, strict=True))
-    addresses = [identity.address for identity in identities]
+    others = _join(address, own, nodes, timeout_s) if nodes > 1 else []
+    connection, end = Pipe()
+    Thread(target=_run_calls, args=(end,), daemon=True).start()
+    everyone = [(NodeIdentity(socket.gethostname(), own, f"pid {os.getpid()}"), connection)]
+    everyone += others
+    names = node_names([identity for identity, _ in everyone])
+    connections = {name: one for name, (_, one) in zip(names, everyone, strict=True)}
+    addresses = {name: node.address for name, (node, _) in zip(names, everyone, strict=True)}
+    numbers = count()
 
     def call_each(
         function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
     ) -> dict[str, ProbeResult]:
-        futures = {
-            node: peers[node].call(packed(function, values))
-            if node in peers
-            else in_thread(function, *values)
-            for node, values in arguments.items()
-        }
-        return collect(futures, timeout_s)
+        deadline, number = time.monotonic() + timeout_s, next(numbers)
+
+        def ask(node: str) -> ProbeResult:
+            one = connections[node]
+            try:
+                one.send((number, packed(function, arguments[node])))
+                while one.poll(max(0.0, deadline - time.monotonic())):
+                    answered, reply = one.recv()
+                    if answered == number:  # else late, for a call that has timed out
+                        return pickle.loads(reply)
+            except (EOFError, OSError):
+                return HUNG_UP
+            return timed_out(timeout_s)
+
+        with ThreadPoolExecutor(max(1, len(arguments))) as threads:
+            return dict(zip(arguments, threads.map(ask, arguments), strict=True))
 
     try:
-        yield ProbeGroup(names, dict(zip(names, addresses, strict=True)), call_each)
+        yield ProbeGroup(names, addresses, call_each)
     finally:
-        for peer in joined:
-            peer.end()
-
-
-def _join(address: str, own: str, nodes: int, timeout_s: float) -> "list[_Peer]":
-    key, port = key_for(address), parse_place(address).port
-    try:
-        listener = socket.create_server((own, port), family=family(own), backlog=nodes)
-    except OSError as error:
-        raise ConfigError(
-            f"--join {address}: cannot listen there: {error.strerror}.\n"
-            f"`ss -ltnp sport = :{port}` shows who does; give all nodes another port."
-        ) from error
-    deadline = time.monotonic() + timeout_s
-    admitted: Queue[_Peer | str] = Queue()
-    peers: list[_Peer] = []
-    refused: set[str] = set()
-    with listener:
-        Thread(target=_accept, args=(listener, key, admitted), daemon=True).start()
-        try:
-            while len(peers) < nodes - 1:
-                caller = admitted.get(timeout=max(0.0, deadline - time.monotonic()))
-                if isinstance(caller, str):
-                    refused.add(caller)
-                else:
-                    peers.append(caller)
-        except Empty:
-            for peer in peers:
-                peer.end()
-            here = NodeIdentity(socket.gethostname(), own, "")
-            known = [f"{n.address} ({n.host})" for n in (here, *(peer.identity for peer in peers))]
-            raise ConfigError(
-                f"{len(known)} of {nodes} nodes called in within {timeout_s:g} s: "
-                f"{', '.join(known)}."
-                + "".join(f"\nRefused: {text}." for text in sorted(refused))
-                + "\nOn each of the others, start the same command with "
-                f"--join {address} --nodes {nodes}, and read its errors."
-            ) from None
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-    return sorted(peers, key=lambda peer: peer.identity)
+        _end(connections.values())
 
 
 def serve(address: str, timeout_s: float) -> None:
     """Connect to the head at HEAD:PORT within the timeout, and run its probes until it ends.
 
     Raises:
-        ConfigError: the head cannot be reached, has another key, or disconnects early.
+        ConfigError: the head cannot be reached, has another key, or disconnects early; or there
+            is no key.
     """
-    connection = connect(address, timeout_s)
-    lock = Lock()
-    with connection:
+    with _connect(address, timeout_s) as connection:
         connection.send((socket.gethostname(), os.getpid()))
-        while True:
-            try:
-                message = connection.recv()
-            except (EOFError, OSError) as error:
-                raise ConfigError(
-                    f"the head at {address} hung up before its end. Read its output for the "
-                    "reason; more nodes may have joined than its --nodes."
-                ) from error
-            if message is None:
-                return
-            Thread(target=_answer, args=(connection, lock, *message), daemon=True).start()
+        try:
+            _run_calls(connection)
+        except (EOFError, OSError) as error:
+            raise ConfigError(
+                f"the head at {address} hung up before its end. Read its output for the "
+                "reason; more nodes may have joined than its --nodes."
+            ) from error
 
 
-def _answer(connection: Connection, lock: Lock, number: int, call: bytes) -> None:
-    reply = run_packed(call)
-    with lock, suppress(OSError):  # the head may have ended
-        connection.send((number, reply))
+def _run_calls(connection: Connection) -> None:
+    """Run the numbered calls of the head until its end (None), each in a thread."""
+    lock = Lock()
+
+    def run(number: int, call: bytes) -> None:
+        reply = run_packed(call)
+        with lock, suppress(OSError):  # the head may have ended
+            connection.send((number, reply))
+
+    while (message := connection.recv()) is not None:
+        Thread(target=run, args=message, daemon=True).start()
 
 
-class _Peer:
-    """Connection of the head to a node, with numbered calls."""
-
-    def __init__(self, connection: Connection, identity: NodeIdentity) -> None:
-        self.identity = identity
-        self._connection = connection
-        self._lock = Lock()
-        self._pending: dict[int, Future[ProbeResult]] = {}
-        self._calls = 0
-        self._gone = False
-        Thread(target=self._read, daemon=True).start()
-
-    def call(self, call: bytes) -> "Future[ProbeResult]":
-        """Send a call; the answer is an error if the node has disconnected."""
-        future: Future[ProbeResult] = Future()
-        with self._lock:
-            self._calls += 1
-            self._pending[self._calls] = future
-            try:
-                self._connection.send((self._calls, call))
-            except OSError:
-                self._gone = True
-            if self._gone:
-                self._fail_pending()
-        return future
-
-    def end(self) -> None:
-        """Send the end to the node."""
-        with self._lock, suppress(OSError):
-            self._connection.send(None)
-
-    def _read(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                number, reply = self._connection.recv()
-                answer = pickle.loads(reply)
-                with self._lock:
-                    self._pending.pop(number).set_result(answer)
-        with self._lock:
-            self._gone = True
-            self._fail_pending()
-
-    def _fail_pending(self) -> None:
-        while self._pending:
-            _, future = self._pending.popitem()
-            future.set_result(
-                ProbeResult(error="hung up: its process has ended or the network is gone")
-            )
+def _end(connections: Iterable[Connection]) -> None:
+    for one in connections:
+        with suppress(OSError):
+            one.send(None)
 
 
-def _accept(listener: socket.socket, key: bytes, admitted: "Queue[_Peer | str]") -> None:
-    """Admit callers until the listener is closed, each in a thread of its own."""
-    with suppress(OSError):
-        while True:
-            caller, peer = listener.accept()
-            arguments = (caller, peer[0], key, admitted)
-            Thread(target=_admit, args=arguments, daemon=True).start()
-
-
-def _admit(caller: socket.socket, address: str, key: bytes, admitted: "Queue[_Peer | str]") -> None:
+def _join(
+    address: str, own: str, nodes: int, timeout_s: float
+) -> list[tuple[NodeIdentity, Connection]]:
+    """Listen until all other nodes have called."""
+    key, port = _key(address), parse_place(address)[1]
     try:
-        connection, (host, pid) = admit(caller, key)
-    except AuthenticationError:
-        admitted.put(f"{address} has another key (set {KEY} to the same word on all nodes)")
-    except (EOFError, OSError, AssertionError):
-        admitted.put(f"{address} connected, but is no node of the doctor")
-    else:
-        admitted.put(_Peer(connection, NodeIdentity(host, address, f"pid {pid}")))
+        listener = socket.create_server((own, port), family=_family(own), backlog=nodes)
+    except OSError as error:
+        raise ConfigError(
+            f"--join {address}: cannot listen there: {error.strerror}.\n"
+            f"`ss -ltnp sport = :{port}` shows who does; give all nodes another port."
+        ) from error
+    deadline = time.monotonic() + timeout_s
+    joined: list[tuple[NodeIdentity, Connection]] = []
+    refused: set[str] = set()
+    with listener, suppress(TimeoutError):
+        while len(joined) < nodes - 1 and (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            stream, (host, *_) = listener.accept()
+            try:
+                # First: the head answers none who has not proved the key.
+                connection = _authenticated(stream, key, (deliver_challenge, answer_challenge))
+                name, pid = connection.recv()
+                joined.append((NodeIdentity(name, host, f"pid {pid}"), connection))
+            except AuthenticationError:
+                refused.add(f"\nRefused: {host} has another key ({SAME_KEY}).")
+            except (EOFError, OSError, AssertionError):
+                refused.add(f"\nRefused: {host} connected, but is no node of the doctor.")
+    if len(joined) < nodes - 1:
+        _end(connection for _, connection in joined)
+        known = [f"{own} ({socket.gethostname()})"]
+        known += [f"{node.address} ({node.host})" for node, _ in joined]
+        raise ConfigError(
+            f"{len(known)} of {nodes} nodes called in within {timeout_s:g} s: {', '.join(known)}."
+            f"{''.join(sorted(refused))}\nOn each of the others, start the same command with "
+            f"--join {address} --nodes {nodes}, and read its errors."
+        )
+    return sorted(joined, key=lambda caller: caller[0])
+
+
+def _connect(address: str, timeout_s: float) -> Connection:
+    """Connect to the head, with retries until the timeout."""
+    place, key = parse_place(address), _key(address)
+    deadline = time.monotonic() + timeout_s
+    why = "no time to try"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            stream = socket.create_connection(place, min(ATTEMPT_S, left))
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            why = "the program that answers is not a doctor that waits for nodes"
+            with suppress(EOFError, OSError, AssertionError):
+                try:
+                    return _authenticated(stream, key, (answer_challenge, deliver_challenge))
+                except AuthenticationError as error:
+                    raise ConfigError(
+                        f"the head at {address} has another key: {SAME_KEY}."
+                    ) from error
+        time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
+    raise ConfigError(
+        f"this node cannot reach the head at {address} within {timeout_s:g} s: {why}.\n"
+        "Start the same command on the head. Refused: it does not listen yet, or on another port; "
+        f"timed out or no route: a firewall or a wrong address (`ip route get {place[0]}`)."
+    )
+
+
+def _authenticated(
+    stream: socket.socket, key: bytes, challenges: Iterable[Callable[[Connection, bytes], None]]
+) -> Connection:
+    """Return a connection whose ends have proved the key; a silent one fails."""
+    stream.setblocking(True)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE:
+        stream.setsockopt(socket.IPPROTO_TCP, option, value)
+    with stream.dup() as same:
+        connection = Connection(stream.detach())
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", SILENT_S, 0))
+        for challenge in challenges:
+            challenge(connection, key)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    return connection
+
+
+def _key(address: str) -> bytes:
+    if given := os.environ.get(KEY) or os.environ.get(RAY_KEY):
+        return given.encode()
+    raise ConfigError(
+        f"--join {address}: {KEY} is not set. Both ends run programs that the other sends, so they "
+        f"must share a key.\n`openssl rand -hex 32` prints one: export {KEY}=... on all nodes."
+    )
+
+
+def parse_place(text: str) -> tuple[str, int]:
+    """Parse HEAD:PORT, with an IPv6 address in brackets; raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"--join {text}: expected HEAD:PORT, for example 10.0.0.1:29400.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def resolved(address: str) -> str:
+    """Return the IP address of HEAD in HEAD:PORT; raises ConfigError for an unknown name."""
+    host = parse_place(address)[0]
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"--join {address}: {host} is not known on this node ({error.strerror}).\n"
+            "Give an IP address, or add the name to /etc/hosts."
+        ) from error
+
+
+def listens_here(address: str) -> bool:
+    """Return True if this node has the address of HEAD:PORT."""
+    own = resolved(address)
+    with socket.socket(_family(own)) as probe, suppress(OSError):
+        probe.bind((own, 0))
+        return True
+    return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -26,14 +26,13 @@ from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine, local_machine
 from hybridrl.controller.output import guard_standard_output
-from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes, call_all
 from hybridrl.controller.signals import Interrupted, SignalGuard
 from hybridrl.doctor import training
-from hybridrl.doctor.catalog import Stage
 from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.findings import Stage
 from hybridrl.doctor.joined import joined_probes, listens_here, serve
-from hybridrl.doctor.preflight import STAGES
+from hybridrl.doctor.preflight import STAGES, run_nodes
 from hybridrl.doctor.report import show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, left_out, run_stages
 
@@ -77,32 +76,29 @@ def _parser() -> argparse.ArgumentParser:
 
 def _diagnose(options: argparse.Namespace, rest: list[str]) -> int:
     console = Console(highlight=False)
+    stages = (*STAGES, (Stage.training, training.check))
     with _agents(options) as agents:
         context = _context(rest, agents)
         nodes = ", ".join(agents.nodes)
         console.print(f"hybridrl doctor: {len(agents.nodes)} node(s): {nodes}", soft_wrap=True)
         reports: list[StageReport] = []
+        running = run_stages(context, stages, lambda stage: console.print(f"-- {stage.value}"))
+        why = ""
         try:
-            _examine(context, reports, console)
-        finally:
+            for report in running:
+                reports.append(report)  # also those before an error
+        except BaseException as error:
+            known = isinstance(error, Interrupted)
+            why = str(error) if known else f"ended by {type(error).__name__}"
+            raise
+        finally:  # the report is written after an interrupt or an error, too
+            reports += [left_out(stage, why) for stage, _ in stages[len(reports) :]]
             name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
             folder = options.output or Path("outputs", "doctor", name)
             path = write_report(folder, reports, agents.nodes, context.overrides)
             show(console, reports)
             console.print(f"report     {path}", soft_wrap=True)
     return exit_code(reports, strict=options.strict)
-
-
-def _examine(context: CheckContext, reports: list[StageReport], console: Console) -> None:
-    """Append a report of every stage, also after an interrupt or an error."""
-    stages = (*STAGES, (Stage.training, training.check))
-    try:
-        for report in run_stages(context, stages, lambda stage: console.print(f"-- {stage.value}")):
-            reports.append(report)
-    except BaseException as error:
-        what = str(error) if isinstance(error, Interrupted) else f"ended by {type(error).__name__}"
-        reports += [left_out(stage, what) for stage, _ in stages[len(reports) :]]
-        raise
 
 
 @contextmanager
@@ -115,11 +111,9 @@ def _agents(options: argparse.Namespace) -> Iterator[NodeProbes]:
         agents: NodeProbes = LocalProbes(socket.gethostname())
         if options.join is not None:
             agents = stack.enter_context(joined_probes(options.join, options.nodes, JOIN_S))
-        elif ray_address() is not None and not ray_problem(ray_version()):
-            from hybridrl.controller.ray.ray_probes import RayProbes
-
+        elif not ray_problem(ray_version()):
             with suppress(ConfigError):
-                agents = stack.enter_context(RayProbes())
+                agents = stack.enter_context(run_nodes())
         yield agents
 
 
@@ -148,9 +142,12 @@ def _context(overrides: list[str], agents: NodeProbes) -> CheckContext:
     result = examine_config(found.cfg, machine, provenance_of(found.overrides, []))
     if result.report.problems:
         raise ConfigError(*result.report.problems)
-    return CheckContext.of(
-        result,
+    assert result.shape is not None
+    return CheckContext(
+        result.config,
         Machine(tuple(nodes)),
+        result.shape,
+        result.reward_shape,
         found.overrides,
         agents,
         quick=False,

@@ -1,11 +1,9 @@
 """Memory stage: the planner's prediction against free memory of each node and GPU."""
 
-import os
-from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.config.planner import nvidia_smi
-from hybridrl.config.planner.machine import GPU, visible_gpus
+import psutil
+
 from hybridrl.config.planner.memory import (
     CPU_DRIVER_BYTES,
     MIB,
@@ -18,16 +16,15 @@ from hybridrl.config.planner.memory import (
     pinned_bytes,
     rank_phases,
 )
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather
 from hybridrl.doctor.findings import Finding, Rule, fails_if, first, skipped, warns_if
-from hybridrl.doctor.gather import gather
-from hybridrl.doctor.host.cgroup import Limit, cgroup_facts
-from hybridrl.doctor.host.gpus import FIELDS, Smi, parse
+from hybridrl.doctor.host.facts import Limit, cgroup_facts
+from hybridrl.doctor.host.gpus import GPUFacts, gpu_facts
 
 # Share of free memory above which allocators and page tables may exceed it.
 TIGHT = 0.8
 GPUS_TIMEOUT_S = 60.0
-MORE_RAM = "ask for more memory (Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory)"
+MORE_RAM = "more memory (Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory)"
 
 
 class HostMemory(NamedTuple):
@@ -42,23 +39,6 @@ class HostMemory(NamedTuple):
         return min(self.available, self.cgroup.left) if self.cgroup else self.available
 
 
-class GPUProcess(NamedTuple):
-    """A process on a GPU, and its memory in MiB, as nvidia-smi prints it."""
-
-    uuid: str
-    pid: str
-    name: str
-    used_mib: str
-
-
-class GPUMemory(NamedTuple):
-    """Visible GPUs of a node, and processes on its GPUs."""
-
-    gpus: list[Smi]
-    processes: list[GPUProcess]
-    error: str = ""
-
-
 def check(context: CheckContext) -> list[Finding]:
     """Check memory.host and, unless `context.quick`, memory.gpu."""
     hosts, found = gather(context.agents, "memory.host", host_memory)
@@ -67,18 +47,17 @@ def check(context: CheckContext) -> list[Finding]:
         return found
     if not context.on_gpu:
         return [*found, skipped("memory.gpu", "all", "hardware = cpu")]
-    gpus, silent = gather(context.agents, "memory.gpu", gpu_memory, timeout_s=GPUS_TIMEOUT_S)
+    probe = (gpu_facts, False, True)
+    gpus, silent = gather(context.agents, "memory.gpu", *probe, timeout_s=GPUS_TIMEOUT_S)
     found += silent
-    for node, seen in gpus.items():
-        found += judge_gpu_memory(node, seen, context, context.slots[node])
+    for node, facts in gpus.items():
+        found += judge_gpu_memory(node, facts, context, context.slots[node])
     return found
 
 
 def host_memory() -> HostMemory:
     """Measure this node's memory."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return HostMemory(int(available) * 1024, cgroup_facts().memory)
+    return HostMemory(psutil.virtual_memory().available, cgroup_facts().memory)
 
 
 def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slots: int) -> Finding:
@@ -93,17 +72,10 @@ def judge_host_memory(node: str, memory: HostMemory, context: CheckContext, slot
     if pinned_bytes(config, context.shape, context.reward_shape):
         evidence += f"; fsdp.offload = {config.fsdp.offload}"
         remedy = "fsdp.offload=none (or idle_optimizer)"
+    killed = f"{evidence}: the kernel would kill workers"
     rules: list[Rule] = [
-        (
-            fails_if(needed > memory.left),
-            f"{evidence}: the kernel would kill workers",
-            f"{remedy}, a lower cluster.gpus_per_node, or {MORE_RAM}",
-        ),
-        (
-            warns_if(needed > TIGHT * memory.left),
-            evidence,
-            f"End other processes with much memory there, or {MORE_RAM}",
-        ),
+        (fails_if(needed > memory.left), killed, f"{remedy}, fewer ranks, or {MORE_RAM}"),
+        (warns_if(needed > TIGHT * memory.left), evidence, f"End other processes, or {MORE_RAM}"),
     ]
     return first("memory.host", node, rules, evidence)
 
@@ -126,37 +98,20 @@ def _peak(phases: list[Phase]) -> Phase:
     return max(phases, key=lambda phase: phase.total)
 
 
-def gpu_memory() -> GPUMemory:
-    """Read memory and processes of this node's visible GPUs from nvidia-smi."""
-    text, error = nvidia_smi.ask(",".join(FIELDS))
-    if error:
-        return GPUMemory([], [], error)
-    found = {gpu.uuid: gpu for gpu in parse(text, [])}
-    named = [(uuid, GPU(uuid, gpu.total_mib * MIB)) for uuid, gpu in found.items()]
-    visible = visible_gpus(named, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    text, _ = nvidia_smi.ask("gpu_uuid,pid,process_name,used_memory", "compute-apps")
-    return GPUMemory([found[gpu.name] for gpu in visible], parse_processes(text))
-
-
-def parse_processes(text: str) -> list[GPUProcess]:
-    """Parse lines 'UUID, pid, name, MiB'."""
-    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
-    return [GPUProcess(*parts) for parts in lines if len(parts) == len(GPUProcess._fields)]
-
-
 def judge_gpu_memory(
-    node: str, memory: GPUMemory, context: CheckContext, slots: int
+    node: str, facts: GPUFacts, context: CheckContext, slots: int
 ) -> list[Finding]:
     """Judge memory.gpu of the GPUs of a node that the run uses, one per rank."""
-    check = "memory.gpu"
-    if memory.error or not memory.gpus or not slots:
-        why = memory.error or ("no rank is placed here" if memory.gpus else "no GPU is visible")
+    check, by_uuid = "memory.gpu", {gpu.uuid: gpu for gpu in facts.smi or ()}
+    gpus = [by_uuid[uuid] for uuid in facts.seen if uuid in by_uuid]
+    if facts.error or not gpus or not slots:
+        why = facts.error or ("no rank is placed here" if gpus else "no GPU is visible")
         return [skipped(check, node, why)]
     found = []
-    for index, gpu in enumerate(memory.gpus[:slots]):
+    for index, gpu in enumerate(gpus[:slots]):
         total, free = gpu.total_mib * MIB, gpu.free_mib * MIB
         peak = _peak(rank_phases(context.config, context.shape, total, context.reward_shape))
-        others = [process for process in memory.processes if process.uuid == gpu.uuid]
+        others = [process for process in facts.processes if process.uuid == gpu.uuid]
         listed = ", ".join(f"{p.name} (pid {p.pid}, {p.used_mib} MiB)" for p in others)
         evidence = (
             f"GPU {index}: {peak.name} needs {describe(peak)}; {gib(free)} of {gib(total)} are "
@@ -166,11 +121,7 @@ def judge_gpu_memory(
         fix = "or lower rollout.gpu_memory_utilization and actor.max_tokens_per_gpu"
         rules: list[Rule] = [
             (fails_if(peak.total > free), evidence, f"{end}; {fix}, or fsdp.offload=idle_all"),
-            (
-                warns_if(bool(others)),
-                evidence,
-                f"{end}, unless it shall share the GPU",
-            ),
+            (warns_if(others), evidence, f"{end}, unless it shall share the GPU"),
         ]
         found.append(first(check, node, rules, evidence))
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.doctor.context import CheckContext, fits
-from hybridrl.doctor.findings import Finding, Verdict, fails_if, first, ok, skipped
+from hybridrl.doctor.findings import Finding, fail, ok, skipped, warn
 
 if TYPE_CHECKING:
     from hybridrl.controller.ray.nodes import FreeNode
@@ -49,25 +49,22 @@ def judge_slots(nodes: "Sequence[FreeNode]", wanted: Sequence[int], *, on_gpu: b
         "`ray status` shows what is in use, `ray list actors --filter state=ALIVE` by which actor. "
         "End that run, start Ray on more nodes, or lower cluster.nodes or cluster.gpus_per_node."
     )
-    lacking = not fits(demand, [free for free, _ in counts])
-    return first(SLOTS, "all", [(fails_if(lacking), evidence, advice)], evidence)
+    if fits(demand, [free for free, _ in counts]):
+        return ok(SLOTS, "all", evidence)
+    return fail(SLOTS, "all", evidence, advice)
 
 
 def judge_engines(wanted: Sequence[int], ranks_per_engine: int, *, allow_straddle: bool) -> Finding:
     """Judge placement.engines: consecutive ranks of an engine share a node."""
     from hybridrl.controller.placement import Slot, straddling_engines
 
-    slots = [
-        Slot(str(node), "0.0.0.0", number)
-        for node, count in enumerate(wanted)
-        for number in range(count)
-    ]
+    slots = [Slot(str(n), "0.0.0.0", k) for n, count in enumerate(wanted) for k in range(count)]
     engines, astride = len(slots) // ranks_per_engine, straddling_engines(slots, ranks_per_engine)
-    verdict = Verdict.warn if allow_straddle else Verdict.fail
+    if not astride:
+        return ok(ENGINES, "all", f"{engines} engine(s) of {ranks_per_engine}, one node each")
     evidence = f"engine(s) {', '.join(map(str, astride))} of {engines} lie on several nodes"
     advice = (
         "Set rollout.tensor_parallel_size to a divisor of every node's ranks: otherwise "
         "activations cross nodes in every layer."
     )
-    rules = [(verdict if astride else None, evidence, advice)]
-    return first(ENGINES, "all", rules, f"{engines} engine(s) of {ranks_per_engine}, one node each")
+    return (warn if allow_straddle else fail)(ENGINES, "all", evidence, advice)

@@ -11,14 +11,12 @@ from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
-from hybridrl.doctor import memory, placement
-from hybridrl.doctor.catalog import Stage
+from hybridrl.doctor import memory, placement, ray
 from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.findings import Stage, Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.ray import stage as ray_stage
 from hybridrl.doctor.report import complaints
 from hybridrl.doctor.stages import Check, run_stages
 
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 STAGES: tuple[tuple[Stage, Check], ...] = (
     (Stage.host, host.check),
     (Stage.network, network.check),
-    (Stage.ray, ray_stage.check),
+    (Stage.ray, lambda case: ray.examine(case.agents, case.config.cluster.nodes)),
     (Stage.placement, placement.check),
     (Stage.inputs, inputs.check),
     (Stage.memory, memory.check),
@@ -44,12 +42,8 @@ class MachineError(ConfigError):
 def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> None:
     """Make the checks of `doctor.checks` on every node of the run, and log the warnings.
 
-    With RAY_ADDRESS the process must have joined that cluster.
-
-    Args:
-        result: config of the run, checked.
-        machine: nodes that the run may use.
-        overrides: as composed.
+    With RAY_ADDRESS the process must have joined that cluster. `machine` has the nodes that the
+    run may use.
 
     Raises:
         MachineError: every failure of the first stage that has one.
@@ -57,9 +51,12 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
     checks = result.config.doctor.checks
     if checks is DoctorChecks.none:
         return
-    with _nodes() as agents:
+    with run_nodes() as agents:
         quick = checks is DoctorChecks.quick
-        context = CheckContext.of(result, machine, overrides, agents, quick=quick)
+        assert result.shape is not None
+        context = CheckContext(
+            result.config, machine, result.shape, result.reward_shape, overrides, agents, quick
+        )
         reports = list(run_stages(context, STAGES))
     for text in complaints(reports, Verdict.warn):
         logger.warning("%s", text)
@@ -68,7 +65,12 @@ def preflight(result: Examined, machine: Machine, overrides: Sequence[str]) -> N
 
 
 @contextmanager
-def _nodes() -> Iterator[NodeProbes]:
+def run_nodes() -> Iterator[NodeProbes]:
+    """Yield the nodes of the cluster at RAY_ADDRESS, or this machine.
+
+    Raises:
+        ConfigError: on entering, if the cluster cannot be joined.
+    """
     if ray_address() is None:
         yield LocalProbes(socket.gethostname())
         return

@@ -1,6 +1,7 @@
 """Report of the doctor: a table on the console, and doctor.json."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,17 +113,16 @@ def complaints(reports: Sequence[StageReport], verdict: Verdict) -> list[str]:
 def _lines(report: StageReport) -> list[tuple[str, Finding]]:
     """Return findings with their first column; a stage skipped as a whole is one line."""
     findings = report.findings
-    reasons = {f.evidence if f.verdict is Verdict.skipped else None for f in findings}
-    if len(findings) > 1 and len(reasons) == 1 and None not in reasons:
+    verdicts, reasons = {f.verdict for f in findings}, {f.evidence for f in findings}
+    if len(findings) > 1 and verdicts == {Verdict.skipped} and len(reasons) == 1:
         return [(f"{report.stage.value}.*", findings[0])]
     return [(finding.check, finding) for finding in findings]
 
 
 def _summary(reports: Sequence[StageReport]) -> str:
-    counts = dict.fromkeys(Verdict, 0)
-    for report in reports:
-        for finding in report.findings:
-            counts[finding.verdict] += 1
+    counts = Counter(finding.verdict for report in reports for finding in report.findings)
     seconds = ", ".join(f"{r.stage.value} {r.seconds:.1f}" for r in reports if r.seconds >= 0.05)
-    parts = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+    parts = ", ".join(
+        f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]
+    )
     return f"{parts}; {sum(r.seconds for r in reports):.1f} s ({seconds})"

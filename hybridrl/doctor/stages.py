@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.config.planner.world import slots_on_nodes
-from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
 from hybridrl.doctor.context import CheckContext, fits
-from hybridrl.doctor.findings import Finding, Verdict, skipped
+from hybridrl.doctor.findings import CHECKS, Finding, Stage, Verdict, skipped, stage_of
 
 # Stages that examine each node as a place for ranks.
 OF_NODES = (Stage.host, Stage.network, Stage.inputs, Stage.memory)
@@ -102,10 +101,10 @@ def _reduced(finding: Finding, unfit: frozenset[str], context: CheckContext) -> 
     """Return a warning in place of a failure of nodes that the run does not need."""
     if not unfit:
         return finding
-    evidence, advice = f"the run fits without {' and '.join(sorted(unfit))}", finding.advice
+    why, advice = f"the run fits without {' and '.join(sorted(unfit))}", finding.advice
     if any(context.slots[node] for node in unfit):
         advice += " Ray may still choose that node: repair it, or `ray stop` there."
     else:
-        evidence = "no rank of the run is placed here"
-    evidence = f"{finding.evidence}; {evidence}"
+        why = "no rank of the run is placed here"
+    evidence = f"{finding.evidence}; {why}"
     return replace(finding, verdict=Verdict.warn, evidence=evidence, advice=advice)

@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray.stage import examine
+from hybridrl.doctor.ray import examine
 from tests.namespace_agents import driver, network_over_ray, set_environments
 from tests.namespaces import bench, need_namespaces
 

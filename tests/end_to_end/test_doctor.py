@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.doctor.catalog import CHECKS
+from hybridrl.doctor.findings import CHECKS
 from tests.end_to_end.runs import SMALL
 from tests.namespaces import bench, need_namespaces
 

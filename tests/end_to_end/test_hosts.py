@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from hybridrl.controller.ray.node_probes import LocalProbes
+from hybridrl.doctor import ray as ray_services
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray import stage as ray_services
 from tests.end_to_end import over_ray
 from tests.end_to_end.runs import SMALL
 from tests.namespaces import bench, need_namespaces, write_hosts

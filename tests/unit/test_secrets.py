@@ -19,8 +19,7 @@ from hybridrl.config.command.secrets import (
     without,
 )
 from hybridrl.controller.ray.runtime import worker_environment
-from hybridrl.doctor.catalog import Stage
-from hybridrl.doctor.findings import warn
+from hybridrl.doctor.findings import Stage, warn
 from hybridrl.doctor.report import write_report
 from hybridrl.doctor.stages import StageReport
 from hybridrl.rewards.scorer import RewardScorer

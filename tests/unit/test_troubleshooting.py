@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from hybridrl.config.command.command_line import parse_argv, precompose
 from hybridrl.config.keys import leaves
 from hybridrl.controller.ray.runtime import PASSED_ON
-from hybridrl.doctor.catalog import CHECKS
+from hybridrl.doctor.findings import CHECKS
 from hybridrl.main import conf_dir
 from tests.unit.deploy_stubs import REPO
 

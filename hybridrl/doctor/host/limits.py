@@ -1,15 +1,13 @@
 """Rules for the limits and free space of a node."""
 
-from collections.abc import Mapping
+import math
 
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.memory import MIB, gib
-from hybridrl.config.schema import RunConfig
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.doctor.findings import (
     Finding,
     Rule,
-    Verdict,
     apply,
     fail,
     fails_if,
@@ -17,8 +15,7 @@ from hybridrl.doctor.findings import (
     severity,
     warns_if,
 )
-from hybridrl.doctor.host.cgroup import CgroupFacts
-from hybridrl.doctor.host.facts import DiskSpace, HostFacts, Temporary, Ulimits
+from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, Temporary, Ulimits
 
 # Ray's smallest object store, plus the shared memory of NCCL and vLLM.
 SHM_NEEDED = 200 * MIB
@@ -37,25 +34,14 @@ TEMPORARY_NEEDED = 1024 * MIB
 # pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TEMPORARY = 107 - 33
 MORE_SHM = (
-    "Docker: docker run --shm-size=16g (or --ipc=host); Kubernetes: mount an emptyDir with "
-    "medium: Memory at /dev/shm; elsewhere: mount -o remount,size=16G /dev/shm. Files of dead "
-    "runs: ls -l /dev/shm"
+    "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at "
+    "/dev/shm; or mount -o remount,size=16G /dev/shm. Files of dead runs: ls -l /dev/shm"
 )
-
-
-def judge_limits_of_nodes(
-    facts: Mapping[str, HostFacts], config: RunConfig, slots_on: Mapping[str, int]
-) -> list[Finding]:
-    """Judge shared memory, ulimits, cgroups and temporary folders of each node."""
-    found: list[Finding] = []
-    for node, fact in facts.items():
-        slots = slots_on[node]
-        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots else ()
-        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
-        found += judge_ulimits(node, fact.limits, slots, infiniband)
-        found += judge_cgroup(node, fact.cgroup, fact.cores, slots)
-        found += judge_temporary(node, fact.temporary)
-    return found
+MORE_MEMORY = (
+    "End other processes, or Slurm: --mem=0; docker run --memory; Kubernetes: limits.memory"
+)
+MORE_CORES = "Slurm: --cpus-per-task; docker run --cpus; Kubernetes: limits.cpu; or fewer ranks"
+MORE_PIDS = "docker run --pids-limit=-1; Slurm: TasksMax=infinity; Kubernetes: podPidsLimit"
 
 
 def judge_shm(node: str, space: DiskSpace | None, accelerator: Accelerator) -> Finding:
@@ -64,18 +50,11 @@ def judge_shm(node: str, space: DiskSpace | None, accelerator: Accelerator) -> F
         return fail("host.shm", node, "there is no /dev/shm", MORE_SHM)
     wanted = STORE_BYTES[accelerator]
     has = f"/dev/shm has {gib(space.free)} free of {gib(space.total)}"
-    store = gib(space.free / STORE_SHARE)
+    need = f"{has}; Ray's object store, NCCL and vLLM need {gib(SHM_NEEDED)}"
+    gets = f"{has}; Ray's object store gets {gib(space.free / STORE_SHARE)} of it and wants "
     rules: list[Rule] = [
-        (
-            fails_if(space.free < SHM_NEEDED),
-            f"{has}; Ray's object store, NCCL and vLLM need {gib(SHM_NEEDED)}",
-            MORE_SHM,
-        ),
-        (
-            warns_if(space.free < STORE_SHARE * wanted),
-            f"{has}; Ray's object store gets {store} of it and wants {gib(wanted)}",
-            MORE_SHM,
-        ),
+        (fails_if(space.free < SHM_NEEDED), need, MORE_SHM),
+        (warns_if(space.free < STORE_SHARE * wanted), f"{gets}{gib(wanted)}", MORE_SHM),
     ]
     return first("host.shm", node, rules, has)
 
@@ -84,83 +63,67 @@ def judge_ulimits(
     node: str, limits: Ulimits, slots: int, infiniband: tuple[str, ...]
 ) -> list[Finding]:
     """Judge host.limits of a node with this number of ranks and these InfiniBand devices."""
-    soft, hard, locked, threads = ("unlimited" if value is None else str(value) for value in limits)
-    files = limits.open_files or RAY_OPEN_FILES
-    may = RAY_OPEN_FILES if limits.open_files_hard is None else limits.open_files_hard
-    files = max(files, min(may, RAY_OPEN_FILES))
+    soft, hard, _, threads = ("unlimited" if value is None else str(value) for value in limits)
     locked = "unlimited" if limits.locked_bytes is None else gib(limits.locked_bytes)
+    may = RAY_OPEN_FILES if limits.open_files_hard is None else limits.open_files_hard
+    files = max(limits.open_files or RAY_OPEN_FILES, min(may, RAY_OPEN_FILES))
     rules: list[Rule] = [
         (
             severity(files < TOO_FEW_OPEN_FILES, files < FEW_OPEN_FILES),
             f"{files} files may be open (ulimit -n {soft}, hard {hard}); Ray needs at least "
             f"{FEW_OPEN_FILES}",
-            f"ulimit -n {RAY_OPEN_FILES}; docker run --ulimit nofile={RAY_OPEN_FILES}; Slurm: "
-            "LimitNOFILE in slurmd.service; elsewhere: nofile in /etc/security/limits.conf",
+            _more("n", str(RAY_OPEN_FILES), "nofile", "LimitNOFILE"),
+        ),
+        _threads_rule(
+            limits.threads,
+            slots,
+            f"{threads} processes and threads (ulimit -u)",
+            _more("u", "unlimited", "nproc", "LimitNPROC"),
         ),
         (
-            _too_few_threads(limits.threads, slots),
-            f"{threads} processes and threads (ulimit -u); Ray and {slots} workers have about "
-            f"{_threads_of(slots)}",
-            "ulimit -u unlimited; Slurm: LimitNPROC=infinity in slurmd.service; elsewhere: nproc "
-            "in /etc/security/limits.conf",
-        ),
-        (
-            fails_if(bool(infiniband) and limits.locked_bytes is not None),
+            fails_if(infiniband and limits.locked_bytes is not None),
             f"locked memory is limited to {locked} (ulimit -l); NCCL registers its buffers with "
             f"{', '.join(infiniband)}",
-            "docker run --ulimit memlock=-1; Slurm: LimitMEMLOCK=infinity in slurmd.service; "
-            "elsewhere: '* - memlock unlimited' in /etc/security/limits.conf",
+            _more("l", "unlimited", "memlock", "LimitMEMLOCK"),
         ),
     ]
     passed = f"open files {soft} (hard {hard}), locked memory {locked}, threads {threads}"
     return apply("host.limits", node, rules, passed)
 
 
-def _threads_of(slots: int) -> int:
-    return RAY_THREADS + slots * THREADS_EACH
+def _more(letter: str, value: str, name: str, slurm: str) -> str:
+    """Return the remedy for a low limit, by its names in ulimit, limits.conf and systemd."""
+    docker = "-1" if value == "unlimited" else value
+    return (
+        f"ulimit -{letter} {value}; docker run --ulimit {name}={docker}; Slurm: {slurm}=infinity "
+        f"in slurmd.service; elsewhere: {name} in /etc/security/limits.conf"
+    )
 
 
-def _too_few_threads(left: int | None, slots: int) -> Verdict | None:
-    return None if left is None else severity(left < TOO_FEW_THREADS, left < _threads_of(slots))
+def _threads_rule(left: int | None, slots: int, evidence: str, advice: str) -> Rule:
+    """Return the rule for the number of processes and threads that may still be made."""
+    needed, has = RAY_THREADS + slots * THREADS_EACH, math.inf if left is None else left
+    verdict = severity(has < TOO_FEW_THREADS, has < needed)
+    return verdict, f"{evidence}; Ray and {slots} workers have about {needed}", advice
 
 
 def judge_cgroup(node: str, facts: CgroupFacts, cores: int, slots: int) -> list[Finding]:
     """Judge host.cgroup of a node with this number of usable cores and ranks."""
-    rules: list[Rule] = []
+    usable = cores if facts.cores is None else min(facts.cores, cores)
+    limited = (
+        f"CPU quota: {usable:g} of {cores}" if usable < cores else f"cpuset or affinity: {cores}"
+    )
+    evidence = f"{limited} cores, for {slots} worker processes and those of Ray"
+    rules: list[Rule] = [(warns_if(usable < slots), evidence, MORE_CORES)]
     used = "no limit of memory"
     if memory := facts.memory:
         used = f"{gib(memory.used)} of {gib(memory.limit)} of memory used"
-        rules.append(
-            (
-                warns_if(memory.used > NEARLY_FULL * memory.limit),
-                f"{gib(memory.used)} of the {gib(memory.limit)} that {memory.group} allows are "
-                "used; the kernel kills processes above it",
-                "End other processes, or ask for more: Slurm: sbatch --mem=0; docker run "
-                "--memory=...; Kubernetes: resources.limits.memory",
-            )
-        )
-    usable = cores if facts.cores is None else min(facts.cores, cores)
-    why = f"cpuset or affinity: {cores} cores"
-    if usable < cores:
-        why = f"CPU quota: {usable:g} of {cores} cores"
-    rules.append(
-        (
-            warns_if(usable < slots),
-            f"{why}, for {slots} worker processes and those of Ray",
-            "Slurm: sbatch --cpus-per-task=...; docker run --cpus=...; Kubernetes: "
-            "resources.limits.cpu; or lower cluster.gpus_per_node",
-        )
-    )
+        evidence = f"{gib(memory.used)} of the {gib(memory.limit)} that {memory.group} allows are "
+        evidence += "used; the kernel kills processes above it"
+        rules.append((warns_if(memory.used > NEARLY_FULL * memory.limit), evidence, MORE_MEMORY))
     if threads := facts.threads:
-        rules.append(
-            (
-                _too_few_threads(threads.left, slots),
-                f"{threads.group} allows {threads.limit} processes and threads, {threads.used} "
-                f"exist; Ray and {slots} workers have about {_threads_of(slots)}",
-                "docker run --pids-limit=-1; Slurm: TasksMax=infinity in slurmd.service; "
-                "Kubernetes: podPidsLimit of the kubelet",
-            )
-        )
+        evidence = f"{threads.group} allows {threads.limit} processes and threads, {threads.used} "
+        rules.append(_threads_rule(threads.left, slots, f"{evidence}exist", MORE_PIDS))
     quota = "no CPU quota" if facts.cores is None else f"CPU quota {facts.cores:g}"
     return apply("host.cgroup", node, rules, f"{used}, {quota}, {cores} cores")
 
@@ -170,23 +133,19 @@ def judge_temporary(node: str, folders: tuple[Temporary, ...]) -> list[Finding]:
     rules: list[Rule] = []
     for (path, _, free), error in folders:
         length = len(path.encode())
+        unwritable = f"no file can be written in {path}: {error}"
+        small = f"{path} has {gib(free)} free; logs, spilled objects and kernels need "
+        small += gib(TEMPORARY_NEEDED)
+        long = f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
+        make = f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder"
+        clean = f"Delete old files (du -xsh {path}/*), or set TMPDIR to a larger local disk"
         rules += [
-            (
-                fails_if(bool(error)),
-                f"no file can be written in {path}: {error}",
-                f"mkdir -p {path}; chmod 1777 {path}; or set TMPDIR to a writable folder",
-            ),
-            (
-                warns_if(not error and free < TEMPORARY_NEEDED),
-                f"{path} has {gib(free)} free; logs, spilled objects and compiled kernels need "
-                f"{gib(TEMPORARY_NEEDED)}",
-                f"Delete old files there (du -xsh {path}/*), or set TMPDIR to a larger local disk",
-            ),
+            (fails_if(error), unwritable, make),
+            (warns_if(not error and free < TEMPORARY_NEEDED), small, clean),
             (
                 fails_if(length > LONGEST_TEMPORARY),
-                f"{path} has {length} bytes; sockets below it may have 107, so the limit is "
-                f"{LONGEST_TEMPORARY}",
-                "Set TMPDIR to a shorter path: export TMPDIR=/tmp",
+                f"{long}{LONGEST_TEMPORARY}",
+                "Set a shorter one: export TMPDIR=/tmp",
             ),
         ]
     free_in = ", ".join(f"{gib(f.space.free)} free in {f.space.folder}" for f in folders)

@@ -1,17 +1,16 @@
-"""Host stage: each node alone, and differences between nodes."""
+"""Host stage: each node alone, and differences between nodes: versions, variables, clocks."""
 
-from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Finding
-from hybridrl.doctor.gather import gather
-from hybridrl.doctor.host.cluster import (
-    clock_skews,
-    judge_clocks,
-    judge_communication,
-    judge_versions,
-)
-from hybridrl.doctor.host.facts import buffers_output, environment, host_facts
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from hybridrl.controller.ray.node_probes import NodeProbes, call_all
+from hybridrl.doctor.context import CheckContext, gather
+from hybridrl.doctor.findings import Finding, fail, ok, severity, skipped, warn
+from hybridrl.doctor.host.facts import HostFacts, buffers_output, environment, host_facts
 from hybridrl.doctor.host.gpus import gpu_facts, judge_gpus
-from hybridrl.doctor.host.limits import judge_limits_of_nodes
+from hybridrl.doctor.host.limits import judge_cgroup, judge_shm, judge_temporary, judge_ulimits
 from hybridrl.doctor.host.variables import (
     judge_allocator,
     judge_terminal,
@@ -20,6 +19,21 @@ from hybridrl.doctor.host.variables import (
 )
 
 GPUS_TIMEOUT_S = 120.0
+COMMUNICATION = re.compile(r"(NCCL|RCCL|GLOO|FI|UCX)_\w+")
+# Names of devices and log files: they may differ between nodes.
+OF_THE_NODE = re.compile(
+    r"\w+_(IFNAME|HCA|GID_INDEX|FILE|DEBUG|SUBSYS|DEVICES?|LEVEL)|NCCL_DEBUG\w*|FI_LOG_\w+|UCX_LOG_\w+"
+)
+# Version of a package that is not installed.
+NONE = "none"
+CLOCK_ROUNDS = 3
+# Seconds between the clocks of two nodes.
+ODD_CLOCK_S, WRONG_CLOCK_S = 1.0, 60.0
+VERSION_ADVICE = {
+    "driver": "Install the same driver on all nodes",
+    "python": "Use python {usual} on all nodes (Ray refuses to mix versions)",
+    "hybridrl sources": "Install the same checkout on all nodes, or keep it in a shared folder",
+}
 
 
 def check(context: CheckContext) -> list[Finding]:
@@ -28,9 +42,13 @@ def check(context: CheckContext) -> list[Finding]:
     facts, found = gather(agents, "host.limits", host_facts)
     if not facts:
         return found
-    found += judge_limits_of_nodes(facts, config, slots)
     found.append(judge_terminal(agents.nodes[0], environment(), buffered=buffers_output()))
     for node, fact in facts.items():
+        infiniband = fact.infiniband if config.cluster.nodes > 1 and slots[node] else ()
+        found.append(judge_shm(node, fact.shared_memory, config.hardware.accelerator))
+        found += judge_ulimits(node, fact.limits, slots[node], infiniband)
+        found += judge_cgroup(node, fact.cgroup, fact.cores, slots[node])
+        found += judge_temporary(node, fact.temporary)
         found.append(judge_visible(node, fact.environment, fact.gpus, config))
         found.append(judge_allocator(node, fact.environment, config))
     found += judge_variables(facts, environment(), config)
@@ -44,3 +62,90 @@ def check(context: CheckContext) -> list[Finding]:
     if not context.quick:
         found += judge_clocks(clock_skews(agents))
     return found
+
+
+def judge_versions(facts: Mapping[str, HostFacts]) -> list[Finding]:
+    """Judge host.versions: one finding for each version that differs on a node."""
+    found: list[Finding] = []
+    for name in sorted({name for fact in facts.values() for name in fact.versions}):
+        values = {node: fact.versions.get(name, NONE) for node, fact in facts.items()}
+        usual = _most_common(values)
+        pip = f"pip uninstall {name}" if usual == NONE else f"pip install {name}=={usual}"
+        advice = f"{pip} on that node, or use one container image on all nodes"
+        advice = VERSION_ADVICE.get(name, advice).format(usual=usual)
+        judged = warn if name == "driver" else fail
+        for node, evidence in differing(f"{name} ", values).items():
+            found.append(judged("host.versions", node, evidence, advice))
+    first, *_ = facts.values()
+    each = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    return found or [ok("host.versions", "all", each)]
+
+
+def judge_communication(facts: Mapping[str, HostFacts]) -> list[Finding]:
+    """Judge host.communication_variables: one finding for each that differs on a node."""
+    check = "host.communication_variables"
+    found: list[Finding] = []
+    every = {name for fact in facts.values() for name in fact.environment}
+    names = sorted(name for name in every if COMMUNICATION.fullmatch(name))
+    for name in names:
+        values = {node: fact.environment.get(name, "(unset)") for node, fact in facts.items()}
+        advice = f"Set {name} the same on all nodes before `ray start`, or unset it everywhere"
+        for node, evidence in differing(f"{name}=", values).items():
+            if OF_THE_NODE.fullmatch(name):
+                found.append(ok(check, node, f"{evidence}: may differ between nodes"))
+            else:
+                found.append(fail(check, node, f"{evidence}: NCCL and gloo may hang", advice))
+    first, *_ = facts.values()
+    each = ", ".join(f"{name}={first.environment.get(name)}" for name in names)
+    return found or [ok(check, "all", each or "none is set")]
+
+
+def differing(name: str, values: Mapping[str, str]) -> dict[str, str]:
+    """Return a text for each node whose value is not the most common one."""
+    usual = _most_common(values)
+    others = [node for node, value in values.items() if value == usual]
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return {
+        node: f"{name}{value} here, {name}{usual} on {others[0]}{more}"
+        for node, value in values.items()
+        if value != usual
+    }
+
+
+def _most_common(values: Mapping[str, str]) -> str:
+    """Return the most common value; of several, the first node's, if it is one of them."""
+    first, counts = next(iter(values.values())), Counter(values.values())
+    return max(counts, key=lambda value: (counts[value], value == first))
+
+
+def clock_skews(agents: NodeProbes) -> dict[str, float]:
+    """Measure a lower bound of each node's clock skew to this node, in seconds; + is ahead.
+
+    A probe reads its clock between call and return, so any value outside of these is skew.
+    """
+    skews: dict[str, float] = {}
+    for _ in range(CLOCK_ROUNDS):
+        before = time.time()
+        answers = call_all(agents, time.time)
+        after = time.time()
+        for node, answer in answers.items():
+            if not answer.error:
+                skew = max(0.0, answer.value - after) + min(0.0, answer.value - before)
+                skews[node] = max(skews.get(node, 0.0), skew, key=abs)
+    return skews
+
+
+def judge_clocks(skews: Mapping[str, float]) -> list[Finding]:
+    """Judge host.clock from the skews of `clock_skews`."""
+    if len(skews) <= 1:
+        return [skipped("host.clock", "all", "there is one node")]
+    found: list[Finding] = []
+    advice = "chronyc makestep (or systemctl restart systemd-timesyncd) on that node"
+    for node, skew in skews.items():
+        side = "ahead of" if skew > 0 else "behind"
+        evidence = f"its clock is {abs(skew):.1f} s {side} the driver's; certificates depend on it"
+        if verdict := severity(abs(skew) > WRONG_CLOCK_S, abs(skew) > ODD_CLOCK_S):
+            found.append(Finding("host.clock", node, verdict, evidence, advice))
+    worst = max(map(abs, skews.values()))
+    passed = f"{len(skews)} clocks, at least {worst:.3f} s apart"
+    return found or [ok("host.clock", "all", passed)]

@@ -7,6 +7,7 @@ code of Ray (util/rpdb.py, _private/ray_constants.py) and torch (ProcessGroupNCC
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.config.schema import RunConfig
@@ -15,10 +16,11 @@ from hybridrl.doctor.findings import (
     Rule,
     Verdict,
     apply,
+    fail,
     first,
     ok,
-    severity,
     skipped,
+    warn,
     warns_if,
 )
 from hybridrl.doctor.host.facts import HostFacts
@@ -33,41 +35,31 @@ ANY = ()
 
 # Variable, bad values in lower case (ANY: all but empty), effect, remedy (empty: unset it).
 BadVariable = tuple[str, tuple[str, ...], str, str]
+THROUGH_HOST = "slow: GPUs of a node exchange data through host memory"
+NO_WATCHDOG = "torch starts no watchdog: no error handling, and no flight recorder if a rank hangs"
 OF_GPUS: tuple[BadVariable, ...] = (
-    ("NCCL_P2P_DISABLE", ON, "slow: GPUs of a node exchange data through host memory", ""),
-    ("NCCL_P2P_LEVEL", ("loc", "0"), "slow: GPUs of a node exchange data through host memory", ""),
+    ("NCCL_P2P_DISABLE", ON, THROUGH_HOST, ""),
+    ("NCCL_P2P_LEVEL", ("loc", "0"), THROUGH_HOST, ""),
     ("NCCL_SHM_DISABLE", ON, "slow: GPUs without NVLink exchange data over the network", ""),
     ("NCCL_IB_DISABLE", ON, "NCCL uses TCP even with InfiniBand or RoCE", ""),
     ("NCCL_NET", ("socket",), "NCCL uses TCP even with InfiniBand or RoCE", ""),
     ("NCCL_DEBUG", ("trace",), "every NCCL call prints a line", "Set NCCL_DEBUG=WARN or INFO"),
     ("CUDA_LAUNCH_BLOCKING", ON, "slow: the host waits for each kernel", ""),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", ANY, "slow: a cudaMalloc for each tensor", ""),
-    (
-        "TORCH_NCCL_BLOCKING_WAIT",
-        ON,
-        "torch starts no watchdog: no error handling (TORCH_NCCL_ASYNC_ERROR_HANDLING), and no "
-        "flight recorder if a rank hangs",
-        "",
-    ),
-    (
-        "NCCL_BLOCKING_WAIT",
-        ON,
-        "old name of TORCH_NCCL_BLOCKING_WAIT: torch starts no watchdog, and no flight recorder "
-        "if a rank hangs",
-        "",
-    ),
+    ("TORCH_NCCL_BLOCKING_WAIT", ON, NO_WATCHDOG, ""),
+    ("NCCL_BLOCKING_WAIT", ON, f"old name of TORCH_NCCL_BLOCKING_WAIT: {NO_WATCHDOG}", ""),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank waits forever for a dead peer", ""),
 )
 ALWAYS: tuple[BadVariable, ...] = (
-    (
-        "TORCH_DISTRIBUTED_DEBUG",
-        ("detail",),
-        "slow: ranks compare every collective",
-        "Set TORCH_DISTRIBUTED_DEBUG=INFO, or unset it",
-    ),
+    ("TORCH_DISTRIBUTED_DEBUG", ("detail",), "slow: ranks compare every collective", ""),
     ("RAY_DEBUG_POST_MORTEM", ("1",), "a failed task waits for a debugger, so the run hangs", ""),
     ("RAY_DEBUG", ("legacy",), "Ray's old debugger: VS Code cannot attach", ""),
     ("RAY_PDB", ANY, "this Ray ignores it: use RAY_DEBUG", ""),
+)
+NO_COMPILE = "fsdp.compile = true has no effect; or set fsdp.compile=false"
+OF_COMPILE: tuple[BadVariable, ...] = (
+    ("TORCH_COMPILE_DISABLE", ON, NO_COMPILE, ""),
+    ("TORCHDYNAMO_DISABLE", ON, NO_COMPILE, ""),
 )
 OPPOSITES = {
     "TORCH_NCCL_BLOCKING_WAIT": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -91,46 +83,36 @@ def judge_variables(
     return found
 
 
-def _is_bad(value: str | None, bad: tuple[str, ...]) -> bool:
-    return bool(value) and (not bad or str(value).strip().lower() in bad)
-
-
 def _bad_values(environment: Environment, config: RunConfig) -> Iterator[Rule]:
-    table = list(ALWAYS)
-    if config.hardware.accelerator is Accelerator.gpu:
-        table += OF_GPUS
-    if config.fsdp.compile:
-        table += [
-            (name, ON, "fsdp.compile = true has no effect", f"unset {name}, or fsdp.compile=false")
-            for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-        ]
-    for name, bad, effect, advice in table:
-        value, other = environment.get(name), OPPOSITES.get(name, "")
+    of_gpus = OF_GPUS if config.hardware.accelerator is Accelerator.gpu else ()
+    of_compile = OF_COMPILE if config.fsdp.compile else ()
+    for name, bad, effect, advice in (*ALWAYS, *of_gpus, *of_compile):
+        value, other = environment.get(name, ""), OPPOSITES.get(name, "")
         opposite = environment.get(other, "0")
         beside = "" if opposite in ("", "0") else f"; it contradicts {other}={opposite}"
-        verdict = warns_if(_is_bad(value, bad))
+        verdict = warns_if(value and (not bad or value.strip().lower() in bad))
         yield verdict, f"{name}={value}: {effect}{beside}", advice or f"unset {name}"
 
 
 def _of_driver(driver: Environment, cores: int, config: RunConfig) -> list[Rule]:
     """Return the rules for the process that starts the run."""
     size, rank = driver.get("WORLD_SIZE", ""), driver.get("RANK", "")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in driver
-    launched = by_torchrun or bool(size.isdigit() and int(size) > 1 and rank)
     slots = config.cluster.gpus_per_node
     assert slots is not None
+    by_torchrun = "TORCHELASTIC_RUN_ID" in driver
+    launched = by_torchrun or bool(size.isdigit() and int(size) > 1 and rank)
+    few = driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots
     return [
         (
             warns_if(launched),
             f"RANK={rank}, WORLD_SIZE={size} of {'torchrun' if by_torchrun else 'a launcher'}: "
-            "hybridrl starts its processes by itself, and each rank would be a run of its own",
-            "Start hybridrl once, without a launcher; if these are left over: unset RANK "
-            "WORLD_SIZE LOCAL_RANK TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
+            "each rank would be a run of its own",
+            "Start hybridrl once, without a launcher; left over: unset RANK WORLD_SIZE LOCAL_RANK "
+            "TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT",
         ),
         (
-            warns_if(driver.get("OMP_NUM_THREADS") == "1" and cores >= 2 * slots),
-            f"OMP_NUM_THREADS=1 (torchrun and some clusters set it): each of {slots} workers "
-            f"uses one core, the node has {cores}",
+            warns_if(few),
+            f"OMP_NUM_THREADS=1: each of {slots} workers uses one core, the node has {cores}",
             "unset OMP_NUM_THREADS",
         ),
     ]
@@ -143,29 +125,23 @@ def _proxy(environment: Environment, others: list[str]) -> Rule:
     direct = lower.get("no_proxy", "")
     reachable = [address for address in others if address and not address.startswith("127.")]
     uncovered = [address for address in reachable if not bypasses(address, direct)]
-    ray = _is_bad(lower.get("ray_grpc_enable_http_proxy"), ON)
     more = f" and {len(uncovered) - 3} more" if len(uncovered) > 3 else ""
     return (
-        warns_if(bool(proxies and uncovered)),
+        warns_if(proxies and uncovered),
         f"{' and '.join(proxies)} set, and no_proxy={direct or '(unset)'} leaves out "
         f"{', '.join(uncovered[:3])}{more}: HTTP between nodes (Ray's dashboard and jobs, a reward "
-        f"server{', RAY_grpc_enable_http_proxy: all of Ray' if ray else ''}) uses the proxy",
-        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy, on "
-        "all nodes",
+        "server) uses the proxy",
+        f"export no_proxy=localhost,127.0.0.1,{','.join(uncovered[:8])} NO_PROXY=$no_proxy "
+        "everywhere",
     )
 
 
 def bypasses(address: str, no_proxy: str) -> bool:
     """Return True if no_proxy covers an IP address by itself, by * or a network (10.0.0.0/8)."""
     for entry in (part.strip() for part in no_proxy.split(",")):
-        if entry == "*":
-            return True
-        try:
-            network = ipaddress.ip_network(entry, strict=False)
-        except ValueError:
-            continue
-        if ipaddress.ip_address(address) in network:
-            return True
+        with suppress(ValueError):  # of a host's name
+            if entry == "*" or ipaddress.ip_address(address) in ipaddress.ip_network(entry, False):
+                return True
     return False
 
 
@@ -179,26 +155,24 @@ def judge_visible(
     unused = "" if on_gpu else " (hardware = cpu: not used)"
     verdict = Verdict.fail if on_gpu else Verdict.warn
     hidden = _hidden_by(next(iter(given.values())), gpus) if given else ""
-    rules: list[Rule] = [
+    problems = (
         (
-            verdict if len(set(given.values())) > 1 else None,
-            f"{text}: values differ, and trainer and vLLM read different variables{unused}",
-            "NVIDIA: set CUDA_VISIBLE_DEVICES only; AMD: set HIP_VISIBLE_DEVICES only (or "
-            "CUDA_VISIBLE_DEVICES to the same value)",
+            len(set(given.values())) > 1,
+            "values differ, and trainer and vLLM read different variables",
+            "set only CUDA_VISIBLE_DEVICES on NVIDIA, only HIP_VISIBLE_DEVICES on AMD",
         ),
         (
-            verdict if VISIBLE[2] in given and VISIBLE[1] not in given else None,
-            f"{text}: Ray refuses to start with {VISIBLE[2]}{unused}",
+            VISIBLE[2] in given and VISIBLE[1] not in given,
+            f"Ray refuses to start with {VISIBLE[2]}",
             f"unset {VISIBLE[2]}, and set {VISIBLE[1]}",
         ),
-        (
-            verdict if hidden else None,
-            f"{text}: {hidden}{unused}",
-            f"unset {' '.join(given)}, or name GPUs of the node",
-        ),
+        (hidden, hidden, f"unset {' '.join(given)}, or name GPUs of the node"),
+    )
+    rules = [
+        (verdict if applies else None, f"{text}: {problem}{unused}", advice)
+        for applies, problem, advice in problems
     ]
-    passed = text or "none is set: every GPU is visible"
-    return first("host.visible_devices", node, rules, passed)
+    return first("host.visible_devices", node, rules, text or "none is set: every GPU is visible")
 
 
 def _hidden_by(value: str, gpus: tuple[str, ...] | None) -> str:
@@ -208,11 +182,11 @@ def _hidden_by(value: str, gpus: tuple[str, ...] | None) -> str:
         return "it hides every GPU"
     if len(set(entries)) < len(entries):
         return "a GPU is listed twice, and CUDA then shows none"
-    for entry in entries if gpus is not None else ():
-        assert gpus is not None
-        is_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
-        valid = int(entry) < len(gpus) if entry.isdigit() else is_uuid or entry.startswith("MIG-")
-        if not valid:
+    for entry in entries:
+        if gpus is None or entry.startswith("MIG-"):
+            continue
+        by_uuid = bool(entry) and any(uuid.startswith(entry) for uuid in gpus)
+        if not (int(entry) < len(gpus) if entry.isdigit() else by_uuid):
             what = entry or "an empty entry"
             return f"{what} is none of the node's {len(gpus)} GPUs, and hides those after it"
     return ""
@@ -233,26 +207,22 @@ def judge_allocator(node: str, environment: Environment, config: RunConfig) -> F
     if not given or sleep is SleepMode.none:
         return ok(check, node, f"no expandable segments, or no sleep (rollout.sleep = {sleep})")
     text = ", ".join(f"{name}={value}" for name, value in given.items())
-    handled = "expandable_segments:True" in given.get(ALLOCATORS[0], "")
-    effect = (
-        "vLLM must turn it off for its memory pool (before 0.25 it refuses), and hybridrl is not "
-        "tested with it"
-        if handled
-        else "vLLM's memory pool fails (MemPool doesn't currently support expandable_segments)"
-    )
+    seen = "expandable_segments:True" in given.get(ALLOCATORS[0], "")
+    effect = "vLLM's memory pool fails (MemPool doesn't currently support expandable_segments)"
+    if seen:
+        effect = "vLLM turns it off for its memory pool (before 0.25 it refuses): not tested"
     evidence = f"{text} with rollout.sleep = {sleep}: {effect}"
     advice = f"unset {' '.join(given)}, or rollout.sleep=none"
-    return first(check, node, [(severity(not handled, handled), evidence, advice)], "")
+    return (warn if seen else fail)(check, node, evidence, advice)
 
 
 def judge_terminal(driver: str, environment: Environment, *, buffered: bool) -> Finding:
     """Judge host.terminal of the driver's process; hybridrl's own commands do not buffer."""
     job = environment.get("SLURM_JOB_ID")
-    evidence = f"output of Slurm job {job} is buffered: it appears late, and its end is lost if "
-    evidence += "the job is killed"
-    advice = "Add export PYTHONUNBUFFERED=1 to the batch script, or start the run by python -m "
-    advice += "hybridrl.main, which prints each line at once"
+    if job and buffered:
+        evidence = f"output of Slurm job {job} is buffered: its end is lost if the job is killed"
+        advice = "Add export PYTHONUNBUFFERED=1 to the batch script, or use python -m hybridrl.main"
+        return warn("host.terminal", driver, evidence, advice)
     where = f"Slurm job {job}" if job else "not under Slurm"
     passed = f"{where}, output {'buffered' if buffered else 'line by line'}"
-    rules = [(warns_if(bool(job) and buffered), evidence, advice)]
-    return first("host.terminal", driver, rules, passed)
+    return ok("host.terminal", driver, passed)

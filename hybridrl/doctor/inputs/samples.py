@@ -11,7 +11,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.memory import gib
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import EnvironmentConfig, RunConfig
-from hybridrl.doctor.findings import Finding, Rule, apply, fail, first, ok, skipped, warns_if
+from hybridrl.doctor.findings import Finding, Rule, apply, fail, ok, skipped, warn, warns_if
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.process import RewardProcessError
@@ -53,17 +53,13 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
         evidence = f"token {max(ids):,} is none of the model's {shape.vocab:,}"
         return [fail(TOKENIZER, node, evidence, f"It belongs to another model. {copy}")]
     endless = tokenizer.eos_token_id is None and not stop_token_ids(plain_folder(path))
+    plain = f"there is no chat template: plain prompts; {facts}"
+    template = "Choose an instruct model, or add chat_template.jinja to the model's folder"
+    long = "no token ends a response: all have rollout.max_response_tokens"
+    end = "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
     rules: list[Rule] = [
-        (
-            warns_if(not renderer.has_template),
-            f"there is no chat template: plain prompts; {facts}",
-            "Choose an instruct model, or add chat_template.jinja to the model's folder",
-        ),
-        (
-            warns_if(endless),
-            "no token ends a response: all have rollout.max_response_tokens",
-            "Set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
-        ),
+        (warns_if(not renderer.has_template), plain, template),
+        (warns_if(endless), long, end),
     ]
     return apply(TOKENIZER, node, rules, facts)
 
@@ -79,7 +75,7 @@ def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Promp
         parts = [problem.partition("\n") for problem in problems]
         advice = "Correct data.* or the files"
         return [fail(DATA, node, found, more or advice) for found, _, more in parts], []
-    sizes = [f"{path} ({gib(path.stat().st_size)})" for path in files_of(config.data)]
+    sizes = [f"{path} ({gib(path.stat().st_size)})" for path in _files_of(config.data)]
     source = ", ".join(sizes) or ", ".join(facts.source for facts in sets.data_sets)
     evidence = f"{len(sets.train):,} training and {len(sets.held_out):,} held-out prompts: {source}"
     step = max(1, len(sets.train) // NUM_ROWS)
@@ -91,14 +87,10 @@ def sources(data: DataConfig) -> "list[DataConfig | MixturePart]":
     return [*data.mixture.values()] or [data]
 
 
-def files_of(data: DataConfig) -> list[Path]:
-    """Return every file of the config."""
-    found: list[Path] = []
-    for part in sources(data):
-        for value in (part.train_files, part.eval_files):
-            names = [value] if isinstance(value, str | Path) else list(value or [])
-            found += [Path(name).expanduser() for name in names]
-    return list(dict.fromkeys(found))
+def _files_of(data: DataConfig) -> list[Path]:
+    values = [value for part in sources(data) for value in (part.train_files, part.eval_files)]
+    names = [[value] if isinstance(value, str | Path) else list(value or []) for value in values]
+    return list(dict.fromkeys(Path(name).expanduser() for each in names for name in each))
 
 
 def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> list[Finding]:
@@ -113,7 +105,7 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
         if config.environment is not None:
             found.append(_try_environment(node, config.environment, config, prompts))
         for key, rule in rules.items():
-            found.append(_try_rule(node, key, rule.function, rule.args, config, prompts))
+            found.append(_try_rule(node, key, rule, config, prompts))
     except ConfigError as error:
         found.append(fail(REWARD, node, error.problems[0], "Correct reward.* or eval.rules.*"))
     except RewardProcessError as error:
@@ -123,18 +115,13 @@ def check_reward(node: str, config: RunConfig, prompts: "Sequence[Prompt]") -> l
 
 
 def _try_rule(
-    node: str,
-    key: str,
-    function: str,
-    args: dict[str, Any],
-    config: RunConfig,
-    prompts: "Sequence[Prompt]",
+    node: str, key: str, rule: Any, config: RunConfig, prompts: "Sequence[Prompt]"
 ) -> Finding:
     """Score reference answers, as they are and in other forms, and empty responses."""
-    name = f"{key}.function = {function}"
+    name, timeout_s = f"{key}.function = {rule.function}", config.reward.timeout_s
     responses = {form: [_response(form, prompt) for prompt in prompts] for form in (*FORMS, EMPTY)}
     with RewardScorer(
-        function, args, timeout_s=config.reward.timeout_s, num_processes=1, failed_score=0.0
+        rule.function, rule.args, timeout_s=timeout_s, num_processes=1, failed_score=0.0
     ) as scorer:
         # One row first: a function that hangs costs one timeout.
         one = [(prompts[0].text, responses[f][0], prompts[0].example) for f in (FORMS[0], EMPTY)]
@@ -155,9 +142,10 @@ def _try_rule(
         f"{name}, {len(prompts)} rows: reference answers score {best:g} on average, empty "
         f"responses {empty:g}"
     )
-    useless = best <= empty and function != NO_REWARD
-    advice = "Check that data.answer_key and reward.args match the function's form of answers"
-    return first(REWARD, node, [(warns_if(useless), evidence, advice)], evidence)
+    if best <= empty and rule.function != NO_REWARD:
+        advice = "Check that data.answer_key and reward.args match the function's form of answers"
+        return warn(REWARD, node, evidence, advice)
+    return ok(REWARD, node, evidence)
 
 
 def _response(form: str, prompt: "Prompt") -> str:

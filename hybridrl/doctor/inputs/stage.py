@@ -1,26 +1,68 @@
 """Inputs stage: models, tokenizer, data, reward and the folders of a run."""
 
+import os
+import pwd
+import tempfile
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import constants
 
 from hybridrl.config.choices import Init
-from hybridrl.doctor.context import CheckContext
-from hybridrl.doctor.findings import Finding, skipped
-from hybridrl.doctor.gather import gather
-from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache, own_cache_facts
+from hybridrl.config.planner.memory import gib
+from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import CheckContext, gather
+from hybridrl.doctor.findings import (
+    Finding,
+    Rule,
+    Verdict,
+    fail,
+    first,
+    ok,
+    skipped,
+    warn,
+    warns_if,
+)
+from hybridrl.doctor.host.facts import DiskSpace, disk_space, existing, write_error
 from hybridrl.doctor.inputs.models import (
     hub_facts,
     is_on_hub,
     judge_cached,
     judge_model,
+    lacks,
     model_facts,
 )
-from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer, sources
+from hybridrl.models.cache import cache_folder
 from hybridrl.models.resolve import EMBEDDED, absolute_path
 
 # A node may have to convert a model first.
 MODEL_TIMEOUT_S = 120.0
 RUN_DIR = "hydra.run.dir="
+REMOVE_S = 30.0
+
+
+class CacheFacts(NamedTuple):
+    """A cache folder as seen by processes of a node.
+
+    Attributes:
+        variable: the one that sets its path.
+        space: path, and free bytes of its file system.
+        owner: of the folder or its nearest existing parent.
+        error: of writing there by `user`, if any.
+        lacking: models and datasets to be downloaded.
+    """
+
+    variable: str
+    name: str
+    space: DiskSpace
+    exists: bool
+    owner: str
+    user: str
+    error: str
+    lacking: tuple[str, ...] = ()
 
 
 def check(context: CheckContext) -> list[Finding]:
@@ -46,12 +88,12 @@ def run_folder(context: CheckContext) -> str:
 
 def _caches(context: CheckContext) -> list[Finding]:
     """Check inputs.cache: converted models and, if the hub is used, the Hugging Face cache."""
-    check, agents = "inputs.cache", context.agents
-    own, found = gather(agents, check, own_cache_facts)
+    own, found = gather(context.agents, "inputs.cache", own_cache_facts)
     found += judge_cache(own)
     if wanted := _hub_names(context):
         weightless = {path for path, weights in _model_paths(context).items() if not weights}
-        caches, silent = gather(agents, check, hub_cache_facts, wanted, weightless)
+        probe = (hub_cache_facts, wanted, weightless)
+        caches, silent = gather(context.agents, "inputs.cache", *probe)
         found += [*silent, *judge_cache(caches, hub_cache_facts(wanted, weightless))]
     return found
 
@@ -88,3 +130,119 @@ def _models(context: CheckContext) -> list[Finding]:
     if not on_hub:
         found.append(skipped("inputs.cache_contents", "all", "the run uses nothing from the hub"))
     return found
+
+
+def hub_cache_facts(
+    wanted: Mapping[str, str], weightless: Collection[str] = frozenset()
+) -> CacheFacts:
+    """Examine the Hugging Face cache for `wanted` names with their kind, model or dataset."""
+    lacking = [name for name, kind in wanted.items() if lacks(name, kind, name not in weightless)]
+    facts = _facts("HF_HOME", "Hugging Face cache", Path(constants.HF_HUB_CACHE))
+    return facts._replace(lacking=tuple(lacking))
+
+
+def own_cache_facts() -> CacheFacts:
+    """Examine the cache of converted models and compiled kernels."""
+    return _facts("HYBRIDRL_CACHE", "hybridrl's cache", cache_folder())
+
+
+def _facts(variable: str, name: str, folder: Path) -> CacheFacts:
+    there, locks = existing(folder), folder / ".locks"
+    places = [there, locks] if locks.is_dir() else [there]
+    errors = [f"{place}: {error}" for place in places if (error := write_error(place))]
+    return CacheFacts(
+        variable,
+        name,
+        disk_space(there)._replace(folder=str(folder)),
+        folder.is_dir(),
+        _user(there.stat().st_uid),
+        _user(os.geteuid()),
+        "; ".join(errors),
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def judge_cache(
+    facts: Mapping[str, CacheFacts], drivers: CacheFacts | None = None
+) -> list[Finding]:
+    """Judge inputs.cache of each node; `drivers`, if given, must have the same path."""
+    found = []
+    for node, cache in facts.items():
+        path, _, free = cache.space
+        drivers_path = path if drivers is None else drivers.space.folder
+        made = "" if cache.exists else ", does not exist yet"
+        evidence = f"{cache.name} ({cache.variable}): {path} (owner {cache.owner}{made}), "
+        evidence += f"{gib(free)} free"
+        use = "compiled kernels go there" if drivers is None else "all files that it needs exist"
+        use = f"{', '.join(cache.lacking)} must be downloaded" if cache.lacking else use
+        unwritable = Verdict.fail if cache.lacking else Verdict.warn
+        rules: list[Rule] = [
+            (
+                unwritable if cache.error else None,
+                f"{evidence}; {cache.user} cannot write: {cache.error}; {use}",
+                f"chown -R {cache.user} {path}, or set {cache.variable} to a writable folder",
+            ),
+            (
+                warns_if(path != drivers_path),
+                f"{evidence}; the driver uses {drivers_path}",
+                f"export {cache.variable}=... the same on all nodes, before `ray start`",
+            ),
+        ]
+        found.append(first("inputs.cache", node, rules, evidence))
+    return found
+
+
+def check_run_directory(agents: NodeProbes, folder: str) -> list[Finding]:
+    """Check inputs.run_directory: write a file on each node, and look for the first's on all."""
+    check = "inputs.run_directory"
+    planted, found = gather(agents, check, plant, folder)
+    advice = f"Make it writable (chown, chmod), or set hydra.run.dir=/shared/run (now {folder})"
+    written = {node: (path,) for node, (path, error) in planted.items() if not error}
+    for node, (path, error) in planted.items():
+        if error:
+            found.append(fail(check, node, f"{path}: {error}", advice))
+    first, *others = agents.nodes
+    if others and first in written:
+        seen, silent = gather(agents, check, sees, *written[first])
+        found += silent
+        for node in (node for node, is_seen in seen.items() if not is_seen):
+            evidence = f"this node does not see files that {first} writes into {folder}: "
+            evidence += "checkpoints need a shared folder"
+            found.append(warn(check, node, evidence, "hydra.run.dir=/shared/..., as on NFS"))
+    agents.call_each(remove, written, timeout_s=REMOVE_S)
+    shared = ", shared by all nodes" if others else ""
+    return found or [ok(check, "all", f"{folder}: writable{shared}")]
+
+
+def plant(folder: str) -> tuple[str, str]:
+    """Write a file into a folder or its nearest existing parent; return its path and the error."""
+    there = existing(Path(folder))
+    try:
+        descriptor, path = tempfile.mkstemp(dir=there, prefix=".hybridrl-doctor-")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(path)
+            file.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        return str(there), error.strerror or str(error)
+    return path, ""
+
+
+def sees(path: str) -> bool:
+    """Return True if a planted file exists with its contents."""
+    try:
+        return Path(path).read_text() == path
+    except OSError:
+        return False
+
+
+def remove(path: str) -> None:
+    """Delete a planted file."""
+    with suppress(OSError):
+        Path(path).unlink()

@@ -1,8 +1,7 @@
 """Checks of the network between nodes (ids network.*).
 
-nodes.py is the probe of names, addresses and interfaces, which address.py and interfaces.py judge.
-server.py opens sockets on every node for ports.py, rendezvous.py and bandwidth.py. collective.py
-starts ranks (collective_rank.py) and collective_rules.py judges them. infiniband.py reads adapters;
-listeners.py and ray_ports.py find processes and ports.
-Not here: Ray's own protocol (doctor/ray). Start with stage.py.
+nodes.py probes names, addresses and interfaces, and judges addresses; interfaces.py goes on.
+server.py opens ports on every node for ports.py and bandwidth.py. collective.py starts ranks
+(collective_rank.py) and judges them. infiniband.py reads adapters.
+Not here: Ray's own protocol (doctor/ray.py). Start with stage.py.
 """

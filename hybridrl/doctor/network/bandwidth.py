@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
-from hybridrl.doctor.gather import gather_each
 from hybridrl.doctor.network.server import Opened, Speed, Target, measure
 
 CHECK = "network.bandwidth"
@@ -37,26 +37,35 @@ def check(
     agents: NodeProbes, opened: Mapping[str, Opened], addresses: Mapping[str, str]
 ) -> list[Finding]:
     """Measure all pairs, and the slow ones a second time without other traffic."""
-    nodes = list(opened)
-    targets = {
-        node: Target(node, addresses[node], ports.chosen, ports.token)
-        for node, ports in opened.items()
-    }
-    if len(nodes) == 1:
-        speeds, findings = _measure(agents, [(nodes[0], nodes[0])], targets, PAIR_S)
-        return findings or [ok(CHECK, "all", f"one node, to itself: {_text(speeds.popitem()[1])}")]
-    speeds, findings = {}, []
+    nodes, found = list(opened), list[Finding]()
+    speeds: dict[Pair, Speed] = {}
     rounds = tournament(nodes)
-    seconds = min(PAIR_S, max(LEAST_PAIR_S, ALL_ROUNDS_S / (2 * len(rounds))))
+    seconds = min(PAIR_S, max(LEAST_PAIR_S, ALL_ROUNDS_S / (2 * max(1, len(rounds)))))
+
+    def measure_pairs(pairs: Sequence[Pair]) -> None:
+        """Keep the better values of two measurements, to exclude other load."""
+        arguments = {}
+        for node, other in pairs:
+            target = Target(other, addresses[other], opened[other].chosen, opened[other].token)
+            arguments[node] = (target, seconds, MAX_BYTES)
+        measured, silent = gather_each(agents, CHECK, measure, arguments, seconds + 10.0)
+        for pair in pairs:
+            if pair[0] in measured:
+                new: Speed = measured[pair[0]]
+                old = speeds.get(pair, new)
+                rates = new.bytes_per_s, old.bytes_per_s
+                speeds[pair] = Speed(min(new.round_trip_s, old.round_trip_s), max(rates))
+        found.extend(silent)
+
+    if len(nodes) == 1:
+        measure_pairs([(nodes[0], nodes[0])])
+        return found or [ok(CHECK, "all", f"one node, to itself: {_text(*speeds.values())}")]
     for pairs in rounds:
-        for way in (pairs, [(b, a) for a, b in pairs]):
-            more, failures = _measure(agents, way, targets, seconds)
-            speeds |= more
-            findings += failures
+        measure_pairs(pairs)
+        measure_pairs([(b, a) for a, b in pairs])
     for pair in list(suspects(speeds))[:MAX_SHOWN]:
-        again, _ = _measure(agents, [pair], targets, seconds)
-        speeds |= {p: _better(s, speeds[p]) for p, s in again.items()}
-    return findings + (judge(speeds) if speeds else [])
+        measure_pairs([pair])
+    return found + (judge(speeds) if speeds else [])
 
 
 def tournament(players: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
@@ -136,21 +145,6 @@ def matrix(speeds: Mapping[Pair, Speed]) -> Matrix:
     for (sender, receiver), speed in speeds.items():
         found.setdefault(sender, {})[receiver] = speed._asdict()
     return found
-
-
-def _measure(
-    agents: NodeProbes, pairs: Sequence[Pair], targets: Mapping[str, Target], seconds: float
-) -> tuple[dict[Pair, Speed], list[Finding]]:
-    partner = dict(pairs)
-    arguments = {node: (targets[other], seconds, MAX_BYTES) for node, other in pairs}
-    speeds, found = gather_each(agents, CHECK, measure, arguments, seconds + 10.0)
-    return {(node, partner[node]): speed for node, speed in speeds.items()}, found
-
-
-def _better(one: Speed, other: Speed) -> Speed:
-    """Return the better values of two measurements, to exclude other load."""
-    shorter = min(one.round_trip_s, other.round_trip_s)
-    return Speed(shorter, max(one.bytes_per_s, other.bytes_per_s))
 
 
 def _text(speed: Speed) -> str:

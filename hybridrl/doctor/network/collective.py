@@ -11,18 +11,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple
 
 from hybridrl.config.planner.machine import local_machine
 from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.controller.rendezvous import listen
-from hybridrl.doctor.findings import Finding, fail
-from hybridrl.doctor.gather import gather, gather_each
-from hybridrl.doctor.network.bandwidth import tournament
-from hybridrl.doctor.network.collective_rules import CHECK, RankResult, judge
+from hybridrl.doctor.context import gather, gather_each
+from hybridrl.doctor.findings import Finding, Matrix, fail, ok, warn
+from hybridrl.doctor.network.bandwidth import (
+    Pair,
+    extremes,
+    is_broken,
+    matrix,
+    suspects,
+    tournament,
+    typical_of,
+)
 from hybridrl.doctor.network.nodes import NodeView, is_loopback, rank_zero_node
+from hybridrl.doctor.network.server import Speed
 
+CHECK = "network.collective"
 # Seconds for all ranks to import torch, maybe from shared storage, and to meet.
 MEET_S = 60.0
 # Seconds for one collective; for all collectives of a rank; for a round of pairs.
@@ -32,7 +43,36 @@ GRACE_S = 5.0
 RANKS_OF_ONE_NODE = 2
 ERROR_CHARACTERS = 300
 
+# Keys of a rank's measurements over all ranks, and their names in the report.
+OF_NODE = " GPU "
+NAMES = {"gloo": "gloo", "nccl": "NCCL", "nccl_in_node": "NCCL within a node"}
+ADVICE = {
+    "gloo": "gloo uses TCP: see network.bandwidth and network.interfaces.",
+    "NCCL": "See network.infiniband and `ibstat` on both; NCCL_DEBUG=INFO prints the adapters, or "
+    "NET/Socket if it uses TCP.",
+}
+ADVICE_WITHIN = (
+    "See `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, and P2P or SHM in NCCL_DEBUG=INFO."
+)
+NCCL_FAILED = (
+    "Start again with NCCL_DEBUG=INFO, which prints interface and adapter; NCCL_SOCKET_IFNAME "
+    "sets the interface. If NCCL_IB_DISABLE=1 helps, InfiniBand or RoCE fails (network.infiniband)."
+)
+GLOO_FAILED = (
+    "export GLOO_SOCKET_IFNAME=<interface to the other nodes> (`ip -br addr`); see network.ports "
+    "and the errors of the other nodes' ranks."
+)
+
 _MEETING: dict[int, socket.socket] = {}
+
+
+class RankResult(NamedTuple):
+    """Last step of a rank, its error (empty if it succeeded), and its measurements."""
+
+    rank: int
+    step: str
+    error: str
+    measured: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,16 +80,12 @@ class RankOrder:
     """Arguments of one rank.
 
     Attributes:
-        rank, world_size: among all nodes.
-        address, port: of the store on rank 0's node.
+        address, port: of the store on rank 0's node; rank 0 inherits its socket, `listen_fd`.
         nodes: ranks of each node.
         rounds: pairs of ranks that measure NCCL (or gloo between nodes), round by round.
         interface: for gloo, unless the environment sets one.
         device: index of its GPU; None: gloo only.
-        limit_s: seconds for everything after the meeting.
-        timeout_s: seconds for a collective.
-        meet_s: seconds for the meeting.
-        listen_fd: listening socket of rank 0.
+        meet_s, limit_s: seconds for the meeting, and for everything after it.
     """
 
     rank: int
@@ -65,12 +101,23 @@ class RankOrder:
     meet_s: float = MEET_S
     listen_fd: int | None = None
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which the rank is killed."""
+        return self.meet_s + self.limit_s + GRACE_S
+
 
 def check(
     agents: NodeProbes, views: Mapping[str, NodeView], addresses: Mapping[str, str], *, on_gpu: bool
 ) -> list[Finding]:
     """Start the ranks on all nodes and judge their results."""
-    counts, findings = _ranks_per_node(agents, list(views), on_gpu=on_gpu)
+    findings: list[Finding] = []
+    counts = dict.fromkeys(views, RANKS_OF_ONE_NODE if len(views) == 1 else 1)
+    if on_gpu:
+        counts, findings = gather(agents, CHECK, count_gpus)
+        advice = "See host.gpus; on a node without GPUs set hardware=cpu."
+        without = [node for node, count in counts.items() if not count]
+        findings += [fail(CHECK, node, "no GPU for NCCL", advice) for node in without]
     if findings:
         return findings
     first = rank_zero_node(addresses)
@@ -79,8 +126,8 @@ def check(
     if findings:
         return findings
     orders = plan(nodes, counts, addresses, ports[first], views, on_gpu=on_gpu)
-    arguments = {node: (tuple(orders[node]),) for node in nodes}
-    timeout_s = _longest_s(orders[first][0]) + 2 * GRACE_S
+    timeout_s = orders[first][0].longest_s + 2 * GRACE_S
+    arguments = {node: (own,) for node, own in orders.items()}
     results, findings = gather_each(agents, CHECK, run_ranks, arguments, timeout_s)
     return findings + judge(results)
 
@@ -95,31 +142,26 @@ def plan(
     on_gpu: bool,
 ) -> dict[str, list[RankOrder]]:
     """Return the orders of each node's ranks, rank 0 on the first node."""
-    ranks, start = [], 0
-    for node in nodes:
-        ranks.append(tuple(range(start, start + counts[node])))
-        start += counts[node]
-    rounds = _rounds(ranks) if on_gpu or len(nodes) > 1 else ()
-    interfaces = {
-        node: "lo" if is_loopback(addresses[node]) else views[node].interface_of(addresses[node])
-        for node in nodes
-    }
+    numbers = iter(range(sum(counts[node] for node in nodes)))
+    ranks = {node: tuple(islice(numbers, counts[node])) for node in nodes}
+    rounds = _rounds([*ranks.values()]) if on_gpu or len(nodes) > 1 else ()
+
+    def order(node: str, local: int, rank: int) -> RankOrder:
+        own = addresses[node]
+        return RankOrder(
+            rank=rank,
+            world_size=sum(map(len, ranks.values())),
+            address=addresses[nodes[0]],
+            port=port,
+            nodes=tuple(ranks.values()),
+            rounds=rounds,
+            interface="lo" if is_loopback(own) else views[node].interface_of(own),
+            device=local if on_gpu else None,
+            limit_s=RANKS_S + ROUND_S * len(rounds),
+        )
+
     return {
-        node: [
-            RankOrder(
-                rank=rank,
-                world_size=start,
-                address=addresses[nodes[0]],
-                port=port,
-                nodes=tuple(ranks),
-                rounds=rounds,
-                interface=interfaces[node],
-                device=local if on_gpu else None,
-                limit_s=RANKS_S + ROUND_S * len(rounds),
-            )
-            for local, rank in enumerate(group)
-        ]
-        for node, group in zip(nodes, ranks, strict=True)
+        node: [order(node, *each) for each in enumerate(group)] for node, group in ranks.items()
     }
 
 
@@ -130,11 +172,6 @@ def _rounds(ranks: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...]
     rounds += tournament([group[0] for group in ranks])
     both = ((tuple(pairs), tuple((b, a) for a, b in pairs)) for pairs in rounds if pairs)
     return tuple(way for ways in both for way in ways)
-
-
-def _longest_s(order: RankOrder) -> float:
-    """Return the seconds after which a rank is killed."""
-    return order.meet_s + order.limit_s + GRACE_S
 
 
 def open_meeting(address: str) -> int:
@@ -152,46 +189,30 @@ def count_gpus() -> int:
 
 def run_ranks(orders: Sequence[RankOrder]) -> list[RankResult]:
     """Run this node's ranks until they exit or are killed."""
-    stop = time.monotonic() + max(map(_longest_s, orders))
+    stop = time.monotonic() + max(order.longest_s for order in orders)
     started = [(order, _start(order)) for order in orders]
     return [_finish(order, process, stop) for order, process in started]
 
 
-def _ranks_per_node(
-    agents: NodeProbes, nodes: list[str], *, on_gpu: bool
-) -> tuple[dict[str, int], list[Finding]]:
-    if not on_gpu:
-        count = RANKS_OF_ONE_NODE if len(nodes) == 1 else 1
-        return dict.fromkeys(nodes, count), []
-    counts, findings = gather(agents, CHECK, count_gpus)
-    for node, count in counts.items():
-        if count == 0:
-            advice = "See host.gpus; on a node without GPUs set hardware=cpu."
-            findings.append(fail(CHECK, node, "no GPU for NCCL", advice))
-    return counts, findings
-
-
 def _start(order: RankOrder) -> "subprocess.Popen[str]":
-    environment = dict(os.environ)
+    defaults = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
     if order.interface is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", order.interface)
-    environment.setdefault("NCCL_DEBUG", "WARN")
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    listener = _MEETING.pop(order.port) if order.rank == 0 else None
-    if listener is not None:
-        order = replace(order, listen_fd=listener.fileno())
+        defaults["GLOO_SOCKET_IFNAME"] = order.interface
     command = [sys.executable, "-m", "hybridrl.doctor.network.collective_rank"]
-    process = subprocess.Popen(
-        [*command, json.dumps(asdict(order))],
-        env=environment,
-        pass_fds=[listener.fileno()] if listener is not None else [],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if listener is not None:
-        listener.close()
-    return process
+    with ExitStack() as stack:
+        inherited: tuple[int, ...] = ()
+        if order.rank == 0:
+            listener = stack.enter_context(_MEETING.pop(order.port))
+            inherited = (listener.fileno(),)
+            order = replace(order, listen_fd=listener.fileno())
+        return subprocess.Popen(
+            [*command, json.dumps(asdict(order))],
+            env=defaults | dict(os.environ),
+            pass_fds=inherited,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
 def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> RankResult:
@@ -201,7 +222,7 @@ def _finish(order: RankOrder, process: "subprocess.Popen[str]", stop: float) -> 
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        error = f"killed after {_longest_s(order):.0f} s {_last_line(err)}".strip()
+        error = f"killed after {order.longest_s:.0f} s {_last_line(err)}".strip()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     measured = lines[-1] if lines else {}
     return RankResult(order.rank, measured.get("step", "importing torch"), error, measured)
@@ -212,3 +233,103 @@ def _last_line(text: str) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [""])[-1][:ERROR_CHARACTERS]
+
+
+def judge(results: Mapping[str, Sequence[RankResult]]) -> list[Finding]:
+    """Judge the ranks of all nodes."""
+    found = []
+    for node, ranks in results.items():
+        if failed := [rank for rank in ranks if rank.error]:
+            each = "; ".join(f"rank {rank.rank}, {rank.step}: {rank.error}" for rank in failed)
+            in_nccl = any("NCCL" in rank.step for rank in failed)
+            found.append(fail(CHECK, node, each, NCCL_FAILED if in_nccl else GLOO_FAILED))
+    measured = [rank.measured for ranks in results.values() for rank in ranks]
+    if found or not measured:
+        return found
+    if len(measured) == 1:
+        started = " and ".join(NAMES[name] for name in ("gloo", "nccl") if name in measured[0])
+        return [ok(CHECK, "all", f"{started} start; one rank has nothing to exchange")]
+    return _judge_speeds(results, measured)
+
+
+def _judge_speeds(
+    results: Mapping[str, Sequence[RankResult]], measured: Sequence[Mapping[str, Any]]
+) -> list[Finding]:
+    texts = []
+    for key, name in NAMES.items():
+        if values := [one[key] for one in measured if key in one]:
+            worst = min(values, key=lambda one: one["bytes_per_s"])
+            texts.append(
+                f"{name} {worst['bytes_per_s'] / 1e9:.3g} GB/s per rank, "
+                f"{1e3 * worst['latency_s']:.2f} ms for one number"
+            )
+    over = "NCCL" if any("nccl_from" in one for one in measured) else "gloo"
+    slow: list[Finding] = []
+    tables: dict[str, Matrix] = {}
+    between, within = _pairs(results, f"{over.lower()}_from")
+    for what, title, pairs, advice in (
+        ("nodes", over, between, ADVICE[over]),
+        ("GPUs of a node", f"{over} within nodes", within, ADVICE_WITHIN),
+    ):
+        if pairs:
+            slowest, farthest = extremes(pairs)
+            texts.append(
+                f"{over} between {what} at least {_rate(pairs[slowest])} ({' -> '.join(slowest)}), "
+                f"round trip at most {_trip(pairs[farthest])} ({' -> '.join(farthest)})"
+            )
+            slow += _slow_pairs(over, pairs, advice)
+            tables[title] = matrix(pairs)
+    summary = f"{len(measured)} ranks, {len(results)} node(s): {'; '.join(texts)}"
+    first, *others = slow or [ok(CHECK, "all", summary)]
+    return [replace(first, tables=tables or None), *others]
+
+
+def _pairs(
+    results: Mapping[str, Sequence[RankResult]], received: str
+) -> tuple[dict[Pair, Speed], dict[Pair, Speed]]:
+    """Return speeds between nodes, and between GPUs of a node."""
+    places = {
+        rank.rank: (node, f"{node}{OF_NODE}{index}")
+        for node, ranks in results.items()
+        for index, rank in enumerate(ranks)
+    }
+    speeds = sorted(
+        (int(sender), rank.rank, Speed(measured["round_trip_s"], measured["bytes_per_s"]))
+        for ranks in results.values()
+        for rank in ranks
+        for sender, measured in rank.measured.get(received, {}).items()
+    )
+    between, within = {}, {}
+    for sender, receiver, speed in speeds:
+        (node, gpu), (other_node, other_gpu) = places[sender], places[receiver]
+        if node == other_node:
+            within[gpu, other_gpu] = speed
+        else:
+            between[node, other_node] = speed
+    return between, within
+
+
+def _slow_pairs(over: str, pairs: Mapping[Pair, Speed], advice: str) -> list[Finding]:
+    """Judge pairs by the rule of network.bandwidth.
+
+    Over gloo only broken pairs count: its rates depend on the load of the hosts, and
+    network.bandwidth measures slow pairs twice.
+    """
+    typical, found = typical_of(pairs), []
+    for pair, speed in suspects(pairs).items():
+        if (broken := is_broken(speed, typical)) or over == "NCCL":
+            evidence = (
+                f"{over} moves {_rate(speed)}, round trip {_trip(speed)}, {' -> '.join(pair)}; the "
+                f"median of all pairs is {_rate(typical)}, round trip {_trip(typical)}"
+            )
+            nodes = dict.fromkeys(place.partition(OF_NODE)[0] for place in pair)
+            found.append((fail if broken else warn)(CHECK, " -> ".join(nodes), evidence, advice))
+    return found
+
+
+def _rate(speed: Speed) -> str:
+    return f"{speed.bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _trip(speed: Speed) -> str:
+    return f"{1e3 * speed.round_trip_s:.3f} ms"

@@ -8,14 +8,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from threading import Timer
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 SMALL = 1
@@ -98,53 +96,50 @@ def _pairs(order: dict[str, Any], name: str, device: str, group: Any) -> dict[st
     """Measure the speeds of all senders to this rank, by their number."""
     rank, received = order["rank"], {}
     small, large = torch.ones(SMALL, device=device), torch.ones(SENT[device], device=device)
-    send, receive = (partial(way, group=group) for way in (dist.send, dist.recv))
+
+    def measured(other: int, first: Callable[..., Any], second: Callable[..., Any]) -> list[float]:
+        """Return seconds of a round trip, and of a large message by the second way."""
+
+        def trip() -> None:
+            first(small, other, group=group)
+            second(small, other, group=group)
+
+        def message() -> None:
+            second(large, other, group=group)
+
+        return [_seconds(trip, device, TRIP_REPEATS), _seconds(message, device, PAIR_REPEATS)]
+
     for sender, receiver in (pair for pairs in order["rounds"] for pair in pairs):
         if rank == sender:
             _report(f"{name}: send to rank {receiver}")
-            trip = partial(_one_after_other, (receive, send), small, receiver)
-            _seconds(trip, device, TRIP_REPEATS)
-            _seconds(partial(send, large, receiver), device, PAIR_REPEATS)
+            measured(receiver, dist.recv, dist.send)
         elif rank == receiver:
             _report(f"{name}: receive from rank {sender}")
-            trip = partial(_one_after_other, (send, receive), small, sender)
-            trip_s = _seconds(trip, device, TRIP_REPEATS)
-            sent_s = _seconds(partial(receive, large, sender), device, PAIR_REPEATS)
-            received[str(sender)] = {
-                "round_trip_s": trip_s,
-                "bytes_per_s": large.nbytes / sent_s,
-            }
+            trip_s, sent_s = measured(sender, dist.send, dist.recv)
+            speed = {"round_trip_s": trip_s, "bytes_per_s": large.nbytes / sent_s}
+            received[str(sender)] = speed
     return received
-
-
-def _one_after_other(ways: Iterable[Callable[..., Any]], data: Tensor, other: int) -> None:
-    for way in ways:
-        way(data, other)
 
 
 def _all_reduce(what: str, device: str, group: Any) -> dict[str, float]:
     """Measure seconds of a small sum, and bytes per second that a rank sends in a large one."""
-    ranks = dist.get_world_size(group)
+    ranks, repeats = dist.get_world_size(group), REPEATS[device]
     _report(f"all-reduce: {what}")
     small, large = torch.ones(SMALL, device=device), torch.ones(LARGE[device], device=device)
-    _check(small, ranks, group)
-    latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device)
-    seconds = _seconds(lambda: dist.all_reduce(large, group=group), device)
+    dist.all_reduce(small, group=group)
+    if not bool((small == ranks).all()):
+        raise RuntimeError(f"the sum of {ranks} ones is {small.tolist()}")
+    latency_s = _seconds(lambda: dist.all_reduce(small, group=group), device, repeats)
+    seconds = _seconds(lambda: dist.all_reduce(large, group=group), device, repeats)
     moved = 2 * (ranks - 1) / ranks * large.nbytes  # each rank sends this in a ring
     return {"latency_s": latency_s, "bytes_per_s": moved / seconds}
 
 
-def _check(ones: Tensor, ranks: int, group: Any) -> None:
-    dist.all_reduce(ones, group=group)
-    if not bool((ones == ranks).all()):
-        raise RuntimeError(f"the sum of {ranks} ones is {ones.tolist()}")
-
-
-def _seconds(collective: Callable[[], Any], device: str, repeats: int | None = None) -> float:
+def _seconds(collective: Callable[[], Any], device: str, repeats: int) -> float:
     """Return the shortest of several calls, after one that makes connections."""
     collective()
     times = []
-    for _ in range(repeats or REPEATS[device]):
+    for _ in range(repeats):
         _synchronize(device)
         start = time.perf_counter()
         collective()

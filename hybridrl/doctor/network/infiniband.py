@@ -11,40 +11,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.controller.ray.node_probes import NodeProbes
-from hybridrl.doctor.findings import (
-    Finding,
-    Rule,
-    Verdict,
-    apply,
-    fails_if,
-    severity,
-    skipped,
-    warn,
-)
-from hybridrl.doctor.gather import gather
+from hybridrl.doctor.context import gather
+from hybridrl.doctor.findings import Finding, Rule, Verdict, apply, fails_if, severity, skipped
+from hybridrl.doctor.network.nodes import matching
 
 CHECK = "network.infiniband"
 ROOT = Path("/sys/class/infiniband")
 # Devices that libibverbs opens: uverbs0, uverbs1, ...
 DEVICES = Path("/dev/infiniband")
-ETHERNET = "Ethernet"
-ROCE_V2 = "RoCE v2"
+ETHERNET, ROCE_V2 = "Ethernet", "RoCE v2"
 VARIABLES = ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE")
 GIVE_DEVICES = (
-    "give the container the devices "
-    "(docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1)"
+    "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 (Kubernetes: the "
+    "device plugin's resources)"
 )
 
 
 class HCAPort(NamedTuple):
-    """A port of a host channel adapter.
+    """A port of a host channel adapter, as /sys prints it.
 
     Attributes:
         name: device and port, as in NCCL_IB_HCA: mlx5_0:1.
         state: ACTIVE, INIT, DOWN, ...
         physical: LinkUp, Disabled, Polling, ...
         link_layer: InfiniBand or Ethernet (RoCE).
-        rate: as the kernel prints it: 400 Gb/sec (4X NDR).
         gids: types of the GIDs (RoCE v2, IB/RoCE v1), by index, without empty ones.
     """
 
@@ -89,44 +79,34 @@ def judge(fabrics: Mapping[str, Fabric]) -> list[Finding]:
     """Judge the ports of all nodes."""
     if not any(fabric.ports for fabric in fabrics.values()):
         return [skipped(CHECK, "all", "no node has an InfiniBand or RoCE adapter")]
-    found = [
-        warn(
-            CHECK,
-            node,
-            f"no adapter in {ROOT}, but other nodes have some: NCCL uses TCP for this node",
-            f"Load the driver (`lsmod | grep ib_core`, `ibstat`), or {GIVE_DEVICES}.",
-        )
-        for node, fabric in fabrics.items()
-        if not fabric.ports
-    ]
+    found = []
     for node, fabric in fabrics.items():
-        if fabric.ports:
-            rules = _rules(fabric, alone=len(fabrics) == 1)
-            found += apply(CHECK, node, rules, "; ".join(map(str, fabric.ports)))
+        rules = _rules(fabric, alone=len(fabrics) == 1)
+        found += apply(CHECK, node, rules, "; ".join(map(str, fabric.ports)))
     return found
 
 
 def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
-    """Return the rules for a node with ports; `alone`: a run on one node needs none of them."""
+    """Return the rules for a node; `alone`: a run on one node needs no adapters."""
+    if not fabric.ports:
+        evidence = f"no adapter in {ROOT}, but other nodes have some: NCCL uses TCP for this node"
+        advice = f"Load the driver (`lsmod | grep ib_core`, `ibstat`), or {GIVE_DEVICES}."
+        return [(Verdict.warn, evidence, advice)]
     used, variables = used_ports(fabric), fabric.variables
-    names = [port.name for port in fabric.ports]
+    names = ", ".join(port.name for port in fabric.ports)
     spec = variables.get("NCCL_IB_HCA", "")
     if not used and not fabric.is_off:
         # Excluding all adapters may be intended.
         verdict = Verdict.warn if spec.startswith("^") else Verdict.fail
-        evidence = f"NCCL_IB_HCA={spec} leaves none of the node's adapters ({', '.join(names)}): "
-        evidence += "NCCL uses TCP, or fails with NCCL_NET=IB"
-        advice = f"Unset NCCL_IB_HCA, or export NCCL_IB_HCA={names[0].partition(':')[0]}; for TCP: "
-        return [(verdict, evidence, f"{advice}NCCL_IB_DISABLE=1.")]
-    tolerable = alone or fabric.is_off
+        evidence = f"NCCL_IB_HCA={spec} leaves none of the node's adapters ({names}): NCCL uses "
+        device = fabric.ports[0].name.partition(":")[0]
+        advice = f"Unset NCCL_IB_HCA, or export NCCL_IB_HCA={device}; for TCP: NCCL_IB_DISABLE=1."
+        return [(verdict, f"{evidence}TCP, or fails with NCCL_NET=IB", advice)]
     rules: list[Rule] = [
         (
-            severity(bool(fabric.closed) and not tolerable, bool(fabric.closed)),
-            f"the kernel shows {', '.join(names)}, but {fabric.closed}: between nodes NCCL "
-            "silently uses TCP",
-            f"In a container: {GIVE_DEVICES}, as deploy/docker/run.sh does; in a pod request the "
-            "resources of the cluster's device plugin. Elsewhere load ib_uverbs (`ls -l "
-            "/dev/infiniband`). For TCP: NCCL_IB_DISABLE=1.",
+            severity(fabric.closed and not (alone or fabric.is_off), fabric.closed),
+            f"the kernel shows {names}, but {fabric.closed}: between nodes NCCL silently uses TCP",
+            f"{GIVE_DEVICES}; without a container: modprobe ib_uverbs. For TCP: NCCL_IB_DISABLE=1.",
         )
     ]
     named = "NCCL_IB_HCA" in variables
@@ -142,42 +122,31 @@ def _rules(fabric: Fabric, *, alone: bool) -> list[Rule]:
             (
                 severity(down and (named or none_active), down),
                 f"{port}{' (named in NCCL_IB_HCA)' if named else ''}",
-                "See `ibstat` and the cable; physical Polling: no link; state INIT: no subnet "
-                f"manager runs. Or exclude it: export NCCL_IB_HCA=^={port.name}; for TCP: "
-                "NCCL_IB_DISABLE=1.",
+                "See `ibstat` and the cable; Polling: no link; INIT: no subnet manager runs. Or "
+                f"export NCCL_IB_HCA=^={port.name}; for TCP: NCCL_IB_DISABLE=1.",
             ),
             (
                 fails_if(wrong and not down),
                 f"NCCL_IB_GID_INDEX={index} is {kind} on {port.name}; RoCE v2 needs one of "
                 f"{', '.join(good) or 'none, as the port has no address'}",
-                f"Unset NCCL_IB_GID_INDEX (NCCL finds it since 2.21){export}; `show_gids` lists "
-                "them.",
+                f"Unset NCCL_IB_GID_INDEX (NCCL finds it since 2.21){export}; see `show_gids`.",
             ),
         ]
     return rules
 
 
 def used_ports(fabric: Fabric) -> list[HCAPort]:
-    """Return the ports that NCCL_IB_HCA allows: prefixes, = whole names, ^ excludes."""
-    if fabric.is_off:
-        return []
-    spec = fabric.variables.get("NCCL_IB_HCA", "")
-    exclude, spec = spec.startswith("^"), spec.removeprefix("^")
-    exact, words = spec.startswith("="), spec.removeprefix("=").split(",")
-
-    def hit(port: HCAPort) -> bool:
-        names = {word: port.name if ":" in word else port.name.partition(":")[0] for word in words}
-        return any(n == word if exact else n.startswith(word) for word, n in names.items())
-
-    return [port for port in fabric.ports if hit(port) != exclude]
+    """Return the ports that NCCL_IB_HCA allows."""
+    names = matching(fabric.variables.get("NCCL_IB_HCA", ""), (port.name for port in fabric.ports))
+    return [port for port in fabric.ports if port.name in names and not fabric.is_off]
 
 
 def _port(folder: Path) -> HCAPort:
-    gids = {}
-    for file in (folder / "gids").glob("*"):
-        gid = _read(file)
-        if gid.strip("0:"):
-            gids[int(file.name)] = _read(folder / "gid_attrs" / "types" / file.name)
+    gids = {
+        int(file.name): _read(folder / "gid_attrs" / "types" / file.name)
+        for file in (folder / "gids").glob("*")
+        if _read(file).strip("0:")
+    }
     return HCAPort(
         f"{folder.parent.parent.name}:{folder.name}",
         _read(folder / "state").rpartition(": ")[2],
@@ -194,10 +163,9 @@ def _why_closed(devices: Path) -> str:
     for path in sorted(devices.glob("uverbs*")):
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            return ""
         except OSError as error:
             problems.append(f"{path} cannot be opened ({error.strerror})")
-        else:
-            return ""
     return "; ".join(problems) or f"there is no {devices}/uverbs*"
 
 

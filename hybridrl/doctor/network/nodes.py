@@ -1,4 +1,4 @@
-"""Probe of a node's names, addresses and interfaces, and the interfaces of NCCL and gloo."""
+"""Probe of a node's names, addresses and interfaces, and the rules of network.address."""
 
 import ipaddress
 import os
@@ -9,7 +9,9 @@ from typing import NamedTuple
 import psutil
 
 from hybridrl.controller.ray.node_probes import collect, in_thread
+from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, warn
 
+CHECK = "network.address"
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 # NCCL uses the former only if there is no other, and prefers the latter.
 LAST_CHOICES, FIRST_CHOICE = ("docker", "lo", "virbr"), "ib"
@@ -37,7 +39,7 @@ class NodeView(NamedTuple):
     def interface_of(self, address: str) -> str | None:
         """Return the interface with an address."""
         for name, addresses in self.interfaces.items():
-            if any(text.split("/")[0] == address for text in addresses):
+            if address in (text.split("/")[0] for text in addresses):
                 return name
         return None
 
@@ -49,6 +51,11 @@ class NodeView(NamedTuple):
             for name, addresses in self.interfaces.items()
             if not all(is_loopback(text.split("/")[0]) for text in addresses)
         }
+
+    @property
+    def gloo_names(self) -> list[str]:
+        """Names in GLOO_SOCKET_IFNAME; without it the run sets it by the address."""
+        return self.variables[GLOO].split(",") if GLOO in self.variables else []
 
     def describe(self) -> str:
         """Format the interfaces: 'eth0 10.0.1.2/24, lo 127.0.0.1/8'."""
@@ -75,14 +82,36 @@ class Choice(NamedTuple):
 
 def look(master: str) -> NodeView:
     """Examine this node; `master` is MASTER_ADDR on the driver, empty if unset."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    interfaces = {
+        name: [
+            f"{entry.address}/{_prefix(entry.netmask)}"
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+            and not entry.address.startswith("fe80:")
+        ]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+    }
     host_name = socket.gethostname()
     return NodeView(
         host_name,
         _resolve(host_name, OWN_NAME_S),
-        _interfaces(),
+        {name: texts for name, texts in interfaces.items() if texts},
         _resolve(master, MASTER_S) if master else [],
         {name: os.environ[name] for name in (NCCL, GLOO) if name in os.environ},
     )
+
+
+def _prefix(netmask: str | None) -> int:
+    return 32 if netmask is None else bin(int(ipaddress.ip_address(netmask))).count("1")
+
+
+def _resolve(name: str, within_s: float) -> list[str]:
+    """Return the addresses of a name; none if it is unknown or no name server answers in time."""
+    asked = {name: in_thread(socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)}
+    entries = collect(asked, within_s)[name].value or []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def rank_zero_node(addresses: Mapping[str, str]) -> str:
@@ -100,7 +129,7 @@ def choices_of(node: str, view: NodeView, *, between_hosts: bool) -> list[Choice
     """Return the interfaces of NCCL and gloo, without those of unusable variables."""
     nccl, gloo = view.variables.get(NCCL), view.variables.get(GLOO)
     unusable = unusable_variables(view, between_hosts=between_hosts)
-    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in gloo_names(view))]
+    used = [(NCCL, nccl, nccl_choice(view)), *((GLOO, gloo, name) for name in view.gloo_names)]
     return [
         Choice(node, variable, value, name, view.interfaces[name][0].split("/")[0])
         for variable, value, name in used
@@ -121,60 +150,84 @@ def nccl_choice(view: NodeView) -> str | None:
 def matching(spec: str, names: Iterable[str]) -> list[str]:
     """Return the names that a pattern of NCCL allows: prefixes, = whole names, ^ excludes.
 
-    Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
+    A word without a port is compared with the name before it (mlx5_0 of mlx5_0:1).
+
+    Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME and NCCL_IB_HCA.
     """
     exclude, spec = spec.startswith("^"), spec.removeprefix("^")
     exact, words = spec.startswith("="), spec.removeprefix("=").split(",")
 
     def hit(name: str) -> bool:
-        return any(name == word if exact else name.startswith(word) for word in words)
+        own = {word: name if ":" in word else name.partition(":")[0] for word in words}
+        return any(n == word if exact else n.startswith(word) for word, n in own.items())
 
     return [name for name in names if hit(name) != exclude]
-
-
-def gloo_names(view: NodeView) -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME; without it the run sets it by the address."""
-    return view.variables[GLOO].split(",") if GLOO in view.variables else []
 
 
 def unusable_variables(view: NodeView, *, between_hosts: bool) -> list[str]:
     """Return the variables that name no interface, or one that leads to no other node."""
     usable = view.outward if between_hosts else view.interfaces
     nccl = NCCL in view.variables and not matching(view.variables[NCCL], usable)
-    gloo = not set(gloo_names(view)) <= set(usable)
-    return [NCCL] * nccl + [GLOO] * gloo
+    return [NCCL] * nccl + [GLOO] * (not set(view.gloo_names) <= set(usable))
 
 
-def _resolve(name: str, within_s: float) -> list[str]:
-    """Return the addresses of a name; none if no name server answers in time."""
-    answer = collect({name: in_thread(_addresses_of, name)}, within_s)[name]
-    return answer.value or []
+def judge(
+    views: Mapping[str, NodeView], addresses: Mapping[str, str], master: str
+) -> list[Finding]:
+    """Judge network.address of all nodes, and MASTER_ADDR of the driver, if it is set."""
+    on_one_machine = len({view.host_name for view in views.values()}) == 1
+    found = [_judge_node(n, view, addresses[n], on_one_machine) for n, view in views.items()]
+    if master and views:
+        found.append(_judge_master(views, addresses, master))
+    return found
 
 
-def _addresses_of(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+def _judge_node(node: str, view: NodeView, address: str, on_one_machine: bool) -> Finding:
+    outward = [text.split("/")[0] for texts in view.outward.values() for text in texts]
+    own = outward[0] if outward else "<an address that the others reach>"
+    misleading = [text for text in view.host_addresses if is_loopback(text)]
+    if is_loopback(address) and not on_one_machine:
+        evidence = f"the others know {view.host_name} by {address}, which leads each of them to "
+        evidence += f"itself; its interfaces: {view.describe()}"
+        hosts = f" and set {view.host_name} to {own} in its /etc/hosts" if misleading else ""
+        return fail(CHECK, node, evidence, f"Start Ray there with --node-ip-address={own}{hosts}.")
+    if view.interface_of(address) is None and not is_loopback(address):
+        evidence = f"the others know it by {address}, which none of its interfaces has: "
+        advice = (
+            "NCCL and gloo announce an address behind NAT, which the others cannot reach: use the "
+            "host's network (docker run --network=host; Kubernetes: hostNetwork: true), or ray "
+            f"start --node-ip-address={own}."
+        )
+        return warn(CHECK, node, evidence + view.describe(), advice)
+    remark = f" on {view.host_name}"
+    if misleading and not on_one_machine:
+        remark = f"; its /etc/hosts maps {view.host_name} to {misleading[0]}, so the run names "
+        remark += "gloo's interface by the address"
+    return ok(CHECK, node, f"{address}{remark}")
 
 
-def _interfaces() -> dict[str, list[str]]:
-    up = psutil.net_if_stats()
-    found = {
-        name: [
-            f"{entry.address}/{_prefix(entry.netmask)}"
-            for entry in addresses
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-            and not entry.address.startswith("fe80:")
-        ]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up and up[name].isup
-    }
-    return {name: texts for name, texts in found.items() if texts}
-
-
-def _prefix(netmask: str | None) -> int:
-    if netmask is None:
-        return 32
-    return bin(int(ipaddress.ip_address(netmask))).count("1")
+def _judge_master(
+    views: Mapping[str, NodeView], addresses: Mapping[str, str], master: str
+) -> Finding:
+    zero = rank_zero_node({node: addresses[node] for node in views})
+    own, what = addresses[zero], f"MASTER_ADDR={master}"
+    advice = f"Unset MASTER_ADDR (the run uses {own}), or export MASTER_ADDR={own} for the run."
+    unknown = [node for node, view in views.items() if not view.master]
+    # Rank 0's node may resolve its name to 127.0.1.1: it listens on all addresses of a name.
+    seen = {n: view.master[0] for n, view in views.items() if n != zero and view.master}
+    each = ", ".join(f"{address} on {node}" for node, address in seen.items())
+    address = next(iter([*seen.values(), *views[zero].master]), "0.0.0.0")
+    loopback = is_loopback(address)
+    owners = [node for node, view in views.items() if view.interface_of(address)]
+    misplaced = (
+        f"{what} is {address}, which belongs to {owners[0] if owners else 'none of the nodes'}; "
+        f"rank 0 is on {zero}, which has {views[zero].describe()}"
+    )
+    to_itself = len(views) > 1 and loopback and not is_loopback(own)
+    rules: list[Rule] = [
+        (fails_if(unknown), f"{what} is unknown on {', '.join(unknown)}", advice),
+        (fails_if(len({*seen.values()}) > 1), f"{what} is not the same everywhere: {each}", advice),
+        (fails_if(to_itself), f"{what} is {address}, which leads each node to itself", advice),
+        (fails_if(zero not in owners and not loopback), misplaced, advice),
+    ]
+    return first(CHECK, "all", rules, f"{what} is {address} on all nodes, of {zero}")

@@ -1,26 +1,29 @@
-"""Check network.ports: connections between all nodes on the ports of a run."""
+"""Checks of ports: network.ports (connections between all nodes) and network.rendezvous."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
 
 from hybridrl.controller.ray.node_probes import NodeProbes
+from hybridrl.doctor.context import gather_each
 from hybridrl.doctor.findings import Finding, fail, ok, warn
-from hybridrl.doctor.gather import Gathered, gather_each
-from hybridrl.doctor.network.ray_ports import running_services
-from hybridrl.doctor.network.server import Opened, Target, reach
+from hybridrl.doctor.network.server import Opened, Target, reach, running_services
 
-CHECK = "network.ports"
+CHECK, RENDEZVOUS = "network.ports", "network.rendezvous"
+IN_A_FILE = "ranks of one node meet in a file of their user, without a port"
 # Seconds for all connections of a node, plus one second for this many connections.
 WITHIN_S, PER_SECOND = 4.0, 500
-MAX_SHOWN = 20
+MAX_SHOWN, MAX_HOLDERS = 20, 4
+
+T = TypeVar("T")
 
 
-class Attempt(NamedTuple):
-    """A connection from a node to a port of another; `problem` is empty if it succeeded."""
+class Attempt(NamedTuple, Generic[T]):
+    """A connection from a node to a target on another; `problem` is empty if it succeeded."""
 
     source: str
-    target: Target
+    target: T
     problem: str
 
 
@@ -31,71 +34,67 @@ def check(
     meeting: Mapping[str, str],
 ) -> list[Finding]:
     """Connect every node to every other at the same time; `meeting` is for the rendezvous port."""
-    of_node = _targets(opened, addresses, meeting)
-    targets = {
-        node: [
-            target
-            for other, those in of_node.items()
-            if other != node or len(opened) == 1
-            for target in those
-        ]
+    running = running_services({node: addresses[node] for node in opened})
+    targets = []
+    for node, ports in opened.items():
+        own, services = addresses[node], running[node]
+        listening = [(meeting[node], ports.rendezvous)]
+        listening += [(own, port) for port in (ports.worker, ports.chosen, *ports.services)]
+        targets += [Target(node, a, port, ports.token) for a, port in listening if port is not None]
+        targets += [Target(node, own, port, "", name) for name, port in services]
+    alone = len(opened) == 1
+    tried = {
+        node: [(target, target) for target in targets if alone or target.node != node]
         for node in opened
     }
-    results, found = reach_all(agents, CHECK, targets)
+    attempts, found = reach_all(agents, CHECK, tried)
+    found += judge(attempts, opened, addresses)
+    for node, ports in opened.items():
+        if ports.taken:
+            evidence = f"{', '.join(ports.taken)}, which deploy/ would give to Ray"
+            advice = "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all "
+            advice += f"nodes, or end their holder (`ss -ltnp` on {node}). If Ray is up: set "
+            found.append(warn(CHECK, node, evidence, f"{advice}RAY_ADDRESS."))
+    return found
+
+
+def reach_all(
+    agents: NodeProbes, check: str, tried: Mapping[str, Sequence[tuple[T, Target]]]
+) -> tuple[list[Attempt[T]], list[Finding]]:
+    """Connect each node to its targets, by the addresses to connect to; return the attempts."""
+    within_s = WITHIN_S + max(map(len, tried.values())) / PER_SECOND
+    arguments = {node: ([target for _, target in those], within_s) for node, those in tried.items()}
+    problems, found = gather_each(agents, check, reach, arguments, within_s + 10.0)
     attempts = [
         Attempt(node, target, problem)
-        for node, problems in results.items()
-        for target, problem in zip(targets[node], problems, strict=True)
+        for node, texts in problems.items()
+        for (target, _), problem in zip(tried[node], texts, strict=True)
     ]
-    found += judge(attempts, opened, addresses)
-    found += [
-        warn(
-            CHECK,
-            node,
-            f"{', '.join(ports.taken)}, which deploy/ would give to Ray",
-            "Set HYBRIDRL_RAY_PORT to the first of eight ports that are free on all nodes, or end "
-            f"their holder (`ss -ltnp` on {node}). If Ray is up: set RAY_ADDRESS.",
-        )
-        for node, ports in opened.items()
-        if ports.taken
-    ]
-    return found
+    return attempts, found
 
 
-def reach_all(agents: NodeProbes, check: str, targets: Mapping[str, list[Target]]) -> Gathered:
-    """Connect each node to its targets; return the problems by node (`reach`)."""
-    within_s = WITHIN_S + max(map(len, targets.values())) / PER_SECOND
-    arguments = {node: (those, within_s) for node, those in targets.items()}
-    return gather_each(agents, check, reach, arguments, within_s + 10.0)
-
-
-def _targets(
-    opened: Mapping[str, Opened], addresses: Mapping[str, str], meeting: Mapping[str, str]
-) -> dict[str, list[Target]]:
-    """Return the targets on each node."""
-    running = running_services({node: addresses[node] for node in opened})
-    found = {}
-    for node, ports in opened.items():
-        own = (ports.worker, ports.chosen, *ports.services)
-        pairs = [(meeting[node], ports.rendezvous), *((addresses[node], port) for port in own)]
-        found[node] = [Target(node, a, port, ports.token) for a, port in pairs if port is not None]
-        found[node] += [
-            Target(node, addresses[node], service.port, "", service.name)
-            for service in running[node]
-        ]
-    return found
+def shortened(found: Sequence[Finding]) -> list[Finding]:
+    """Keep the first findings, and count the others in one more."""
+    shown, rest = list(found[:MAX_SHOWN]), found[MAX_SHOWN:]
+    if rest:
+        evidence = f"and {len(rest)} more pairs or nodes without a connection"
+        advice = "Repair those above first."
+        shown.append(replace(rest[0], node="all", evidence=evidence, advice=advice))
+    return shown
 
 
 def judge(
-    attempts: Sequence[Attempt], opened: Mapping[str, Opened], addresses: Mapping[str, str]
+    attempts: Sequence[Attempt[Target]],
+    opened: Mapping[str, Opened],
+    addresses: Mapping[str, str],
 ) -> list[Finding]:
     """Judge all attempts: a failure for each pair of nodes, or one ok."""
-    broken: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
+    broken: dict[tuple[str, str], list[Attempt[Target]]] = defaultdict(list)
     for attempt in attempts:
         if attempt.problem:
             broken[attempt.source, attempt.target.node].append(attempt)
     found = []
-    for (source, to), failures in list(broken.items())[:MAX_SHOWN]:
+    for (source, to), failures in broken.items():
         each = "; ".join(
             f"{addresses[source]} -> {one.target.address} port {one.target.port}"
             f"{f' ({one.target.service})' if one.target.service else ''}: {one.problem}"
@@ -104,11 +103,8 @@ def judge(
         way = "in both directions" if (to, source) in broken else "in this direction alone"
         advice = _advice(source, [one.target for one in failures], opened[to])
         found.append(fail(CHECK, f"{source} -> {to}", f"{each}; {way}", advice))
-    if len(broken) > MAX_SHOWN:
-        rest = f"and {len(broken) - MAX_SHOWN} more pairs of nodes without a connection"
-        found.append(fail(CHECK, "all", rest, "Repair the pairs above first; see doctor.json."))
     if found:
-        return found
+        return shortened(found)
     ports = sorted({str(one.target.port) for one in attempts if not one.target.service})
     services = sorted({one.target.service for one in attempts if one.target.service})
     what = "one node, connected to itself" if len(opened) == 1 else f"{len(opened)} nodes"
@@ -120,49 +116,69 @@ def _advice(source: str, failed: Sequence[Target], opened: Opened) -> str:
     """Return the remedy for the unreachable ports of one node: the first that applies."""
     address, to = failed[0].address, failed[0].node
     low, high = opened.ephemeral
-    worker_low, worker_high = opened.worker_ports
-    services = [*opened.services]
+    first, last = opened.worker_ports
+    services = [*opened.services] or [0]
     ports = {target.port for target in failed}
     of_ray = {target.port for target in failed if target.service}
     of_kernel = {port for port in of_ray if low <= port <= high}
     only_kernel = ports - of_kernel == {opened.chosen} and opened.rendezvous is not None
+    other = f"open these ports on {to} for the other nodes, or"
     table = (
         (
             ports == of_ray,
-            "Ray's nodes exchange tasks and batches there, and a run hangs at the first blocked "
-            f"one: open these ports on {to} for the other nodes, or start Ray with "
+            f"A run hangs if Ray's nodes do not reach these ports: {other} start Ray with "
             "--node-manager-port and --object-manager-port on open ones.",
         ),
         (
             ports == {opened.rendezvous},
-            f"Other ports of {to} answer: open cluster.rendezvous_ports for the other nodes in its "
-            f"firewall (`iptables -I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`; clouds: "
-            "the security group), or set cluster.rendezvous_ports to open ones.",
+            f"Open cluster.rendezvous_ports in the firewall or security group of {to} (`iptables "
+            f"-I INPUT -p tcp --dport {opened.rendezvous} -j ACCEPT`), or set others.",
         ),
         (
             ports == {opened.worker},
-            f"Ray's workers listen on ports {worker_low} to {worker_high}: open them on {to} for "
-            "the other nodes, or start Ray with --min-worker-port and --max-worker-port around "
-            "open ones.",
+            f"Ray's workers listen on ports {first} to {last}: {other} start Ray with "
+            "--min-worker-port and --max-worker-port around open ones.",
         ),
         (
-            ports <= set(services),
-            f"Ray's services listen on ports {min(services, default=0)} to "
-            f"{max(services, default=0)} under deploy/: open them on {to} for the other nodes, or "
-            "set HYBRIDRL_RAY_PORT to the first of eight open ones.",
+            ports <= {*services},
+            f"Ray's services listen on ports {min(services)} to {max(services)} under deploy/: "
+            f"{other} set HYBRIDRL_RAY_PORT to the first of eight open ones.",
         ),
         (
             only_kernel,
-            f"NCCL, gloo and a Ray without port options listen on ports {low} to {high} "
-            f"(ip_local_port_range): open all TCP ports of {to} for the other nodes, in its "
-            "firewall and in the security group.",
-        ),
-        (
-            True,
-            f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
-            f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes in "
-            "firewalls and security groups, or start Ray with --node-ip-address in a network of "
-            "all nodes.",
+            f"NCCL, gloo and Ray listen on ports {low} to {high} (ip_local_port_range): open all "
+            f"TCP ports of {to} for the other nodes, in its firewall and security group.",
         ),
     )
-    return next(advice for applies, advice in table if applies)
+    route = (
+        f"On {source}, `ip route get {address}` prints the route and `nc -vz {address} "
+        f"{max(ports)}` tries it. Add the route, open all TCP ports between the nodes, or start "
+        "Ray with --node-ip-address in a network of all nodes."
+    )
+    return next((advice for applies, advice in table if applies), route)
+
+
+def judge_rendezvous(
+    node: str, opened: Opened, wanted: tuple[int, int], band: range, given: int | None
+) -> Finding:
+    """Judge network.rendezvous: rank 0's node for a band of ports; `given` is MASTER_PORT."""
+    (low, high), port = opened.ephemeral, opened.rendezvous
+    holders = ", ".join(opened.holders[:MAX_HOLDERS]) or "/proc does not show who holds them"
+    name, setting = "cluster.rendezvous_ports", "Set cluster.rendezvous_ports=[first,last] to free"
+    if given is not None:
+        name, setting = "MASTER_PORT", "Unset MASTER_PORT (the run finds a port), or set it to free"
+    if port is None:
+        evidence = f"{opened.problem.partition(chr(10))[0]}; {holders}"
+        advice = f"{setting} ports, or end their holder (`ss -ltnp` on {node})."
+        return fail(RENDEZVOUS, node, evidence, advice)
+    free = f"port {port} is free{f' ({holders})' if port != band[0] else ''}"
+    if low <= port <= high:
+        evidence = f"{free}, but in ip_local_port_range ({low} to {high}), from which the kernel "
+        evidence += "may give it to any connection before the run listens"
+        advice = f"Set {name} outside of {low} to {high}, or reserve the ports: sysctl -w "
+        advice += f"net.ipv4.ip_local_reserved_ports={band[0]}-{band[-1]}."
+        return warn(RENDEZVOUS, node, evidence, advice)
+    if given is None and (band[0], band[-1]) != wanted:
+        free += f"; the kernel uses some of cluster.rendezvous_ports ({wanted[0]} to {wanted[1]}): "
+        free += f"ip_local_port_range is {low} to {high}"
+    return ok(RENDEZVOUS, node, free)

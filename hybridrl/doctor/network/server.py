@@ -1,56 +1,63 @@
-"""Listening sockets of a node during the network checks, and connections to them.
+"""Ports of a node: listening sockets during the network checks, connections to them, Ray's ports.
 
-A connection gets a greeting with the socket's token, and may then measure with one of two commands:
-
-    p   ping: the server echoes bytes
-    r   rate: the server counts bytes, and replies with the count and the seconds
-
-The sockets live in the node's process between two calls.
+A connection gets a greeting with the socket's token, and may then measure: the server echoes each
+`p` (ping); after an `r` (rate) and a number of seconds it counts the bytes that come in that time,
+and replies with the count and the seconds. The sockets live in the node's process between two
+calls.
 """
 
 import errno
+import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import psutil
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.controller.ray.cluster_view import joined_view
+from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.rendezvous import EPHEMERAL_PORTS, listen
-from hybridrl.doctor.network.listeners import holders_of
-from hybridrl.doctor.network.ray_ports import WORKER_PORTS, worker_ports
 
-GREETING = b"hybridrl"
-TOKEN_BYTES = 8
+GREETING, TOKEN_BYTES = b"hybridrl", 8
+PING, RATE = b"p", b"r"
 # Seconds without data until a connection counts as broken.
 PATIENCE_S = 3.0
 AT_ONCE = 64
 CHUNK = 2**20
-PINGS = 50
+PINGS, PINGS_S = 50, 0.1
+SECONDS = struct.Struct("!d")
 # Bytes received, and seconds between the first and the last byte.
 RESULT = struct.Struct("!qd")
+# Ports of workers under `ray start` and deploy/node.sh, and the first of node.sh's other ports.
+WORKER_PORTS = (10002, 19999)
+FIRST_PORT, NUM_PORTS = 6379, 8
+LAST_PORT = 65535
+REASONS = {
+    errno.ECONNREFUSED: "refused (a firewall rejects it, or the address is another machine's)",
+    errno.ENETUNREACH: "no route (Network is unreachable)",
+    errno.EHOSTUNREACH: "no route (No route to host)",
+    errno.EINVAL: "the node's own `ip rule` or `ip route` discards what it sends there (blackhole)",
+}
 
 _OPEN: dict[str, list[socket.socket]] = {}
 
 
 class Opened(NamedTuple):
-    """Ports on which a node listens.
+    """Ports on which a node listens, with the token of its greetings.
 
     Attributes:
-        token: of its greetings.
-        rendezvous: port for the rendezvous; None: none is free.
-        worker: a port for Ray's workers; None: none is free, or the kernel chooses.
+        rendezvous: None: none is free, because of `problem`.
+        worker: one of Ray's workers' ports; None: none is free, or the kernel chooses.
         chosen: a port that the kernel chose, as for NCCL and gloo.
-        problem: why there is no port for the rendezvous.
-        holders: processes on ports of the band: 'python (pid 12) holds 29500'.
-        ephemeral: first and last port of ip_local_port_range.
-        worker_ports: first and last port for Ray's workers.
-        services: ports for Ray's services.
-        taken: processes on ports for Ray's services: 'redis-server (pid 12) holds 6379'.
+        holders, taken: processes on ports for the rendezvous and for Ray's services.
+        ephemeral, worker_ports: first and last of ip_local_port_range and for Ray's workers.
     """
 
     token: str
@@ -87,39 +94,41 @@ def open_ports(
 ) -> Opened:
     """Listen like the rendezvous and Ray, and on a port that the kernel chooses.
 
-    Args:
-        address: of this node, as the others use it.
-        meeting: address of the rendezvous: MASTER_ADDR on rank 0's node.
-        band: ports for the rendezvous, in this order.
-        services: all ports of Ray's services.
+    `address` is this node's, as the others use it; `meeting` that of the rendezvous: MASTER_ADDR
+    on rank 0's node. `band` has ports for the rendezvous, `services` all of Ray's services.
     """
     low, high = (int(number) for number in EPHEMERAL_PORTS.read_text().split())
     workers = worker_ports(address)
-    worker, chosen = _first_free(address, workers), listen(address, [0])
-    of_services = {port: _first_free(address, [port]) for port in services}
-    problem, rendezvous = "", None
-    try:
-        rendezvous = listen(meeting, band)
-    except (ConfigError, OSError) as error:
-        problem = error.problems[0] if isinstance(error, ConfigError) else str(error)
-    port = _port(rendezvous)
-    listeners = (worker, chosen, rendezvous, *of_services.values())
+    listeners: list[socket.socket] = []
+
+    def first_free(address: str, ports: Sequence[int]) -> tuple[int | None, str]:
+        try:
+            listeners.append(listen(address, ports))
+        except (ConfigError, OSError) as error:
+            return None, error.problems[0] if isinstance(error, ConfigError) else str(error)
+        return int(listeners[-1].getsockname()[1]), ""
+
+    worker = first_free(address, workers)[0] if workers else None
+    chosen, _ = first_free(address, [0])
+    assert chosen is not None
+    free = [port for port in services if first_free(address, [port])[0]]
+    rendezvous, problem = first_free(meeting, band)
     return Opened(
-        answer_on([listener for listener in listeners if listener is not None]),
-        port,
-        _port(worker),
-        int(chosen.getsockname()[1]),
+        answer_on(listeners),
+        rendezvous,
+        worker,
+        chosen,
         problem,
-        holders_of(band) if port is None or port != band[0] else [],
+        holders_of(band) if rendezvous != band[0] else [],
         (low, high),
         (min(workers), max(workers)) if workers else (low, high),
-        [number for number, listener in of_services.items() if listener is not None],
-        holders_of([number for number, listener in of_services.items() if listener is None]),
+        free,
+        holders_of({*services} - {*free}),
     )
 
 
 def answer_on(listeners: list[socket.socket]) -> str:
-    """ProbeResult on these sockets until `close_ports`; return the token of the greetings."""
+    """Answer on these sockets until `close_ports`; return the token of the greetings."""
     token = secrets.token_hex(TOKEN_BYTES)
     _OPEN[token] = listeners
     for listener in listeners:
@@ -135,26 +144,35 @@ def close_ports(token: str) -> None:
         listener.close()
 
 
-def _first_free(address: str, ports: Sequence[int]) -> socket.socket | None:
-    try:
-        return listen(address, ports) if ports else None
-    except ConfigError:
-        return None
-
-
-def _port(listener: socket.socket | None) -> int | None:
-    return None if listener is None else int(listener.getsockname()[1])
-
-
 def reach(targets: list[Target], within_s: float) -> list[str]:
-    """Connect to all targets, many at a time.
-
-    Returns:
-        The problem of each; empty if its greeting came, or a service of Ray accepted.
-    """
+    """Connect to many targets at a time; return the problem of each, empty if it answered."""
     deadline = time.monotonic() + within_s
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(lambda target: _try(target, deadline), targets))
+
+
+def _try(target: Target, deadline: float) -> str:
+    timeout_s = min(PATIENCE_S, deadline - time.monotonic())
+    if timeout_s <= 0:
+        return "not tried: no time was left"
+    try:
+        _connected(target, timeout_s).close()
+    except TimeoutError:
+        return f"no answer within {timeout_s:.0f} s (packets dropped: a firewall or no route)"
+    except OSError as error:
+        return REASONS.get(error.errno or 0, error.strerror or str(error))
+    return ""
+
+
+def _connected(target: Target, timeout_s: float) -> socket.socket:
+    """Return a connection to a target that has sent its greeting, if it has one."""
+    stream = socket.create_connection((target.address, target.port), timeout_s)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    expected = b"" if target.service else GREETING + target.token.encode()
+    greeting = _receive(stream, len(expected))
+    if greeting != expected:
+        raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
+    return stream
 
 
 def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
@@ -164,84 +182,22 @@ def measure(target: Target, seconds: float, max_bytes: int) -> Speed:
         OSError: the connection fails.
     """
     with _connected(target, PATIENCE_S) as stream:
-        stream.sendall(b"p")
-        round_trip_s = _round_trip(stream)
-    with _connected(target, PATIENCE_S) as stream:
-        stream.sendall(b"r" + RESULT.pack(max_bytes, seconds))
+        times: list[float] = []
+        stop = time.monotonic() + PINGS_S
+        while len(times) < PINGS and (not times or time.monotonic() < stop):
+            start = time.perf_counter()
+            stream.sendall(PING)
+            _receive(stream, 1)
+            times.append(time.perf_counter() - start)
+        stream.sendall(RATE + SECONDS.pack(seconds))
+        chunk, sent, stop = memoryview(bytes(CHUNK)), 0, time.monotonic() + seconds
+        while sent < max_bytes and time.monotonic() < stop:
+            sent += stream.send(chunk)
+        stream.shutdown(socket.SHUT_WR)
+        count, spent = RESULT.unpack(_receive(stream, RESULT.size))
         # Closing discards the bytes that are still in the send buffer.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return Speed(round_trip_s, _stream(stream, seconds))
-
-
-def _round_trip(stream: socket.socket) -> float:
-    """Return the shortest of several round trips in seconds."""
-    times: list[float] = []
-    stop = time.monotonic() + 0.1
-    while len(times) < PINGS and (not times or time.monotonic() < stop):
-        start = time.perf_counter()
-        stream.sendall(b".")
-        _receive(stream, 1)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _stream(stream: socket.socket, seconds: float) -> float:
-    chunk = memoryview(bytes(CHUNK))
-    stop = time.monotonic() + seconds + PATIENCE_S
-    stream.setblocking(False)
-    reply = b""
-    while len(reply) < RESULT.size:
-        if time.monotonic() > stop:
-            raise TimeoutError("the stream stalled")
-        moved = False
-        with suppress(BlockingIOError):
-            moved = stream.send(chunk) > 0
-        with suppress(BlockingIOError):
-            part = stream.recv(RESULT.size - len(reply))
-            if not part:
-                raise ConnectionResetError("hung up in the middle of the stream")
-            reply += part
-            moved = True
-        if not moved:
-            time.sleep(0.0005)
-    count, spent = RESULT.unpack(reply)
-    return count / spent if spent > 0 else 0.0
-
-
-def _connected(target: Target, timeout_s: float) -> socket.socket:
-    """Return a connection to a target that has sent its greeting."""
-    stream = socket.create_connection((target.address, target.port), timeout_s)
-    try:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _receive(stream, len(GREETING) + 2 * TOKEN_BYTES)
-        if greeting != GREETING + target.token.encode():
-            raise OSError(errno.EPROTO, f"another program answers there: {greeting[:16]!r}")
-    except BaseException:
-        stream.close()
-        raise
-    return stream
-
-
-def _try(target: Target, deadline: float) -> str:
-    timeout_s = min(PATIENCE_S, deadline - time.monotonic())
-    if timeout_s <= 0:
-        return "not tried: no time was left"
-    try:
-        if target.service:
-            socket.create_connection((target.address, target.port), timeout_s).close()
-        else:
-            _connected(target, timeout_s).close()
-    except ConnectionRefusedError:
-        return "refused (a firewall rejects it, or the address is another machine's)"
-    except TimeoutError:
-        return f"no answer within {timeout_s:.0f} s (packets dropped: a firewall or no route)"
-    except OSError as error:
-        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-            return f"no route ({error.strerror})"
-        if error.errno == errno.EINVAL:
-            return "the node's own `ip rule` or `ip route` discards what it sends there (blackhole)"
-        return error.strerror or str(error)
-    return ""
+    return Speed(min(times), count / spent if spent > 0 else 0.0)
 
 
 def _receive(stream: socket.socket, count: int) -> bytes:
@@ -249,7 +205,7 @@ def _receive(stream: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = stream.recv(count - len(data))
         if not part:
-            raise ConnectionResetError(errno.ECONNRESET, "hung up without a greeting")
+            raise ConnectionResetError(errno.ECONNRESET, "hung up before its reply")
         data += part
     return data
 
@@ -266,26 +222,99 @@ def _answer(caller: socket.socket, token: str) -> None:
         caller.settimeout(PATIENCE_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         caller.sendall(GREETING + token.encode())
-        command = caller.recv(1)
-        if command == b"p":
-            while data := caller.recv(16):
-                caller.sendall(data)
-        elif command == b"r":
-            max_bytes, seconds = RESULT.unpack(_receive(caller, RESULT.size))
-            caller.sendall(RESULT.pack(*_count(caller, max_bytes, seconds)))
+        while (command := caller.recv(1)) == PING:
+            caller.sendall(PING)
+        if command == RATE:
+            (seconds,) = SECONDS.unpack(_receive(caller, SECONDS.size))
+            caller.sendall(RESULT.pack(*_count(caller, seconds)))
             while caller.recv(CHUNK):  # until the sender ends the stream
                 continue
 
 
-def _count(caller: socket.socket, max_bytes: int, seconds: float) -> tuple[int, float]:
+def _count(caller: socket.socket, seconds: float) -> tuple[int, float]:
+    """Count the bytes until the end of the stream, or for so many seconds after the first."""
     buffer = bytearray(CHUNK)
-    count = caller.recv_into(buffer, 1)
+    count, spent = caller.recv_into(buffer, 1), 0.0
     start = time.perf_counter()
-    spent = 0.0
-    while count < max_bytes and spent < seconds:
-        part = caller.recv_into(buffer)
-        if not part:
-            break
+    while spent < seconds and (part := caller.recv_into(buffer)):
         count += part
         spent = time.perf_counter() - start
     return count, spent
+
+
+def service_ports(addresses: Mapping[str, str]) -> dict[str, range]:
+    """Return the ports of Ray's services under deploy/ by node; none if Ray is up or not needed.
+
+    Raises:
+        ConfigError: HYBRIDRL_RAY_PORT is no port.
+    """
+    if len(addresses) <= 1 or ray_address() is not None:
+        return dict.fromkeys(addresses, range(0))
+    text = os.environ.get("HYBRIDRL_RAY_PORT", str(FIRST_PORT))
+    if not (text.isdecimal() and 0 < int(text) <= LAST_PORT - NUM_PORTS):
+        raise ConfigError(f"HYBRIDRL_RAY_PORT={text}, expected the first of {NUM_PORTS} ports.")
+    ports, all_addresses = range(int(text), int(text) + NUM_PORTS), list(addresses.values())
+    return {
+        node: ports if all_addresses.count(address) == 1 else range(0)
+        for node, address in addresses.items()
+    }
+
+
+def running_services(addresses: Mapping[str, str]) -> dict[str, list[tuple[str, int]]]:
+    """Return name and port of services of the joined Ray that other nodes connect to, by node."""
+    found: dict[str, list[tuple[str, int]]] = {node: [] for node in addresses}
+    view = joined_view() if len(addresses) > 1 else None
+    for state in view.nodes if view is not None else ():
+        for node, address in addresses.items():
+            if state.alive and state.address == address:
+                found[node] += [
+                    ("Ray's node manager", state.node_manager_port),
+                    ("Ray's object manager", state.object_manager_port),
+                ]
+    return found
+
+
+def worker_ports(address: str) -> Sequence[int]:
+    """Return the worker ports of the Ray at this address of the node, or the default ones.
+
+    In descending order, because Ray begins with the first. Empty if the kernel chooses them.
+    """
+    for process in psutil.process_iter(["name", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if process.info["name"] == "raylet" and f"--node_ip_address={address}" in command:
+            return ports_in(command)
+    return range(WORKER_PORTS[1], WORKER_PORTS[0] - 1, -1)
+
+
+def ports_in(command: Sequence[str]) -> Sequence[int]:
+    """Return the worker ports in a raylet's command line, as `worker_ports`."""
+    options = dict(word[2:].split("=", 1) for word in command if word[:2] == "--" and "=" in word)
+    if "worker_port_list" in options:
+        return sorted(map(int, options["worker_port_list"].split(",")), reverse=True)
+    low, high = int(options["min_worker_port"]), int(options["max_worker_port"])
+    return range(high or LAST_PORT, low - 1, -1) if low else []
+
+
+def listening(ports: Container[int]) -> Iterator[Any]:
+    """Yield the sockets that listen on these ports, as psutil describes them."""
+    for entry in psutil.net_connections("tcp"):
+        if entry.laddr and entry.laddr.port in ports and entry.status == psutil.CONN_LISTEN:
+            yield entry
+
+
+def holders_of(ports: Container[int]) -> list[str]:
+    """Describe the listeners on these ports, if /proc shows any: 'python (pid 12) holds 29500'."""
+    found = {entry.laddr.port: entry.pid for entry in listening(ports)}
+    hidden = "a process of another user or container"
+    return [
+        f"{hidden if pid is None else process_text(pid)} holds {port}"
+        for port, pid in sorted(found.items())
+    ]
+
+
+def process_text(pid: int) -> str:
+    """Describe a process: 'python (pid 12)', or 'pid 12' if it has ended."""
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.NoSuchProcess:
+        return f"pid {pid}"

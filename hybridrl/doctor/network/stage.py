@@ -1,29 +1,17 @@
 """Network stage: addresses, interfaces, ports, bandwidth and a collective between nodes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from hybridrl.config.choices import NVLinkMulticast
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.controller.ray.node_probes import NodeProbes, call_all
 from hybridrl.controller.rendezvous import given_port, port_band
-from hybridrl.doctor.context import CheckContext
+from hybridrl.doctor.context import CheckContext, gather, gather_each, subset
 from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped
-from hybridrl.doctor.gather import gather, gather_each, subset
-from hybridrl.doctor.network import (
-    address,
-    bandwidth,
-    collective,
-    infiniband,
-    interfaces,
-    ports,
-    rendezvous,
-)
-from hybridrl.doctor.network.nodes import look, rank_zero_node
-from hybridrl.doctor.network.ray_ports import service_ports
-from hybridrl.doctor.network.server import Opened, close_ports, open_ports
+from hybridrl.doctor.network import bandwidth, collective, infiniband, interfaces, nodes, ports
+from hybridrl.doctor.network.server import close_ports, open_ports, service_ports
 from hybridrl.doctor.stages import dispensable
 
 LOOK_S = 15.0
@@ -55,23 +43,19 @@ def examine(
     quick: bool,
     dispensable: Dispensable = lambda findings: frozenset(),
 ) -> list[Finding]:
-    """Make all checks network.*.
+    """Make all checks network.* of nodes that may get ranks.
 
-    Args:
-        agents: nodes that may get ranks.
-        rendezvous_ports: cluster.rendezvous_ports.
-        on_gpu: check NCCL, too.
-        quick: skip bandwidth and collective, which take seconds or import torch.
-        dispensable: returns nodes to exclude from bandwidth and collective.
+    `quick` skips bandwidth and collective, which take seconds or import torch; `dispensable`
+    returns nodes to exclude from these.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    views, found = gather(agents, address.CHECK, look, master, timeout_s=LOOK_S)
+    views, found = gather(agents, nodes.CHECK, nodes.look, master, timeout_s=LOOK_S)
     if not views:
         return found
     addresses = {node: agents.addresses[node] for node in views}
-    judged = address.judge(views, addresses, master)
+    judged = nodes.judge(views, addresses, master)
     found += judged + interfaces.check(agents, views) + infiniband.check(agents)
-    if _failures(judged):
+    if any(finding.verdict is Verdict.fail for finding in judged):
         master = ""  # has a finding already; the ports are checked without it
     needed = None if quick else dispensable
     found += _on_sockets(agents, rendezvous_ports, addresses, master, needed)
@@ -79,22 +63,18 @@ def examine(
         return found
     rest, failures = _without(dispensable(found), addresses, found)
     if failures:
-        why = "the failures above would make it hang"
-        return [*found, skipped(collective.CHECK, "all", why)]
-    some, of_rest = subset(agents, rest), {node: views[node] for node in rest}
-    return found + collective.check(some, of_rest, rest, on_gpu=on_gpu)
-
-
-def _failures(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict is Verdict.fail]
+        return [*found, skipped(collective.CHECK, "all", "the failures above would make it hang")]
+    of_rest = {node: views[node] for node in rest}
+    return found + collective.check(subset(agents, rest), of_rest, rest, on_gpu=on_gpu)
 
 
 def _without(
-    nodes: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
+    unfit: frozenset[str], addresses: Mapping[str, str], findings: Sequence[Finding]
 ) -> tuple[dict[str, str], list[Finding]]:
     """Return addresses and failures of the other nodes."""
-    rest = {node: own for node, own in addresses.items() if node not in nodes}
-    return rest, [f for f in _failures(findings) if not nodes & {*f.node.split(" -> ")}]
+    rest = {node: own for node, own in addresses.items() if node not in unfit}
+    failures = [finding for finding in findings if finding.verdict is Verdict.fail]
+    return rest, [one for one in failures if not unfit & {*one.node.split(" -> ")}]
 
 
 def _on_sockets(
@@ -110,15 +90,20 @@ def _on_sockets(
         given = given_port()
     except ConfigError as error:
         advice = "Unset MASTER_PORT, or set it to a free port."
-        return [fail(rendezvous.CHECK, "all", error.problems[0], advice)]
+        return [fail(ports.RENDEZVOUS, "all", error.problems[0], advice)]
     band = port_band(low, high) if given is None else range(given, given + 1)
-    zero = rank_zero_node(addresses)
+    zero = nodes.rank_zero_node(addresses)
     meeting = {**addresses, **({zero: master} if master else {})}
-    with _opened(agents, addresses, meeting, band) as (opened, found):
+    services = service_ports(addresses)
+    arguments = {
+        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
+    }
+    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
+    try:
         if len(addresses) == 1 and not master and given is None:
-            found.append(ok(rendezvous.CHECK, zero, rendezvous.IN_A_FILE))
+            found.append(ok(ports.RENDEZVOUS, zero, ports.IN_A_FILE))
         elif zero in opened:
-            found.append(rendezvous.judge(zero, opened[zero], (low, high), band, given))
+            found.append(ports.judge_rendezvous(zero, opened[zero], (low, high), band, given))
         if opened:
             found += ports.check(agents, opened, addresses, meeting)
         if dispensable is None or not opened:
@@ -128,20 +113,6 @@ def _on_sockets(
             return [*found, skipped(bandwidth.CHECK, "all", "not all nodes reach each other")]
         measured = {node: sockets for node, sockets in opened.items() if node in rest}
         return found + bandwidth.check(agents, measured, rest)
-
-
-@contextmanager
-def _opened(
-    agents: NodeProbes, addresses: Mapping[str, str], meeting: Mapping[str, str], band: range
-) -> Iterator[tuple[dict[str, Opened], list[Finding]]]:
-    """Listen on every node for the duration of the block."""
-    services = service_ports(addresses)
-    arguments = {
-        node: (own, meeting[node], band, services[node]) for node, own in addresses.items()
-    }
-    opened, found = gather_each(agents, ports.CHECK, open_ports, arguments, LOOK_S)
-    try:
-        yield opened, found
     finally:
         closing = {node: (sockets.token,) for node, sockets in opened.items()}
         agents.call_each(close_ports, closing, LOOK_S)

@@ -15,8 +15,7 @@ from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Finding, Verdict
-from hybridrl.doctor.host.cgroup import CgroupFacts
-from hybridrl.doctor.host.facts import DiskSpace, HostFacts, Temporary, Ulimits
+from hybridrl.doctor.host.facts import CgroupFacts, DiskSpace, HostFacts, Temporary, Ulimits
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from tests.model_shapes import TINY
 from tests.run_configs import MACHINE, run_config

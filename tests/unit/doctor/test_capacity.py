@@ -18,7 +18,7 @@ from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.host.facts import host_facts
 from hybridrl.doctor.host.gpus import GPUFacts, Smi, gpu_facts
-from hybridrl.doctor.memory import GPUMemory, HostMemory, gpu_memory, host_memory
+from hybridrl.doctor.memory import HostMemory, host_memory
 from tests.run_configs import run_config
 
 H200 = Smi("", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
@@ -54,7 +54,6 @@ class Nodes:
             host_facts: facts(gpus=uuids, environment=self._environment.get(node, {})),
             gpu_facts: GPUFacts(gpus, seen=uuids),
             host_memory: HostMemory(self._left[node], None),
-            gpu_memory: GPUMemory(gpus, []),
             time.time: time.time(),
         }[function]
 

@@ -3,8 +3,7 @@
 import pytest
 from host_cases import case
 
-from hybridrl.doctor.catalog import Stage
-from hybridrl.doctor.findings import Verdict, fail, ok
+from hybridrl.doctor.findings import Stage, Verdict, fail, ok
 from hybridrl.doctor.stages import cover, run_stages
 from tests.run_configs import run_config
 

@@ -10,19 +10,17 @@ from host_cases import assert_finds, case, facts, of, the
 import hybridrl
 from hybridrl.config.choices import Accelerator, SleepMode
 from hybridrl.controller.ray.node_probes import ProbeResult
-from hybridrl.doctor.catalog import CHECKS
-from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.findings import CHECKS, Verdict
 from hybridrl.doctor.host import stage as host
-from hybridrl.doctor.host.cgroup import cgroup_facts
-from hybridrl.doctor.host.cluster import (
+from hybridrl.doctor.host.facts import Ulimits, cgroup_facts, versions
+from hybridrl.doctor.host.gpus import GPUFacts, Smi, judge_gpus, parse
+from hybridrl.doctor.host.limits import judge_ulimits
+from hybridrl.doctor.host.stage import (
     clock_skews,
     judge_clocks,
     judge_communication,
     judge_versions,
 )
-from hybridrl.doctor.host.facts import Ulimits, versions
-from hybridrl.doctor.host.gpus import GPUFacts, Smi, judge_gpus, parse
-from hybridrl.doctor.host.limits import judge_ulimits
 from hybridrl.doctor.host.variables import (
     bypasses,
     judge_allocator,

@@ -19,7 +19,6 @@ from hybridrl.doctor.host.limits import (
 from hybridrl.doctor.host.variables import judge_terminal
 
 FACTS = "hybridrl.doctor.host.facts"
-CGROUP = "hybridrl.doctor.host.cgroup"
 MIB = 2**20
 
 
@@ -75,7 +74,7 @@ def test_a_memory_cgroup_that_is_nearly_full_warns():
         "[cgroup_facts(), bytearray(int(0.93 * cgroup_facts().memory.left)), cgroup_facts()][::2]"
     )
     with cgroup("memory", memory__limit_in_bytes=str(256 * MIB)) as join:
-        empty, full = probe(CGROUP, fill, before=join)
+        empty, full = probe(FACTS, fill, before=join)
     assert empty.memory.limit == full.memory.limit == 256 * MIB
     assert judge_cgroup("a", empty, 2, 1)[0].verdict is Verdict.ok
     (finding,) = judge_cgroup("a", full, 2, 1)
@@ -92,13 +91,13 @@ def test_page_cache_does_not_count_as_used(tmp_path):
     file = tmp_path / "file"
     write = f"[open('{file}', 'wb').write(bytes(100 << 20)), cgroup_facts()][1]"
     with cgroup("memory", memory__limit_in_bytes=str(400 * MIB)) as join:
-        facts = probe(CGROUP, write, before=join)
+        facts = probe(FACTS, write, before=join)
     assert facts.memory.used < 80 * MIB
 
 
 def test_a_cpu_quota_below_the_workers_warns():
     with cgroup("cpu", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000") as join:
-        facts = probe(CGROUP, "cgroup_facts()", before=join)
+        facts = probe(FACTS, "cgroup_facts()", before=join)
     assert facts.cores == 1.5
     assert judge_cgroup("a", facts, 8, 1)[0].verdict is Verdict.ok
     (finding,) = judge_cgroup("a", facts, 8, 4)
@@ -109,7 +108,7 @@ def test_a_cpu_quota_below_the_workers_warns():
 
 def test_a_cpuset_below_the_workers_warns():
     cores = probe(FACTS, "host_facts().cores", before="taskset -p -c 0 $$ > /dev/null")
-    (finding,) = judge_cgroup("a", probe(CGROUP, "cgroup_facts()"), cores, 2)
+    (finding,) = judge_cgroup("a", probe(FACTS, "cgroup_facts()"), cores, 2)
     assert_finds(
         finding, "host.cgroup", Verdict.warn, "cpuset or affinity: 1 cores", "--cpus-per-task"
     )
@@ -117,7 +116,7 @@ def test_a_cpuset_below_the_workers_warns():
 
 def test_a_cgroup_of_few_processes_fails():
     with cgroup("pids", pids__max="100") as join:
-        facts = probe(CGROUP, "cgroup_facts()", before=join)
+        facts = probe(FACTS, "cgroup_facts()", before=join)
     (finding,) = judge_cgroup("a", facts, 8, 1)
     assert_finds(
         finding, "host.cgroup", Verdict.fail, "allows 100 processes and threads", "--pids-limit=-1"

@@ -11,21 +11,18 @@ from input_rewards import hangs, raises_on_nothing, shrugs
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.controller.ray.node_probes import ProbeResult
-from hybridrl.doctor.catalog import CHECKS
-from hybridrl.doctor.findings import Verdict
+from hybridrl.doctor.findings import CHECKS, Verdict
 from hybridrl.doctor.inputs import stage as inputs
-from hybridrl.doctor.inputs.cache import hub_cache_facts, judge_cache
 from hybridrl.doctor.inputs.models import folder_facts, judge_cached, judge_model, model_facts
-from hybridrl.doctor.inputs.run_directory import check_run_directory
 from hybridrl.doctor.inputs.samples import check_data, check_reward, check_tokenizer
+from hybridrl.doctor.inputs.stage import check_run_directory, hub_cache_facts, judge_cache
 from hybridrl.models.resolve import EMBEDDED_FOLDER, read_model_config
 from tests.data_configs import jsonl, sums
 from tests.run_configs import run_config
 from tests.tokenizer_folders import model_folder
 
 FACTS = "hybridrl.doctor.inputs.models"
-CACHE = "hybridrl.doctor.inputs.cache"
-RUN_DIRECTORY = "hybridrl.doctor.inputs.run_directory"
+FOLDERS = "hybridrl.doctor.inputs.stage"
 HUB_CACHE = f"hub_cache_facts({{{HUB_MODEL!r}: 'model'}})"
 
 
@@ -71,14 +68,14 @@ def test_quick_looks_at_caches_alone(config):
 
 def test_a_cache_that_cannot_be_written_fails_unless_all_is_there(tmp_path):
     mounts = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,bind,ro {tmp_path}"
-    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    found = probe_mounted(FOLDERS, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
     assert_finds(
         finding, "inputs.cache", Verdict.fail, f"{tmp_path}: Read-only file system", "HF_HOME"
     )
     assert f"{HUB_MODEL} must be downloaded" in finding.evidence
     hub_cache(tmp_path)
-    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    found = probe_mounted(FOLDERS, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
     assert_finds(finding, "inputs.cache", Verdict.warn, "all files that it needs exist", "HF_HOME")
 
@@ -88,13 +85,13 @@ def test_what_a_cached_config_alone_lacks_are_the_weights(tmp_path):
     snapshot = hub_cache(tmp_path)
     (snapshot / "model.safetensors").unlink()
     weightless = HUB_CACHE.replace(")", f", {{{HUB_MODEL!r}}})")
-    assert probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (HUB_MODEL,)
-    assert probe(CACHE, weightless, HF_HOME=str(tmp_path)).lacking == ()
+    assert probe(FOLDERS, HUB_CACHE, HF_HOME=str(tmp_path)).lacking == (HUB_MODEL,)
+    assert probe(FOLDERS, weightless, HF_HOME=str(tmp_path)).lacking == ()
 
 
 def test_hybridrls_own_cache_that_cannot_be_written_warns(tmp_path):
     mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
-    found = probe_mounted(CACHE, "own_cache_facts()", mounts, HYBRIDRL_CACHE=f"{tmp_path}/own")
+    found = probe_mounted(FOLDERS, "own_cache_facts()", mounts, HYBRIDRL_CACHE=f"{tmp_path}/own")
     (finding,) = judge_cache({"b": found})
     assert_finds(
         finding,
@@ -109,7 +106,7 @@ def test_a_cache_whose_locks_cannot_be_written_fails(tmp_path):
     locks = tmp_path / "hub/.locks"
     locks.mkdir(parents=True)
     mounts = f"mount --bind {locks} {locks}; mount -o remount,bind,ro {locks}"
-    found = probe_mounted(CACHE, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
+    found = probe_mounted(FOLDERS, HUB_CACHE, mounts, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
     assert_finds(finding, "inputs.cache", Verdict.fail, f"{locks}: Read-only", "chown -R")
 
@@ -117,13 +114,13 @@ def test_a_cache_whose_locks_cannot_be_written_fails(tmp_path):
 def test_the_owner_of_a_cache_is_named(tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()
-    found = probe(CACHE, HUB_CACHE, before=f"chown 54321 {hub}", HF_HOME=str(tmp_path))
+    found = probe(FOLDERS, HUB_CACHE, before=f"chown 54321 {hub}", HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, found)
     assert finding.check == "inputs.cache" and "(owner uid 54321)" in finding.evidence
 
 
 def test_workers_that_see_another_cache_than_the_driver_are_named(tmp_path):
-    found = probe(CACHE, HUB_CACHE, HF_HOME=str(tmp_path))
+    found = probe(FOLDERS, HUB_CACHE, HF_HOME=str(tmp_path))
     (finding,) = judge_cache({"b": found}, hub_cache_facts({}))
     assert_finds(finding, "inputs.cache", Verdict.warn, f"{tmp_path}/hub", "export HF_HOME=")
     assert "; the driver uses /" in finding.evidence
@@ -210,7 +207,7 @@ def sharded(model):
 @pytest.mark.parametrize(
     ("damage", "evidence"),
     [
-        (torn, "model.safetensors is torn: it has 2,741,776 of 2,742,776 bytes"),
+        (torn, "model.safetensors is cut off or overwritten: it has 2,741,776 of 2,742,776 bytes"),
         (pointer, "model.safetensors is a Git LFS pointer"),
         (sharded, "model-00001-of-00002.safetensors, which model.safetensors.index.json names"),
         (lambda model: (model / "model.safetensors").unlink(), "there are no weights"),
@@ -346,7 +343,7 @@ def test_a_run_directory_that_cannot_be_written_fails(tmp_path):
         def call_each(self, function, arguments, timeout_s):
             mounts = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
             expression = f"{function.__name__}(*{arguments.get('a', ('',))!r})"
-            return {"a": ProbeResult(probe_mounted(RUN_DIRECTORY, expression, mounts))}
+            return {"a": ProbeResult(probe_mounted(FOLDERS, expression, mounts))}
 
     finding = the(check_run_directory(ReadOnly(), f"{tmp_path}/run"), "inputs.run_directory")
     assert_finds(
@@ -369,7 +366,7 @@ def two_nodes(mounts: str):
             for node, values in arguments.items():
                 expression = f"{function.__name__}(*{values!r})"
                 own = mounts if node == "b" else "true"
-                answers[node] = ProbeResult(probe_mounted(RUN_DIRECTORY, expression, own))
+                answers[node] = ProbeResult(probe_mounted(FOLDERS, expression, own))
             return answers
 
     return TwoNodes()

@@ -8,13 +8,11 @@ from hybridrl.config.planner.memory import node_ram
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import CheckContext
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.host.gpus import Smi
+from hybridrl.doctor.host.gpus import GPUFacts, Smi, parse_processes
 from hybridrl.doctor.memory import (
-    GPUMemory,
     HostMemory,
     judge_gpu_memory,
     judge_host_memory,
-    parse_processes,
 )
 from tests.conf.composing import GPU_NODE, examined
 
@@ -73,7 +71,10 @@ def test_each_node_is_judged_by_what_it_has_left(gpu, share, verdict):
 
 
 H200 = Smi("GPU-aaaa", "NVIDIA H200", "570.1", 143771, 143000, 0, False)
-IDLE = GPUMemory([H200._replace(uuid=f"GPU-{index}") for index in range(8)], [])
+IDLE = GPUFacts(
+    [H200._replace(uuid=f"GPU-{index}") for index in range(8)],
+    seen=tuple(f"GPU-{index}" for index in range(8)),
+)
 
 
 def test_free_gpus_pass(gpu):
@@ -84,8 +85,9 @@ def test_free_gpus_pass(gpu):
 
 def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
     text = "GPU-1, 4711, python3, 100000\nGPU-9, 1, other, 5\n"
-    gpus = [IDLE.gpus[0], IDLE.gpus[1]._replace(free_mib=43000)]
-    first, second = judge_gpu_memory("a", GPUMemory(gpus, parse_processes(text)), gpu, 8)
+    gpus = [IDLE.smi[0], IDLE.smi[1]._replace(free_mib=43000)]
+    facts = IDLE._replace(smi=gpus, processes=parse_processes(text))
+    first, second = judge_gpu_memory("a", facts, gpu, 8)
     assert first.verdict is Verdict.ok
     assert_finds(second, "memory.gpu", Verdict.fail, "python3 (pid 4711, 100000 MiB)", "kill 4711")
     assert "42.0 GiB of 140.4 GiB are free" in second.evidence
@@ -93,12 +95,11 @@ def test_a_gpu_that_another_process_fills_fails_and_names_it(gpu):
 
 
 def test_a_small_process_beside_the_run_warns(gpu):
-    (finding,) = judge_gpu_memory(
-        "a", GPUMemory(IDLE.gpus[:1], parse_processes("GPU-0, 7, Xorg, 4\n")), gpu, 8
-    )
+    facts = IDLE._replace(smi=IDLE.smi[:1], processes=parse_processes("GPU-0, 7, Xorg, 4\n"))
+    (finding,) = judge_gpu_memory("a", facts, gpu, 8)
     assert_finds(finding, "memory.gpu", Verdict.warn, "Xorg (pid 7, 4 MiB)", "kill 7")
 
 
 def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(gpu):
-    (finding,) = judge_gpu_memory("a", GPUMemory([], [], "there is no nvidia-smi"), gpu, 8)
+    (finding,) = judge_gpu_memory("a", GPUFacts(None, "there is no nvidia-smi"), gpu, 8)
     assert (finding.verdict, finding.evidence) == (Verdict.skipped, "there is no nvidia-smi")

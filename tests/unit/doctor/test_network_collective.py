@@ -10,9 +10,9 @@ from network_cases import view
 from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import collective as network_collective
-from hybridrl.doctor.network import rendezvous as network_rendezvous
+from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network import stage as network
-from hybridrl.doctor.network.collective_rules import RankResult
+from hybridrl.doctor.network.collective import RankResult
 
 
 def run_rank(**changes):
@@ -197,5 +197,5 @@ def test_one_node_needs_no_port_and_its_ranks_start_without_multicast(monkeypatc
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     found = network.check(case("cluster.nvlink_multicast=off", quick=True))
-    assert the(found, "network.rendezvous").evidence == network_rendezvous.IN_A_FILE
+    assert the(found, "network.rendezvous").evidence == network_ports.IN_A_FILE
     assert {name: os.environ.get(name) for name in SWITCHES} == SWITCHES | {"NCCL_NVLS_ENABLE": "1"}

@@ -6,12 +6,10 @@ import pytest
 from network_cases import view
 
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.network import address as network_address
 from hybridrl.doctor.network import bandwidth as network_bandwidth
 from hybridrl.doctor.network import interfaces as network_interfaces
 from hybridrl.doctor.network import nodes as network_nodes
 from hybridrl.doctor.network import ports as network_ports
-from hybridrl.doctor.network import rendezvous as network_rendezvous
 from hybridrl.doctor.network.nodes import rank_zero_node
 from hybridrl.doctor.network.server import Opened, Speed, Target
 
@@ -34,7 +32,7 @@ def test_rank_zero_is_on_the_lowest_address_as_numbers():
 
 def test_a_node_known_by_a_loopback_address_fails():
     views = {"a": view(), "b": view("b", eth0="10.0.1.3/24", hosts=["127.0.1.1"])}
-    _, found = network_address.judge(views, {"a": "10.0.1.2", "b": "127.0.1.1"}, "")
+    _, found = network_nodes.judge(views, {"a": "10.0.1.2", "b": "127.0.1.1"}, "")
     assert (found.node, found.verdict) == ("b", Verdict.fail)
     assert "know b by 127.0.1.1" in found.evidence and "eth0 10.0.1.3/24" in found.evidence
     assert "--node-ip-address=10.0.1.3" in found.advice and "/etc/hosts" in found.advice
@@ -42,20 +40,20 @@ def test_a_node_known_by_a_loopback_address_fails():
 
 def test_nodes_of_one_machine_may_share_the_loopback_address():
     views = {"vm (1)": view("vm"), "vm (2)": view("vm")}
-    found = network_address.judge(views, dict.fromkeys(views, "127.0.0.1"), "")
+    found = network_nodes.judge(views, dict.fromkeys(views, "127.0.0.1"), "")
     assert {finding.verdict for finding in found} == {Verdict.ok}
 
 
 def test_an_address_that_no_interface_has_is_nat():
     views = {"a": view(), "b": view("b", eth0="172.17.0.2/16")}
-    _, found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
+    _, found = network_nodes.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
     assert found.verdict is Verdict.warn and "172.17.0.2/16" in found.evidence
     assert "--network=host" in found.advice
 
 
 def test_a_host_name_for_loopback_is_told_where_the_address_is_right():
     views = {"a": view(hosts=["127.0.1.1"]), "b": view("b", eth0="10.0.1.3/24")}
-    found, _ = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
+    found, _ = network_nodes.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "")
     assert found.verdict is Verdict.ok and "maps a to 127.0.1.1" in found.evidence
 
 
@@ -63,7 +61,7 @@ def test_a_master_address_that_nodes_take_for_different_ones_fails():
     masters = {"a": "10.0.1.2", "b": "10.0.1.2", "c": "10.9.9.9"}
     views = {node: view(node, master=[address]) for node, address in masters.items()}
     addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
-    found = network_address.judge(views, addresses, "head")[-1]
+    found = network_nodes.judge(views, addresses, "head")[-1]
     assert found.verdict is Verdict.fail
     assert "10.0.1.2 on b, 10.9.9.9 on c" in found.evidence
     assert "export MASTER_ADDR=10.0.1.2" in found.advice
@@ -71,13 +69,13 @@ def test_a_master_address_that_nodes_take_for_different_ones_fails():
 
 def test_rank_zeros_node_may_take_its_own_name_for_loopback():
     views = {"a": view(master=["127.0.1.1"]), "b": view("b", master=["10.0.1.2"])}
-    found = network_address.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "a")[-1]
+    found = network_nodes.judge(views, {"a": "10.0.1.2", "b": "10.0.1.3"}, "a")[-1]
     assert found.verdict is Verdict.ok and "10.0.1.2" in found.evidence
 
 
 def test_one_node_may_have_any_name_of_its_own_as_master_address():
     alone = {"a": view(master=["127.0.1.1"])}
-    found = network_address.judge(alone, {"a": "127.0.0.1"}, "a")[-1]
+    found = network_nodes.judge(alone, {"a": "127.0.0.1"}, "a")[-1]
     assert found.verdict is Verdict.ok
 
 
@@ -148,7 +146,7 @@ def judge_attempts(variables, problems):
     views["b"] = view("b", eth0="10.0.1.3/24", ib0="10.9.0.3/24", variables=variables)
     (choice,) = network_nodes.choices_of("b", views["b"], between_hosts=True)
     assert (choice.interface, choice.address) == ("ib0", "10.9.0.3")
-    tried = [network_interfaces.Attempt(node, choice, problems[node]) for node in problems]
+    tried = [network_ports.Attempt(node, choice, problems[node]) for node in problems]
     addresses = {"a": "10.0.1.2", "b": "10.0.1.3", "c": "10.0.1.4"}
     return network_interfaces.judge(views, tried, addresses)
 
@@ -195,7 +193,7 @@ def test_many_broken_pairs_are_counted():
 def test_a_port_that_the_kernel_may_give_away_is_a_warning(given):
     ports = range(40000, 40100) if given is None else range(40000, 40001)
     wanted = (40000, 40099)
-    found = network_rendezvous.judge("a", opened(40000), wanted, ports, given)
+    found = network_ports.judge_rendezvous("a", opened(40000), wanted, ports, given)
     assert found.verdict is Verdict.warn and "ip_local_port_range (32768 to" in found.evidence
     assert "ip_local_reserved_ports" in found.advice
 

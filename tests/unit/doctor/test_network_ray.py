@@ -15,13 +15,17 @@ from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.doctor.findings import Verdict
 from hybridrl.doctor.network import ports as network_ports
 from hybridrl.doctor.network.ports import Attempt
-from hybridrl.doctor.network.ray_ports import (
+from hybridrl.doctor.network.server import (
+    Opened,
+    Target,
+    close_ports,
+    open_ports,
     ports_in,
+    reach,
     running_services,
     service_ports,
     worker_ports,
 )
-from hybridrl.doctor.network.server import Opened, Target, close_ports, open_ports, reach
 
 ADDRESS = "127.0.0.7"
 DEFAULT = range(19999, 10001, -1)

@@ -23,7 +23,7 @@ HEAD = """
 import sys
 import hybridrl.doctor.main
 from hybridrl.doctor.joined import joined_probes
-from hybridrl.doctor.ray.stage import examine
+from hybridrl.doctor.ray import examine
 
 with joined_probes(sys.argv[1], 2, 30) as agents:
     for finding in examine(agents, 2):
@@ -105,7 +105,8 @@ def test_each_node_without_ray_that_has_called_in_is_named(without_ray, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
     with ThreadPoolExecutor(1) as beside:
-        node = beside.submit(without_ray.run, "-c", NODE, place, folder=tmp_path)
-        head = without_ray.run("-c", HEAD, place, folder=tmp_path)
+        given = {"folder": tmp_path, "HYBRIDRL_DOCTOR_KEY": "k" * 64}
+        node = beside.submit(without_ray.run, "-c", NODE, place, **given)
+        head = without_ray.run("-c", HEAD, place, **given)
     assert node.result().returncode == 0, node.result().stderr
     assert head.stdout.count(f"ray.version fail no Ray {NEEDS}\n") == 2, head.stdout + head.stderr

@@ -13,9 +13,15 @@ from hybridrl.controller.ray.head import Connection
 from hybridrl.controller.ray.node_probes import LocalProbes
 from hybridrl.controller.ray.ray_probes import RayProbes
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.ray.facts import RayFacts, ray_facts
-from hybridrl.doctor.ray.rules import judge_reachable, judge_tokens, judge_versions, judge_view
-from hybridrl.doctor.ray.stage import examine
+from hybridrl.doctor.ray import (
+    RayFacts,
+    examine,
+    judge_reachable,
+    judge_tokens,
+    judge_versions,
+    judge_view,
+    ray_facts,
+)
 
 ADDRESS = "10.0.1.2:6379"
 REACHED = Connection("", 0.001, True, "")

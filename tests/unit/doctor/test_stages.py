@@ -9,8 +9,17 @@ from host_cases import case
 from rich.console import Console
 
 from hybridrl.doctor import preflight
-from hybridrl.doctor.catalog import CHECKS, Stage, stage_of
-from hybridrl.doctor.findings import Finding, Verdict, fail, ok, skipped, warn
+from hybridrl.doctor.findings import (
+    CHECKS,
+    Finding,
+    Stage,
+    Verdict,
+    fail,
+    ok,
+    skipped,
+    stage_of,
+    warn,
+)
 from hybridrl.doctor.report import complaints, show, write_report
 from hybridrl.doctor.stages import StageReport, exit_code, run_stages
 

@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.doctor import memory
+from hybridrl.doctor.context import gather
 from hybridrl.doctor.findings import Verdict
-from hybridrl.doctor.gather import gather
 from hybridrl.doctor.host import stage as host
 from hybridrl.doctor.inputs import stage as inputs
 from hybridrl.doctor.inputs.models import judge_model, model_facts
-from hybridrl.doctor.inputs.run_directory import check_run_directory
+from hybridrl.doctor.inputs.stage import check_run_directory
 from hybridrl.doctor.joined import joined_probes
 from hybridrl.models.resolve import read_model_config
 from tests.run_configs import run_config
@@ -51,10 +51,12 @@ def nodes(tmp_path_factory, home):
         command = ["unshare", "-m", "sh", "-ec", f'{faults}; exec "$0" "$@"', sys.executable]
         environment = {"NCCL_ALGO": "Tree", "PYTHONPATH": str(other.parent)}
         environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        environment["HYBRIDRL_DOCTOR_KEY"] = key = "k" * 64
         node = subprocess.Popen([*command, "-c", SERVE, address], env=os.environ | environment)
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NCCL_ALGO", "Ring")
+                patch.setenv("HYBRIDRL_DOCTOR_KEY", key)
                 with joined_probes(address, 2, timeout_s=30) as agents:
                     yield agents
             assert node.wait(10) == 0
