@@ -2,11 +2,15 @@
 
 import importlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# Name of threads with calls that may block for ever.
+MAY_BLOCK = "may block"
 
 
 def run_in_background(function: Callable[..., T], *arguments: Any, name: str) -> Future[T]:
@@ -24,6 +28,25 @@ def run_in_background(function: Callable[..., T], *arguments: Any, name: str) ->
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
+    """Call a function that may block for ever, such as a control call of Ray.
+
+    Without the head node, Ray's control calls wait a minute and then end the process.
+
+    Raises:
+        TimeoutError: the function has not returned in time. Its own exceptions propagate.
+    """
+    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
+
+
+def join_abandoned_calls(timeout_s: float) -> None:
+    """Wait at most `timeout_s` seconds for calls abandoned by `call_with_timeout`."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threading.enumerate():
+        if thread.name == MAY_BLOCK:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def import_all(modules: Sequence[str]) -> None:

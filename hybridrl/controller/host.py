@@ -41,8 +41,8 @@ from hybridrl.distributed import position
 if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.profiler import profile
 
-    from hybridrl.controller.profiler import RankProfiler
     from hybridrl.workers.base import Worker
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ TIMEOUT_MARGIN_S = 30.0
 
 
 class HostInfo(NamedTuple):
-    """Identity of a new process."""
+    """Place of a new process."""
 
     slot: Slot
     pid: int
@@ -64,13 +64,10 @@ class HostConfig:
     """Start parameters of every process.
 
     Attributes:
-        accelerator: device of the roles.
         slots_on_node: processes that share the node.
         log_folder: folder of its log file.
         import_path: the driver's sys.path, for the user's modules.
         omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
-        start_timeout_s: seconds allowed for the rendezvous.
-        nvlink_multicast: permission for libraries to use it.
     """
 
     accelerator: Accelerator
@@ -99,6 +96,7 @@ class WorkerHost:
 
     def __init__(self, config: HostConfig) -> None:
         self._config = config
+        self._on_gpu = config.accelerator is Accelerator.gpu
         if config.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
@@ -107,9 +105,7 @@ class WorkerHost:
         flight_recorder.write_on_signal(Path(config.log_folder))
         position.publish()
         sys.path.extend(path for path in config.import_path if path not in sys.path)
-        threads = torch_threads(
-            on_gpu=config.accelerator is Accelerator.gpu, processes=config.slots_on_node
-        )
+        threads = torch_threads(on_gpu=self._on_gpu, processes=config.slots_on_node)
         os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
         self._rank = -1
         self._store: TCPStore | FileStore | None = None
@@ -117,7 +113,7 @@ class WorkerHost:
         self._importing: Future[None] | None = None
         self._roles: dict[str, Worker] = {}
         self._secrets: set[str] = set()
-        self._profiler: RankProfiler | None = None
+        self._profile: profile | None = None
 
     @_step("info")
     def info(self) -> HostInfo:
@@ -125,33 +121,30 @@ class WorkerHost:
         return self._info
 
     @_step("preload")
-    def preload(self, modules: list[str]) -> None:
-        """Import torch and the modules of the roles."""
+    def preload(self, modules: Sequence[str], ahead: Sequence[Any]) -> None:
+        """Import torch and modules; begin to import those that building `ahead` needs.
+
+        Args:
+            modules: modules of the roles.
+            ahead: configs of roles.
+        """
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-
-    @_step("import_ahead")
-    def import_ahead(self, configs: list[Any]) -> None:
-        """Begin to import the modules that building these roles needs; return at once."""
-        device_type = "cuda" if self._config.accelerator is Accelerator.gpu else "cpu"
-        modules: list[str] = []
-        for config in configs:
-            modules += import_class(config.worker).modules_ahead(config, device_type)
-        self._importing = import_in_background(modules)
+        device_type = "cuda" if self._on_gpu else "cpu"
+        needed: list[str] = []
+        for config in ahead:
+            needed += import_class(config.worker).modules_ahead(config, device_type)
+        self._importing = import_in_background(needed)
 
     @_step("open_rendezvous")
     def open_rendezvous(
         self, address: str | None, port: int | None, band: tuple[int, int], world_size: int
     ) -> Rendezvous:
-        """Create the store, on rank 0.
+        """Create the store, on rank 0: in a file without an address; without a port on a free one.
 
-        Args:
-            address: address to listen on; None: use a file.
-            port: port; None: a free one of the band.
-            band: first and last port.
-            world_size: number of ranks.
+        The band is the first and the last port of those.
         """
         timeout_s = self._config.start_timeout_s
         if address is None:
@@ -193,7 +186,7 @@ class WorkerHost:
         from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
         from hybridrl.distributed.mesh import build_mesh
 
-        on_gpu = self._config.accelerator is Accelerator.gpu
+        on_gpu = self._on_gpu
         device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
         if device is not None:
             torch.cuda.set_device(device)
@@ -271,16 +264,24 @@ class WorkerHost:
     @errors_as_text()
     def start_profile(self) -> None:
         """Start torch's profiler."""
-        from hybridrl.controller.profiler import RankProfiler
+        from torch.profiler import ProfilerActivity, profile
 
-        self._profiler = RankProfiler(self._config.accelerator is Accelerator.gpu)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
 
     @errors_as_text()
     def write_profile(self, path: str) -> None:
-        """Stop the profiler and write a Chrome trace."""
-        assert self._profiler is not None, "no profile was started"
-        self._profiler.write(Path(path))
-        self._profiler = None
+        """Stop the profiler and write a Chrome trace, gzipped for .gz; a failed write is logged."""
+        assert self._profile is not None, "no profile was started"
+        self._profile.stop()
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(path)
+            logger.info("wrote %s", path)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", path, error)
+        self._profile = None
 
     @errors_as_text()
     def close(self) -> None:
@@ -305,7 +306,7 @@ class WorkerHost:
         with torch.profiler.record_function(name), Stopwatch(name) as watch:
             position.enter(name)
             yield watch
-            if self._config.accelerator is Accelerator.gpu:
+            if self._on_gpu:
                 position.at("device work")
                 torch.cuda.current_stream().synchronize()
             position.leave()
@@ -313,7 +314,7 @@ class WorkerHost:
     def _slot(self) -> Slot:
         context = ray.get_runtime_context()
         local_rank = 0
-        if self._config.accelerator is Accelerator.gpu:
+        if self._on_gpu:
             (gpu,) = context.get_accelerator_ids()["GPU"]
             local_rank = visible_index(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Slot(context.get_node_id(), ray.util.get_node_ip_address(), local_rank)

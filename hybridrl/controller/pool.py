@@ -1,12 +1,12 @@
 """Pool: the worker processes of a run, one per rank, started, called and closed together."""
 
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
@@ -17,10 +17,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
+from hybridrl.controller.background import call_with_timeout
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
-from hybridrl.controller.placement import Slot, check_engines, reserve
-from hybridrl.controller.ray.object_store import ObjectStore
+from hybridrl.controller.placement import Host, Slot, by_node, check_engines, reserve
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.spans import PartTimes, SpanLog
@@ -30,9 +30,9 @@ from hybridrl.controller.watch.ray_monitor import (
     is_local_ray_broken,
     register_shared_memory,
 )
-from hybridrl.controller.watch.stall_detector import StallDetector, Stalled
-from hybridrl.controller.watch.stall_error import stall_error
-from hybridrl.controller.watch.waiting import Host, by_node, call_with_timeout, wait_for_all
+from hybridrl.controller.watch.stall_detector import StallDetector
+from hybridrl.controller.watch.waiting import wait_for_all
+from hybridrl.data.shardable import Piece
 from hybridrl.distributed.position import PositionReader, open_position
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,34 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
-START_SETTING = "cluster.start_timeout_s"
-STALL_SETTING = "cluster.stall_timeout_s"
+
+
+class ObjectStore:
+    """Stores each piece in Ray's object store once, for the lifetime of the piece.
+
+    Workers on the driver's node map it; other nodes fetch it once.
+
+    Args:
+        guarded: context of each call into Ray, which without a raylet would end this process.
+    """
+
+    def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
+        self._guarded = guarded
+        self._stored: WeakKeyDictionary[Piece, ObjectRef] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def reference(self, piece: Piece) -> ObjectRef:
+        """Return the reference to the piece's content.
+
+        Raises:
+            WorkerError: Ray is lost, or has no room in memory and on disk.
+        """
+        if piece not in self._stored:
+            with self._guarded():
+                self._stored[piece] = ray.put(piece())
+        return self._stored[piece]
 
 
 class Pool:
@@ -78,9 +104,10 @@ class Pool:
                     self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
                 self._identify(spawn(config, self._reservation))
             with self.start_times.part("imports"):
-                self._start_step(self.hosts, "preload", [(list(config.modules),)] * self.size)
+                self._start_step(
+                    self.hosts, "preload", [(config.modules, config.ahead)] * self.size
+                )
             with self.start_times.part("rendezvous"):
-                self._start_step(self.hosts, "import_ahead", [(list(config.ahead),)] * self.size)
                 self._join_rendezvous()
                 self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
             undo.pop_all()
@@ -92,15 +119,9 @@ class Pool:
         return len(self.hosts)
 
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
-        """Call a host method on every rank and wait.
+        """Call a method of WorkerHost on every rank, with one tuple of arguments each, and wait.
 
-        Args:
-            method: method of WorkerHost.
-            arguments: one tuple per rank.
-            phase: name for messages, "actor.update".
-
-        Returns:
-            Results by rank.
+        The phase is the name for messages, "actor.update". Returns results by rank.
 
         Raises:
             WorkerError: a rank failed or died, or none made progress (cluster.stall_timeout_s).
@@ -142,9 +163,13 @@ class Pool:
             if self._nodes.submits_tasks and not is_local_ray_broken():
                 with suppress(RayError):
                     self._close_idle()
-            left = self._footprints()
+            # Shared memory is also recorded at the start: ranks may have died since.
+            pids = {node: ([h.pid for h in there],) for node, there in by_node(self.hosts).items()}
+            found = self._nodes.run_each(processes.footprint, pids)
+            left = {node: found.get(node, processes.Footprint([], [])) for node in pids}
             grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
-            arguments = {node_id: (footprint, grace_s) for node_id, footprint in left.items()}
+            early = self._shared_memory
+            arguments = {node: (left[node], early.get(node, []), grace_s) for node in left}
             for remaining in self._nodes.run_each(processes.end, arguments).values():
                 if remaining:
                     logger.error("processes still alive after SIGKILL: %s", remaining)
@@ -213,15 +238,10 @@ class Pool:
             logger.warning(
                 "the rendezvous uses port %d, outside cluster.rendezvous_ports: on rank 0's node, "
                 "ip_local_port_range reserves ports of %d to %d for outgoing connections",
-                where.port,
-                low,
-                high,
+                *(where.port, low, high),
             )
-        reports = self._start_step(
-            self.hosts,
-            "join_rendezvous",
-            [(where, host.rank, host.slot) for host in self.hosts],
-        )
+        arguments = [(where, host.rank, host.slot) for host in self.hosts]
+        reports = self._start_step(self.hosts, "join_rendezvous", arguments)
         difference = disagreement(where, reports)
         if difference is not None:
             raise WorkerError([0], "start: rendezvous", difference)
@@ -237,7 +257,7 @@ class Pool:
     ) -> list[Any]:
         phase = f"start: {method}"
         refs = self._submit(hosts, method, arguments, phase)
-        return self._wait(hosts, refs, phase, self._config.cluster.start_timeout_s)
+        return self._wait(hosts, refs, phase, is_step=True)
 
     def _submit(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
@@ -251,61 +271,25 @@ class Pool:
         return refs
 
     def _wait(
-        self,
-        hosts: Sequence[Host],
-        refs: Sequence[ObjectRef],
-        phase: str,
-        limit_s: float = math.inf,
+        self, hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, *, is_step: bool = False
     ) -> list[Any]:
-        """Wait for the results of a call.
-
-        Args:
-            hosts: the called hosts.
-            refs: their results.
-            phase: name for messages.
-            limit_s: cluster.start_timeout_s for steps of the start, in which ranks publish no
-                progress. Other calls have no limit as long as a rank makes progress.
-        """
-        stalled_s, stall_setting = self._stall_limit(phase, limit_s)
-        watch = StallDetector(
+        detector = StallDetector(
+            self._config.cluster,
             self._readers,
             self._nodes,
+            self._ray_monitor,
             phase,
             len(hosts),
-            stalled_s,
-            self._ray_monitor,
-            reports_progress=limit_s == math.inf,
+            is_step=is_step,
         )
         try:
             with self._ray_monitor.guarded(phase):
-                results = wait_for_all(hosts, refs, phase, limit_s, watch)
-        except TimeoutError as error:
-            (late,) = error.args
-            setting = START_SETTING
-            finding = f"{len(late)} rank(s) did not finish {phase} within {setting}={limit_s:g} s"
-        except Stalled as stalled:
-            late, setting = stalled.late, stall_setting
-            finding = f"{stalled.what} in {phase} for {setting}={stalled_s:g} s"
+                results = wait_for_all(hosts, refs, phase, detector)
         except WorkerError:
             self._ray_monitor.check_after_failure(phase)
             raise
-        else:
-            self._busy = {}
-            return results
-        self._ray_monitor.check_after_failure(phase)
-        advice = f"If they are only slow, raise {setting}."
-        raise stall_error(self._nodes, late, len(hosts), phase, finding, advice)
-
-    def _stall_limit(self, phase: str, limit_s: float) -> tuple[float, str]:
-        """Return the seconds allowed without progress, and the name of the setting.
-
-        While roles are built, imports and compilers report little progress.
-        """
-        cluster = self._config.cluster
-        is_building = limit_s == math.inf and phase.startswith("start: ")
-        if is_building and 0 < cluster.stall_timeout_s < cluster.start_timeout_s:
-            return cluster.start_timeout_s, START_SETTING
-        return cluster.stall_timeout_s, STALL_SETTING
+        self._busy = {}
+        return results
 
     def _close_idle(self) -> None:
         """Close roles in order, unless a call is in flight: then ranks wait for others."""
@@ -319,16 +303,3 @@ class Pool:
         _, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         if late:
             logger.warning("%d worker(s) did not close within %g s", len(late), CLOSE_TIMEOUT_S)
-
-    def _footprints(self) -> dict[str, processes.Footprint]:
-        """Return processes, with children, and shared memory of the hosts, by node."""
-        members = by_node(self.hosts)
-        pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in members.items()}
-        found = self._nodes.run_each(processes.footprint, pids)
-        left = {}
-        for node_id in members:
-            now = found.get(node_id, processes.Footprint([], []))
-            # Recorded at the start: ranks may have died since.
-            early = self._shared_memory.get(node_id, [])
-            left[node_id] = now._replace(shared_memory=sorted({*now.shared_memory, *early}))
-        return left

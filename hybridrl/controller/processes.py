@@ -69,12 +69,8 @@ def footprint(pids: list[int]) -> Footprint:
     return Footprint(found, sorted(files))
 
 
-def end(left: Footprint, grace_s: float) -> list[int]:
-    """Wait for processes, kill those that do not exit, and unlink the shared memory.
-
-    Args:
-        left: the processes and files.
-        grace_s: seconds for them to exit by themselves.
+def end(left: Footprint, shared_memory: list[str], grace_s: float) -> list[int]:
+    """Wait for processes, kill those that do not exit, and unlink their and more shared memory.
 
     Returns:
         Ids of processes that still exist.
@@ -86,7 +82,7 @@ def end(left: Footprint, grace_s: float) -> list[int]:
             if process.create_time() == created:
                 alive.append(process)
     alive = wait_or_kill(alive, grace_s)
-    for path in left.shared_memory:
+    for path in {*left.shared_memory, *shared_memory}:
         Path(path).unlink(missing_ok=True)
     return [process.pid for process in alive]
 

@@ -15,8 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
 from hybridrl.controller.host import HostConfig, HostInfo, WorkerHost
-from hybridrl.controller.placement import number_cpu_slots, rank_order
-from hybridrl.controller.watch.waiting import Host
+from hybridrl.controller.placement import Host, number_cpu_slots, rank_order
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from hybridrl.config.planner.multicast import SWITCHES
 from hybridrl.controller import processes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import rotate_log
-from hybridrl.controller.pool import Pool
+from hybridrl.controller.pool import ObjectStore, Pool
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
-from hybridrl.controller.ray.object_store import ObjectStore
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
 from hybridrl.controller.watch.ray_monitor import RayMonitor

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.controller.placement import Slot
+from hybridrl.controller.placement import Host, Slot
 from hybridrl.controller.watch.process_snapshot import ProcessSnapshot, ProgressCounters, Traces
 from hybridrl.controller.watch.stall_detector import ProgressLog
 from hybridrl.controller.watch.stall_report import (
@@ -14,7 +14,6 @@ from hybridrl.controller.watch.stall_report import (
     format_ranks,
     format_report,
 )
-from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import DONE, Position
 
 PHASE = "rollout.reshard"

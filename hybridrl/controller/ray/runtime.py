@@ -24,12 +24,12 @@ from hybridrl.config.command.secrets import is_secret_variable
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller import processes
+from hybridrl.controller.background import call_with_timeout, join_abandoned_calls
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
 from hybridrl.controller.signals import SignalGuard, shielded
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
-from hybridrl.controller.watch.waiting import call_with_timeout, join_abandoned_calls
 
 logger = logging.getLogger(__name__)
 

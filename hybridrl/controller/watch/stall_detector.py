@@ -1,4 +1,4 @@
-"""Stall detector: raises when no rank makes progress during a call."""
+"""Stall detector: raises when no rank makes progress during a call, or at a deadline."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
+from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller.node_tasks import NodeTasks
+from hybridrl.controller.placement import Host, by_node
 from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
 from hybridrl.controller.watch.process_snapshot import (
     ProgressCounters,
@@ -16,9 +18,8 @@ from hybridrl.controller.watch.process_snapshot import (
     progress_counters,
 )
 from hybridrl.controller.watch.ray_monitor import RayMonitor
-from hybridrl.controller.watch.stall_error import collect_report
-from hybridrl.controller.watch.stall_report import StallReport, format_report
-from hybridrl.controller.watch.waiting import Host, by_node
+from hybridrl.controller.watch.stall_error import collect_report, stall_error
+from hybridrl.controller.watch.stall_report import format_report, place_in
 from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)
@@ -27,151 +28,143 @@ logger = logging.getLogger(__name__)
 OTHER_NODES_EVERY_S = 30.0
 # More than the seconds between two checks of this node.
 CHECK_S = 2.0
-
-
-class Stalled(Exception):
-    """Stall: no unfinished rank made progress for too long, or one of them is stopped.
-
-    Args:
-        late: the unfinished ranks.
-        what: finding, "no rank made progress".
-    """
-
-    def __init__(self, late: Sequence[Host], what: str) -> None:
-        super().__init__(late)
-        self.late = late
-        self.what = what
+START_SETTING = "cluster.start_timeout_s"
+STALL_SETTING = "cluster.stall_timeout_s"
 
 
 class ProgressLog:
     """Time of the last progress of each rank. A rank without reports does not count as stalled."""
 
     def __init__(self) -> None:
-        # rank -> counters, seconds when they were seen first and last
+        # rank -> progress, seconds when it was seen first and last
         self._seen: dict[int, tuple[ProgressCounters, float, float]] = {}
 
-    def note(self, rank: int, counters: ProgressCounters, now: float) -> None:
-        """Add the counters of a rank at a time in seconds."""
+    def note(self, rank: int, progress: ProgressCounters, now: float) -> None:
+        """Add the progress of a rank at a time in seconds."""
         known = self._seen.get(rank)
-        since = known[1] if known is not None and known[0] == counters else now
-        self._seen[rank] = (counters, since, now)
+        since = known[1] if known is not None and known[0] == progress else now
+        self._seen[rank] = (progress, since, now)
 
     def seconds(self, ranks: Sequence[int]) -> float:
         """Return the seconds since the last progress of any of these ranks."""
-        return min((self._seconds_of(rank) for rank in ranks), default=0.0)
-
-    def _seconds_of(self, rank: int) -> float:
-        if rank not in self._seen:
+        if not all(rank in self._seen for rank in ranks):
             return 0.0
-        _, since, last = self._seen[rank]
-        return last - since
+        seen = [self._seen[rank] for rank in ranks]
+        return min((last - since for _, since, last in seen), default=0.0)
 
 
 class StallDetector:
     """Monitor of one call on the ranks of a pool.
 
     Args:
+        cluster: its time limits.
         readers: readers of positions on this node, by rank.
         nodes: nodes of the other ranks.
-        phase: the call, for the warning at half of the limit.
-        num_ranks: number of called ranks.
-        limit_s: seconds without progress that end the run; 0: no limit.
         ray_monitor: monitor of Ray's processes.
-        reports_progress: True if ranks publish progress in the call. Else only ranks of this
-            node that are stopped by a signal are detected.
+        phase: the call.
+        num_ranks: number of called ranks.
+        is_step: True for a step of the start, in which ranks publish no progress. It has a
+            deadline; before it, only ranks of this node that are stopped are detected.
     """
 
     def __init__(
         self,
+        cluster: ClusterConfig,
         readers: Mapping[int, PositionReader],
         nodes: NodeTasks,
+        ray_monitor: RayMonitor,
         phase: str,
         num_ranks: int,
-        limit_s: float,
-        ray_monitor: RayMonitor,
         *,
-        reports_progress: bool,
+        is_step: bool,
     ) -> None:
         self._readers = readers
         self._nodes = nodes
+        self._ray_monitor = ray_monitor
         self._phase = phase
         self._num_ranks = num_ranks
-        self._limit_s = limit_s
-        self._ray_monitor = ray_monitor
+        self._deadline_s = cluster.start_timeout_s if is_step else None
+        self._setting, self._limit_s = STALL_SETTING, cluster.stall_timeout_s
+        # While roles are built, imports and compilers report little progress.
+        is_building = phase.startswith("start: ") and not is_step
+        if is_building and 0 < self._limit_s < cluster.start_timeout_s:
+            self._setting, self._limit_s = START_SETTING, cluster.start_timeout_s
         self._has_warned = False
         self._progress = ProgressLog()
-        self._reports_progress = reports_progress
         self._stopped = StoppedTimes()
-        self._every_s = min(OTHER_NODES_EVERY_S, limit_s / 4)
+        self._every_s = min(OTHER_NODES_EVERY_S, self._limit_s / 4)
         self._clock = WatchClock(max(self._every_s, CHECK_S))
         self._requested: dict[ObjectRef, list[Host]] = {}
         self._requested_at = -float("inf")
 
     def check(self, busy: Sequence[Host]) -> None:
-        """Check for progress of unfinished ranks since the last check, without waiting.
+        """Check the unfinished ranks, without waiting.
 
         Raises:
-            Stalled: no rank made progress for too long.
-            WorkerError: Ray is lost.
+            WorkerError: the call has stalled, or Ray is lost.
         """
         self._ray_monitor.check(self._phase)
+        now = self._clock.now()
+        if self._deadline_s is not None and now >= self._deadline_s:
+            finding = f"{len(busy)} rank(s) did not finish {self._phase} within"
+            self._raise(busy, finding, START_SETTING, self._deadline_s)
         if not self._limit_s:
             return
-        if self._reports_progress:
-            self._check_progress(busy)
+        if self._deadline_s is None:
+            self._check_progress(busy, now)
         else:
-            self._check_stopped(busy)
+            self._check_stopped(busy, now)
 
     def last_place(self, host: Host) -> str:
         """Return the last position of a rank of this node, also of a dead one, or ""."""
-        if host.rank not in self._readers:
-            return ""
-        position = self._readers[host.rank].read()
-        return StallReport(self._phase, [], self._num_ranks).place(position)
+        reader = self._readers.get(host.rank)
+        return "" if reader is None else place_in(self._phase, reader.read())
 
-    def _check_stopped(self, busy: Sequence[Host]) -> None:
-        now = self._clock.now()
+    def _raise(self, late: Sequence[Host], finding: str, setting: str, limit_s: float) -> None:
+        self._ray_monitor.check_after_failure(self._phase)
+        report = collect_report(self._nodes, self._phase, late, self._num_ranks)
+        finding = f"{finding} {setting}={limit_s:g} s"
+        raise stall_error(self._nodes, report, finding, f"If they are only slow, raise {setting}.")
+
+    def _check_stopped(self, busy: Sequence[Host], now: float) -> None:
         for host in busy:
             is_here = host.rank in self._readers
             if is_here and self._stopped.seconds(host.pid, now) >= self._limit_s:
-                raise Stalled(busy, f"rank {host.rank} has been stopped by a signal")
+                finding = f"rank {host.rank} has been stopped by a signal in {self._phase} for"
+                self._raise(busy, finding, self._setting, self._limit_s)
 
-    def _check_progress(self, busy: Sequence[Host]) -> None:
-        now = self._clock.now()
+    def _check_progress(self, busy: Sequence[Host], now: float) -> None:
         for host in busy:
             if host.rank in self._readers:
                 position = self._readers[host.rank].read()
                 self._progress.note(host.rank, counters_at(host.pid, position), now)
-        self._check_other_nodes([host for host in busy if host.rank not in self._readers], now)
+        others = by_node([host for host in busy if host.rank not in self._readers])
+        self._check_other_nodes(others, now)
         ranks = [host.rank for host in busy]
+        finding = f"no rank made progress in {self._phase} for"
         stalled_s = self._progress.seconds(ranks)
         if stalled_s >= self._limit_s:
-            self._read_other_nodes(busy)
+            self._read_other_nodes(others)
             if self._progress.seconds(ranks) >= self._limit_s:
-                raise Stalled(busy, "no rank made progress")
+                self._raise(busy, finding, self._setting, self._limit_s)
         if stalled_s >= self._limit_s / 2 and not self._has_warned:
             self._has_warned = True
-            self._warn(busy, stalled_s)
+            report = collect_report(self._nodes, self._phase, busy, self._num_ranks)
+            advice = f"The run ends after {self._limit_s:g} s without progress."
+            logger.warning("%s", format_report(report, f"{finding} {stalled_s:.0f} s", advice))
 
-    def _warn(self, busy: Sequence[Host], stalled_s: float) -> None:
-        report = collect_report(self._nodes, self._phase, busy, self._num_ranks)
-        finding = f"no rank made progress in {self._phase} for {stalled_s:.0f} s"
-        advice = f"The run ends after {self._limit_s:g} s without progress."
-        logger.warning("%s", format_report(report, finding, advice))
-
-    def _read_other_nodes(self, busy: Sequence[Host]) -> None:
-        """Read the counters on other nodes now: the last reports are seconds old."""
-        others = by_node([host for host in busy if host.rank not in self._readers])
+    def _read_other_nodes(self, others: Mapping[str, list[Host]]) -> None:
+        """Read the progress on other nodes now: the last reports are seconds old."""
         pids = {node_id: ([host.pid for host in hosts],) for node_id, hosts in others.items()}
         for node_id, found in self._nodes.run_each(progress_counters, pids).items():
             self._note(others[node_id], found)
 
     def _note(self, hosts: Sequence[Host], found: Sequence[ProgressCounters | None]) -> None:
-        for host, moved in zip(hosts, found, strict=True):
-            if moved is not None:
-                self._progress.note(host.rank, moved, self._clock.now())
+        for host, progress in zip(hosts, found, strict=True):
+            if progress is not None:
+                self._progress.note(host.rank, progress, self._clock.now())
 
-    def _check_other_nodes(self, busy: Sequence[Host], now: float) -> None:
+    def _check_other_nodes(self, others: Mapping[str, list[Host]], now: float) -> None:
         """Add reports of other nodes, and request new ones when due."""
         refs = list(self._requested)
         ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
@@ -181,7 +174,7 @@ class StallDetector:
         if self._requested or now - self._requested_at < self._every_s:
             return
         self._requested_at = now
-        for node_id, hosts in by_node(busy).items():
+        for node_id, hosts in others.items():
             with suppress(RayError):  # head lost: RayMonitor detects it
                 ref = self._nodes.submit(node_id, progress_counters, [host.pid for host in hosts])
                 self._requested[ref] = hosts

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridrl.controller.placement import Host
 from hybridrl.controller.watch.flight_recorder import NCCL_PREFIX
 from hybridrl.controller.watch.process_snapshot import GONE, STOPPED, ProcessSnapshot, Traces
-from hybridrl.controller.watch.waiting import Host
 from hybridrl.distributed.position import Position
 
 # Number of ranks that a report describes one by one.
@@ -20,13 +20,7 @@ NOT_BEGUN = (-1, 0)
 
 
 class RankReport(NamedTuple):
-    """Evidence about an unfinished rank.
-
-    Attributes:
-        host: the rank.
-        snapshot: position and state; None if its node does not answer.
-        traces: stack and flight records.
-    """
+    """Evidence about an unfinished rank; no snapshot if its node does not answer."""
 
     host: Host
     snapshot: ProcessSnapshot | None
@@ -94,30 +88,18 @@ class StallReport:
 
     def summary(self) -> str:
         """Describe all ranks on one line: "rank 3 is in bucket 17 of 24, ranks 0-2 are in ..."."""
-        groups: dict[str, list[RankReport]] = {}
+        groups: dict[str, list[int]] = {}
         for rank in sorted(self.seen, key=lambda s: self.progress(s) or NOT_BEGUN):
-            groups.setdefault(self.place(rank.position), []).append(rank)
-        texts = []
-        for place, members in groups.items():
-            texts.append(f"{format_ranks([s.host.rank for s in members], 'is', 'are')} {place}")
+            groups.setdefault(place_in(self.phase, rank.position), []).append(rank.host.rank)
+        texts = [f"{format_ranks(ranks, 'is', 'are')} {place}" for place, ranks in groups.items()]
         finished = self.num_ranks - len(self.seen)
         if finished:
             texts.append(f"{finished} other{'s have' if finished > 1 else ' has'} finished")
         return ", ".join(texts)
 
-    def place(self, position: Position | None) -> str:
-        """Describe a position after "is": "in bucket 17 of 24", "idle after rollout.generate"."""
-        if position is None:
-            return "nowhere yet" if self.phase == FIRST_PHASE else "at an unknown place"
-        if position.is_idle:
-            return f"idle after {position.phase}" if position.phase else "idle"
-        if position.phase == self.phase:
-            return position.within()
-        return f"in {position.phase}, {position.within()}"
-
     def describe(self, rank: RankReport) -> str:
         """Describe a rank: node, process, position, state, innermost line, log file."""
-        parts = [self.place(rank.position), _STATES.get(rank.state, "")]
+        parts = [place_in(self.phase, rank.position), _STATES.get(rank.state, "")]
         if rank.state in STOPPED:
             pid = rank.host.pid
             parts[1] += f"; kill -CONT {pid} resumes it"
@@ -127,6 +109,17 @@ class StallReport:
             parts.append(rank.traces.frame)
         text = ", ".join(part for part in parts if part)
         return f"  {rank.host.describe()}: {text}\n    {rank.host.log_file}"
+
+
+def place_in(phase: str, position: Position | None) -> str:
+    """Describe a place in a call after "is": "in bucket 17 of 24", "idle after actor.update"."""
+    if position is None:
+        return "nowhere yet" if phase == FIRST_PHASE else "at an unknown place"
+    if position.is_idle:
+        return f"idle after {position.phase}" if position.phase else "idle"
+    if position.phase == phase:
+        return position.within()
+    return f"in {position.phase}, {position.within()}"
 
 
 _STATES = {
@@ -142,13 +135,7 @@ _STATES = {
 
 
 def format_report(stall: StallReport, finding: str, advice: str) -> str:
-    """Format the report of a stalled call.
-
-    Args:
-        stall: the report, with traces.
-        finding: first words, "no rank made progress in rollout.reshard for 600 s".
-        advice: last line, for a call that is only slow.
-    """
+    """Format a report from its finding, "no rank made progress in ... for 600 s", to the advice."""
     ordered = stall.in_order()
     lines = [f"{finding}: {stall.summary()}."]
     lines += [stall.describe(rank) for rank in ordered[:MAX_DESCRIBED]]

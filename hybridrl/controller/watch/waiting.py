@@ -1,36 +1,23 @@
-"""Wait for the results of all ranks, with a deadline, and attribute failures to the first one."""
+"""Wait for the results of all ranks, and attribute failures to the first one."""
 
-import logging
-import threading
+import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.controller.background import run_in_background
 from hybridrl.controller.errors import RemoteError, WorkerError
-from hybridrl.controller.placement import Slot
-from hybridrl.controller.watch.clock import WatchClock
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from hybridrl.controller.placement import Host
+from hybridrl.controller.watch.stall_detector import StallDetector
 
 # After a failure that only echoes another rank's, seconds to wait for the original.
 ROOT_CAUSE_GRACE_S = 5.0
 # Maximum uninterrupted wait, for signals and deadlines.
 POLL_S = 1.0
-# Maximum seconds that count between two polls: more means that the driver was suspended.
-LONGEST_GAP_S = 60.0
-# Name of threads with calls that may block for ever.
-MAY_BLOCK = "may block"
-LOG_TAIL_LINES = 25
 # Messages of gloo, NCCL and TCPStore after the loss of a peer in a collective.
 ECHOES = (
     "closed by peer",
@@ -41,41 +28,6 @@ ECHOES = (
     "remote process exited",
     "ncclremoteerror",
 )
-
-
-class Host(NamedTuple):
-    """Process of one rank, as known to the driver."""
-
-    rank: int
-    handle: ActorHandle
-    slot: Slot
-    pid: int
-    node_name: str
-    log_file: Path
-
-    def describe(self) -> str:
-        """Describe rank, node and process; Ray's id distinguishes nodes with one host name."""
-        node = f"{self.node_name} ({self.slot.node_ip}, node {self.slot.node_id[:8]})"
-        where = f"{node}, slot {self.slot.local_rank}, pid {self.pid}"
-        return f"rank {self.rank} on {where}"
-
-
-def by_node(hosts: Sequence[Host]) -> dict[str, list[Host]]:
-    """Group ranks by the id of their node."""
-    nodes: dict[str, list[Host]] = {}
-    for host in hosts:
-        nodes.setdefault(host.slot.node_id, []).append(host)
-    return nodes
-
-
-class CallMonitor(Protocol):
-    """Monitor of ranks during a call."""
-
-    def check(self, busy: Sequence[Host]) -> None:
-        """Check the unfinished ranks, about every second; may raise."""
-
-    def last_place(self, host: Host) -> str:
-        """Return the last position of a dead rank, "in bucket 17 of 24"; empty if unknown."""
 
 
 class Failure(NamedTuple):
@@ -94,7 +46,7 @@ class Failure(NamedTuple):
     died: bool
     summary: str
     details: str
-    problems: list[str]
+    problems: Sequence[str] = ()
     phase: str = ""
 
     @property
@@ -105,66 +57,50 @@ class Failure(NamedTuple):
 
 
 def wait_for_all(
-    hosts: Sequence[Host],
-    refs: Sequence[ObjectRef],
-    phase: str,
-    timeout_s: float,
-    monitor: CallMonitor,
+    hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, detector: StallDetector
 ) -> list[Any]:
-    """Return the results of all hosts, in order.
-
-    Args:
-        hosts: the called hosts.
-        refs: the call on each host.
-        phase: name for messages, "actor.update".
-        timeout_s: seconds until all must have answered, or infinity.
-        monitor: checked about every second; its exceptions propagate.
+    """Return the results of a call on all hosts, in order; the detector looks every second.
 
     Raises:
         ConfigError: a worker raised a ConfigError.
-        WorkerError: a worker raised or died; at once unless it only echoes another failure.
-        TimeoutError: the deadline passed; its only argument is the list of busy hosts.
+        WorkerError: a worker raised or died; at once unless it only echoes another failure. Or
+            the call has stalled.
     """
-    clock, deadline = WatchClock(LONGEST_GAP_S), timeout_s
     waiting = dict(zip(refs, hosts, strict=True))
     results: dict[ObjectRef, Any] = {}
     failures: list[Failure] = []
-    while waiting:
-        left = max(deadline - clock.now(), 0.0)
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, POLL_S))
-        if not (ready or left):
-            break
+    deadline = math.inf
+    while waiting and time.monotonic() < deadline:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
         if not (ready or failures):
-            monitor.check(list(waiting.values()))
+            detector.check(list(waiting.values()))
         for ref in ready:
             host = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error, monitor))
+                failures.append(_failure(host, error, detector))
                 if not failures[-1].is_echo:
                     _raise(failures[-1], phase)
-                deadline = min(deadline, clock.now() + ROOT_CAUSE_GRACE_S)
+                deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
     if failures:
         _raise(failures[0], phase)
-    if waiting:
-        raise TimeoutError(list(waiting.values()))
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError, monitor: CallMonitor) -> Failure:
+def _failure(host: Host, error: RayError, detector: StallDetector) -> Failure:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
         cause = error.cause
         return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
-    place = monitor.last_place(host)
+    place = detector.last_place(host)
     where = f" {place}" if place else ""
     if isinstance(error, ActorDiedError):
         summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
     elif isinstance(error, ActorUnavailableError):
         summary = f"its process or its node is lost or unreachable{where}"
     else:
-        return Failure(host, False, type(error).__name__, str(error), [])
-    return Failure(host, True, summary, str(error), [])
+        return Failure(host, False, type(error).__name__, str(error))
+    return Failure(host, True, summary, str(error))
 
 
 def _raise(failure: Failure, phase: str) -> None:
@@ -175,33 +111,6 @@ def _raise(failure: Failure, phase: str) -> None:
         [host.rank],
         phase,
         f"{host.describe()} failed in {phase}: {failure.summary}\n"
-        f"{failure.details.rstrip()}\n{log_tail(host) if failure.died else ''}"
+        f"{failure.details.rstrip()}\n{host.log_tail() if failure.died else ''}"
         f"Log: {host.log_file}",
     )
-
-
-def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
-    """Call a function that may block for ever, such as a control call of Ray.
-
-    Without the head node, Ray's control calls wait a minute and then end the process.
-
-    Raises:
-        TimeoutError: the function has not returned in time. Its own exceptions propagate.
-    """
-    return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
-
-
-def join_abandoned_calls(timeout_s: float) -> None:
-    """Wait at most `timeout_s` seconds for calls abandoned by `call_with_timeout`."""
-    deadline = time.monotonic() + timeout_s
-    for thread in threading.enumerate():
-        if thread.name == MAY_BLOCK:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-def log_tail(host: Host) -> str:
-    """Return the last lines of a rank's log, with a final newline; empty if not on this node."""
-    if not host.log_file.is_file():
-        return ""
-    lines = host.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return f"Last lines of rank {host.rank}'s log:\n" + "".join(f"  | {line}\n" for line in lines)
