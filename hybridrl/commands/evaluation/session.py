@@ -161,9 +161,8 @@ def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     )
     roles = {"rollout": config.rollout, "actor": policy}
     with nullcontext() if folder is None else report_removal(folder):
-        pool, groups = start_roles(config, roles, evaluation.output)
-    stack.enter_context(pool)
-    rollout: WorkerGroup = groups["rollout"]
+        rollout = start_roles(config, roles, evaluation.output)["rollout"]
+    stack.enter_context(rollout.pool)
     rollout.call("reshard", evaluation.subject.step)
     return rollout
 
