@@ -36,13 +36,7 @@ class NodeTasks:
     def submit(
         self, node_id: str, function: Callable[..., Any], *arguments: Any, retries: int = 0
     ) -> ObjectRef:
-        """Begin to run a function on a node, this one or another.
-
-        Args:
-            node_id: Ray's NodeID.
-            function: function of a module; it is pickled by name.
-            arguments: its arguments.
-            retries: restarts after a death of its process.
+        """Begin to run a function of a module on a node; retry after a death of its process.
 
         Raises:
             GetTimeoutError: Ray did not accept the task; later tasks are not submitted.
@@ -61,10 +55,10 @@ class NodeTasks:
     def run_each(
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:
-        """Run a function on several nodes at the same time.
+        """Run a function of a module on several nodes at the same time.
 
         Args:
-            function: function of a module; it is pickled by name.
+            function: is pickled by name.
             arguments: its arguments by node.
 
         Returns:

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,12 +56,7 @@ class Rendezvous(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Rendezvous that a rank has joined, as it reports it.
-
-    Attributes:
-        store: address of its connection, with owner and size as stored there.
-        environment: values of `VARIABLES`; empty if unset.
-    """
+    """Rendezvous that a rank has joined, as it reports it, and its values of `VARIABLES`."""
 
     store: Rendezvous
     environment: dict[str, str]
@@ -83,9 +78,7 @@ def open_store(
     listener = listen(address, ports)
     port = listener.getsockname()[1]
     store = TCPStore(
-        address,
-        port,
-        world_size,
+        *(address, port, world_size),
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
@@ -121,12 +114,7 @@ def _publish_owner(
 def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range:
     """Return the ports `first` to `last`, moved below the kernel's ephemeral range on overlap.
 
-    Any outgoing connection may hold a port of the ephemeral range. Without room below the range,
-    the band stays.
-
-    Args:
-        first, last: bounds, inclusive.
-        ephemeral: the kernel's file with first and last port of the range.
+    Any outgoing connection may hold a port of that range. Without room below it, the band stays.
     """
     low, high = (int(number) for number in ephemeral.read_text().split())
     size = last - first + 1
@@ -171,7 +159,7 @@ def listen(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    if _is_own(address):
+    if address == "localhost" or _is_ip(address):  # may name one interface of this node
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
             return socket.create_server(place, family=family)  # type: ignore[arg-type]
@@ -183,10 +171,7 @@ def _listen_on(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _is_own(address: str) -> bool:
-    """Return True for an IP address or localhost, which may name one interface of this node."""
-    if address == "localhost":
-        return True
+def _is_ip(address: str) -> bool:
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -202,13 +187,8 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
         store = FileStore(where.address)
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
-    return TCPStore(
-        where.address,
-        where.port,
-        where.world_size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(where.address, where.port, where.world_size, is_master=False, timeout=timeout)
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
@@ -242,29 +222,19 @@ def joined(store: "TCPStore | FileStore") -> Joined:
 
 def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
     """Describe the ranks that joined another rendezvous than rank 0's; None if all agree."""
-    others = [
-        f"rank {rank} has {text}"
-        for rank, text in enumerate(_differences(expected, reports))
-        if text
-    ]
+    others = []
+    for rank, report in enumerate(reports):
+        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
+        wanted = environment_of(expected).items()
+        values = report.environment
+        texts += [f"{name}={values[name]}" for name, value in wanted if values[name] != value]
+        others += [f"rank {rank} has {', '.join(texts)}"] if texts else []
     if not others:
         return None
     return (
         f"the ranks do not agree on the rendezvous {_describe(expected)}: {'; '.join(others)}.\n"
         "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
     )
-
-
-def _differences(expected: Rendezvous, reports: Sequence[Joined]) -> Iterator[str]:
-    """Describe the differences of each rank; empty if there are none."""
-    for report in reports:
-        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
-        texts += [
-            f"{name}={report.environment[name]}"
-            for name, value in environment_of(expected).items()
-            if report.environment[name] != value
-        ]
-        yield ", ".join(texts)
 
 
 def _describe(where: Rendezvous) -> str:

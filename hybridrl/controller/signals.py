@@ -6,7 +6,7 @@ ignored after the first one. Under nohup it is always ignored.
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (signal.SIGINT, *TERMINATING)
 
+Handler = Callable[[int, FrameType | None], None]
+
 
 class Interrupted(KeyboardInterrupt):
     """Request of a signal to end the run. Ray's blocking calls pass no other exception type.
 
-    Args:
-        signum: the signal; the usual exit code is 128 + signum.
+    The usual exit code is 128 + `signum`.
     """
 
     def __init__(self, signum: int) -> None:
@@ -34,60 +35,26 @@ class Interrupted(KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.signum).name}"
 
 
-def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal as Ctrl-C: leave through every `finally`.
-
-    Raises:
-        Interrupted: always.
-    """
-    _count_once(signum)
-    raise Interrupted(signum)
-
-
 def interrupt_on_termination() -> None:
-    """Handle SIGTERM, and SIGHUP unless it is ignored, as Ctrl-C."""
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, interrupt)
+    """Handle SIGTERM, and SIGHUP unless it is ignored, as Ctrl-C: leave through every `finally`."""
 
-
-def _count_once(signum: int) -> None:
-    if signum == signal.SIGHUP:
-        signal.signal(signum, signal.SIG_IGN)
-
-
-class SignalGuard:
-    """Context manager in which signals raise `Interrupted`; restores the handlers at the end.
-
-    A plain KeyboardInterrupt, to which Ray reduces the subclass, becomes `Interrupted` as well.
-    Enter it in the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._received: int | None = None
-
-    def __enter__(self) -> "SignalGuard":
-        self._previous = {signum: signal.getsignal(signum) for signum in SIGNALS}
-        for signum, previous in self._previous.items():
-            if previous is not signal.SIG_IGN:  # a background job of a shell ignores Ctrl-C
-                signal.signal(signum, self._handle)
-        return self
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
-        self._received = signum
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(signum)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _restore(self._previous)
-        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
-            raise Interrupted(self._received or signal.SIGINT) from None
+    _handle(TERMINATING, interrupt)
+
+
+def _handle(signals: Iterable[int], handler: Handler) -> dict[int, Any]:
+    """Set the handler of signals that are not ignored; return their previous handlers."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            signal.signal(signum, signal.SIG_IGN)
+        handler(signum, frame)
+
+    # A background job of a shell ignores Ctrl-C. None: a handler that Python cannot restore.
+    heeded = [s for s in signals if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    return {signum: signal.signal(signum, handle) for signum in heeded}
 
 
 def _restore(previous: Mapping[int, Any]) -> None:
@@ -95,6 +62,30 @@ def _restore(previous: Mapping[int, Any]) -> None:
     for signum, handler in previous.items():
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
+
+
+@contextmanager
+def signal_guard() -> Iterator[None]:
+    """Raise `Interrupted` in the block on a signal; restores the handlers at the end.
+
+    A plain KeyboardInterrupt, to which Ray reduces the subclass, becomes `Interrupted` as well.
+    Enter it in the main thread.
+    """
+    received = [int(signal.SIGINT)]
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        received.append(signum)
+        raise Interrupted(signum)
+
+    previous = _handle(SIGNALS, interrupt)
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(received[-1]) from None
+    finally:
+        _restore(previous)
 
 
 class Preempted(Interrupted):
@@ -122,7 +113,7 @@ class Preemption:
 
     After the period, or on a second SIGTERM, `Interrupted` is raised. An error in the period
     becomes `Interrupted`, because other processes may have got the signal as well. Enter it in
-    the main thread, inside a `SignalGuard`.
+    the main thread, inside `signal_guard`.
 
     Args:
         grace_s: the grace period in seconds; 0: none.
@@ -144,10 +135,7 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         if self._grace_s > 0:
-            for signum in TERMINATING:
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._previous[signum] = signal.signal(signum, self._ask)
-            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
+            self._previous = _handle(TERMINATING, self._ask) | _handle([signal.SIGALRM], self._end)
         return self
 
     def __exit__(
@@ -166,7 +154,6 @@ class Preemption:
             raise Interrupted(self.asked_by[0]) from error
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
         self.asked_by.append(signum)
         if self.asked_by.count(signum) > 1:
             self._end(signum, frame)
@@ -192,12 +179,10 @@ def shielded() -> Iterator[None]:
     received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        _count_once(signum)
         logger.warning("%s: handled after the start or shutdown", signal.Signals(signum).name)
         received.append(signum)
 
-    heeded = [s for s in SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
-    previous: dict[int, Any] = {signum: signal.signal(signum, note) for signum in heeded}
+    previous = _handle(SIGNALS, note)
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from hybridrl.controller.pool import ObjectStore, Pool
 from hybridrl.controller.processes import STORE_BYTES
 from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
-from hybridrl.controller.signals import Interrupted, Preemption, SignalGuard, shielded
+from hybridrl.controller.signals import Interrupted, Preemption, shielded, signal_guard
 from hybridrl.controller.watch.ray_monitor import RayMonitor
 from hybridrl.controller.worker_group import build_roles
 
@@ -301,16 +301,16 @@ def test_a_batch_that_ray_finds_no_room_for_is_an_error_of_workers(tmp_path, mon
 
 def test_signals_are_raised_once_and_handlers_return():
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard():
+    with pytest.raises(Interrupted, match="SIGTERM"), signal_guard():
         signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="SIGINT"), SignalGuard():
+    with pytest.raises(Interrupted, match="SIGINT"), signal_guard():
         raise KeyboardInterrupt  # as Ray's blocking calls raise it
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_shutting_down_is_not_interrupted():
     done = False
-    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard(), shielded():
+    with pytest.raises(Interrupted, match="SIGTERM"), signal_guard(), shielded():
         signal.raise_signal(signal.SIGTERM)
         done = True
     assert done
@@ -318,7 +318,7 @@ def test_shutting_down_is_not_interrupted():
 
 def test_an_error_after_sigterm_leaves_as_the_signal():
     """It may come of processes that got the signal, too; nothing is to be started anew for it."""
-    with pytest.raises(Interrupted, match="SIGTERM"), SignalGuard(), Preemption(60.0):
+    with pytest.raises(Interrupted, match="SIGTERM"), signal_guard(), Preemption(60.0):
         signal.raise_signal(signal.SIGTERM)
         raise WorkerError([0], "actor.update", "rank 0 died")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -11,13 +11,7 @@ from hybridrl.controller.ray.node_probes import NodeIdentity
 
 
 class FreeNode(NamedTuple):
-    """Resources of a node.
-
-    Attributes:
-        node: address, and the first characters of Ray's NodeID.
-        cpus, gpus: resources that Ray manages.
-        free_cpus, free_gpus: those that no run holds.
-    """
+    """Resources of a node that Ray manages, and those of them that no run holds."""
 
     node: str
     cpus: float
@@ -29,38 +23,28 @@ class FreeNode(NamedTuple):
 def free_nodes() -> list[FreeNode]:
     """Return the alive nodes, in the order of addresses."""
     free = compat.free_resources()
-    found = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        has, left = node["Resources"], free.get(node["NodeID"], {})
-        found.append(
-            FreeNode(
-                f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})",
-                has.get("CPU", 0.0),
-                has.get("GPU", 0.0),
-                left.get("CPU", 0.0),
-                left.get("GPU", 0.0),
-            )
+    return sorted(
+        FreeNode(
+            f"{node.identity.address} ({node.identity.unique})",
+            node.cpus,
+            node.gpus,
+            free.get(node.node_id, {}).get("CPU", 0.0),
+            free.get(node.node_id, {}).get("GPU", 0.0),
         )
-    return sorted(found)
+        for node in ray_nodes()
+        if node.alive
+    )
 
 
 class RayNode(NamedTuple):
-    """State of a node.
+    """Node and the resources that Ray manages; `identity` has a part of the NodeID.
 
-    Attributes:
-        identity: host name, address and Ray's NodeID, shortened.
-        node_id: the full NodeID.
-        alive: True while it reports to the head.
-        reason: the head's reason for a dead node.
-        cpus, gpus: resources that Ray manages.
+    It is alive while it reports to the head.
     """
 
     identity: NodeIdentity
     node_id: str
     alive: bool
-    reason: str
     cpus: float = 0.0
     gpus: float = 0.0
 
@@ -75,7 +59,6 @@ def ray_nodes() -> list[RayNode]:
             ),
             node["NodeID"],
             node["Alive"],
-            node["DeathReasonMessage"] or "",
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("GPU", 0.0),
         )
@@ -93,14 +76,9 @@ def ranks_that_fit(
     """
     cpus = cpus_on_nodes(wanted, [node.cpus for node in nodes.values()])
     requested = list(zip(wanted, cpus, strict=True))
-    return {
-        name: max(
-            (
-                slots
-                for slots, share in requested
-                if share <= node.cpus and (not on_gpu or slots <= node.gpus)
-            ),
-            default=0,
-        )
-        for name, node in nodes.items()
-    }
+    found = {}
+    for name, node in nodes.items():
+        limit = node.gpus if on_gpu else float("inf")
+        fitting = [slots for slots, share in requested if share <= node.cpus and slots <= limit]
+        found[name] = max(fitting, default=0)
+    return found

@@ -37,35 +37,23 @@ class RayProbes:
         ConfigError: on entering, if the cluster cannot be joined.
     """
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._nodes: dict[str, RayNode] = {}
-        self._actors: dict[str, ActorHandle] = {}
-
     def __enter__(self) -> "RayProbes":
         with ExitStack() as stack:
             if not ray.is_initialized():
                 stack.enter_context(joined_cluster(worker_environment(os.environ)))
             alive = [node for node in ray_nodes() if node.alive]
-            names = node_names([node.identity for node in alive])
-            self._nodes = dict(zip(names, alive, strict=True))
-            stack.callback(self._end)
-            self._actors = {name: _actor_on(self._nodes[name]) for name in names}
+            self.nodes = node_names([node.identity for node in alive])
+            self._nodes = dict(zip(self.nodes, alive, strict=True))
+            self.addresses = {name: node.identity.address for name, node in self._nodes.items()}
+            self._actors: dict[str, ActorHandle] = {}
+            for name, node in self._nodes.items():
+                self._actors[name] = _actor_on(node)
+                stack.callback(ray.kill, self._actors[name])
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def nodes(self) -> list[str]:
-        """Host names, with addresses and NodeIDs if they repeat; the driver's first."""
-        return list(self._nodes)
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """IP addresses as known to Ray."""
-        return {name: node.identity.address for name, node in self._nodes.items()}
 
     def ranks_that_fit(self, wanted: Sequence[int], *, on_gpu: bool) -> dict[str, int]:
         """Return the largest of the wanted numbers of ranks that fits on each node, or 0."""
@@ -83,13 +71,7 @@ class RayProbes:
             node: self._actors[node].run.remote(packed(function, values))
             for node, values in arguments.items()
         }
-        return {
-            node: _answer(reference, deadline, timeout_s) for node, reference in references.items()
-        }
-
-    def _end(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
+        return {node: _answer(ref, deadline, timeout_s) for node, ref in references.items()}
 
 
 class _NodeActor:

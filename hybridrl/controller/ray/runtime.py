@@ -27,7 +27,7 @@ from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout, join_abandoned_calls
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.head import connect, head_place, ray_address
-from hybridrl.controller.signals import SignalGuard, shielded
+from hybridrl.controller.signals import shielded, signal_guard
 from hybridrl.controller.watch.janitor import Janitor
 from hybridrl.controller.watch.ray_monitor import is_local_ray_broken
 
@@ -82,7 +82,7 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
         Interrupted: a signal came.
     """
-    with SignalGuard(), compat.messages_to(_log), ExitStack() as stack:
+    with signal_guard(), compat.messages_to(_log), ExitStack() as stack:
         if ray_address():
             stack.enter_context(joined_cluster(worker_environment(os.environ)))
         else:

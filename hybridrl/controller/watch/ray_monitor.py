@@ -56,7 +56,6 @@ class RayMonitor:
     def __init__(self, limit_s: float) -> None:
         self._pids = local_processes()
         self._limit_s = limit_s
-        self._stopped = StoppedTimes()
         self._finding = ""
         self._closing = threading.Event()
         watch = self._watch_processes if self._pids else self._watch_head
@@ -112,20 +111,18 @@ class RayMonitor:
         self._thread.join()
 
     def _watch_processes(self) -> None:
-        clock = WatchClock(longest_gap_s=2 * EVERY_S)
+        clock, stopped = WatchClock(longest_gap_s=2 * EVERY_S), StoppedTimes()
         while not self._closing.wait(EVERY_S):
             now = clock.now()
             for name, pid in self._pids.items():
-                self._check_stopped(name, pid, now)
-
-    def _check_stopped(self, name: str, pid: int, now: float) -> None:
-        if self._stopped.seconds(pid, now) >= self._limit_s > 0:
-            self._finding = (
-                f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
-                f"cluster.stall_timeout_s={self._limit_s:g} s"
-            )
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
+                if not stopped.seconds(pid, now) >= self._limit_s > 0:
+                    continue
+                self._finding = (
+                    f"Ray's {name} (pid {pid}) on this machine was stopped by a signal for "
+                    f"cluster.stall_timeout_s={self._limit_s:g} s"
+                )
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)  # calls that wait for it inside Ray return
 
     def _watch_head(self) -> None:
         address = ray_address()

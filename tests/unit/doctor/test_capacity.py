@@ -130,7 +130,7 @@ def test_nodes_max_ranks_what_leaves_room_for_the_rest(wanted, there, expected):
 
 
 def ray_node(cpus, gpus):
-    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, "", cpus, gpus)
+    return RayNode(NodeIdentity("h", "10.0.0.1", "x"), "x", True, cpus, gpus)
 
 
 @pytest.mark.parametrize(
