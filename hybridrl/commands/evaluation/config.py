@@ -18,6 +18,7 @@ from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.command.provenance import provenance_of
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import leaves
 from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
@@ -185,15 +186,6 @@ def _hidden_problems(cfg: DictConfig) -> Iterator[str]:
     for section in OF_RUN:
         node = OmegaConf.select(cfg, section)
         tree = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for key, value in _texts(section, tree):
-            if value == HIDDEN or f"//{HIDDEN}@" in value:
-                yield (f"{key} = {value}: checkpoints contain no secrets.\nSet {key}=<the secret>")
-
-
-def _texts(key: str, tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of every text in a config."""
-    if isinstance(tree, dict):
-        for name, item in tree.items():
-            yield from _texts(f"{key}.{name}", item)
-    elif isinstance(tree, str):
-        yield key, tree
+        for key, value in leaves({section: tree}).items():
+            if value == HIDDEN or (isinstance(value, str) and f"//{HIDDEN}@" in value):
+                yield f"{key} = {value}: checkpoints contain no secrets.\nSet {key}=<the secret>"

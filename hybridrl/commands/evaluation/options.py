@@ -35,22 +35,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of an evaluation.
-
-    Attributes:
-        subject: a checkpoint, a run's directory, a model's folder or its name on the hub.
-        overrides: of the config.
-        config_dir: a folder with more config files.
-        samples: of each problem.
-        ks: of pass@k, rising.
-        greedy: true decodes greedily.
-        problems: number of problems; None: all.
-        output: the folder to write; None: evals/<name>/<time>.
-        split: source of the problems.
-        correct_at: smallest score of a correct sample.
-        runs_code: true allows a checkpoint's config to name user code, URLs and environment
-            variables.
-    """
+    """Options of an evaluation, as `_parser` describes them; `ks` of pass@k are rising."""
 
     subject: str
     overrides: list[str]
@@ -72,8 +57,21 @@ def parse_options(argv: Sequence[str]) -> EvalOptions:
         UsageError: contradictory flags.
     """
     args = _parser().parse_intermixed_args(list(argv))
-    args.ks = _default_ks(args.samples) if args.ks is None else sorted(set(args.ks))
-    problems = _contradictions(args.samples, args.ks, greedy=args.greedy)
+    samples = args.samples
+    # By default 1, 2, 4... up to the number of samples.
+    powers = [2**power for power in range(samples.bit_length())]
+    args.ks = powers if args.ks is None else sorted(set(args.ks))
+    problems = []
+    if args.greedy and samples > 1:
+        problems.append(
+            f"--greedy with --samples {samples}: greedy decoding gives the same response each "
+            f"time.\nRemove --samples, or remove --greedy to sample at rollout.temperature."
+        )
+    if (k := args.ks[-1]) > samples:
+        problems.append(
+            f"--k {k} with --samples {samples}: pass@{k} needs at least {k} samples per problem.\n"
+            f"Add --samples {k}, or lower --k."
+        )
     if problems:
         raise UsageError(*problems)
     return EvalOptions(**vars(args))
@@ -117,23 +115,3 @@ def _positive(text: str) -> int:
 
 def _ks(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
-
-
-def _default_ks(samples: int) -> list[int]:
-    """Return 1, 2, 4... up to the number of samples."""
-    return [2**power for power in range(samples.bit_length())]
-
-
-def _contradictions(samples: int, ks: Sequence[int], *, greedy: bool) -> list[str]:
-    problems = []
-    if greedy and samples > 1:
-        problems.append(
-            f"--greedy with --samples {samples}: greedy decoding gives the same response each "
-            f"time.\nRemove --samples, or remove --greedy to sample at rollout.temperature."
-        )
-    if ks[-1] > samples:
-        problems.append(
-            f"--k {ks[-1]} with --samples {samples}: pass@{ks[-1]} needs at least "
-            f"{ks[-1]} samples per problem.\nAdd --samples {ks[-1]}, or lower --k."
-        )
-    return problems

@@ -10,8 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hybridrl.commands.evaluation.completions import rule_name
-from hybridrl.commands.evaluation.session import Evaluation, Totals
+from hybridrl.commands.evaluation.session import Evaluation, Totals, rule_name
 from hybridrl.commands.evaluation.statistics import ALL, Estimate, GroupResult, group_results
 from hybridrl.config.planner.machine import Machine
 from hybridrl.trainer.evaluate import tag_groups

@@ -13,12 +13,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        value: the mean.
-        ci95: half the width of its 95 % confidence interval.
-    """
+    """A mean over problems, and half the width of its 95 % confidence interval."""
 
     value: float
     ci95: float
