@@ -134,8 +134,7 @@ def _written_by_hydra() -> list[Path]:
 def run(cfg: DictConfig) -> float:
     """Check the composed config, then train; return the final eval/accuracy (NaN of a dry run).
 
-    Raises:
-        ConfigError: every problem of config and data, before any worker is started.
+    ConfigError has every problem of config and data, before any worker is started.
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
@@ -183,11 +182,7 @@ def run(cfg: DictConfig) -> float:
 def _composed(line: CommandLine) -> Precomposed | None:
     """Compose the config as Hydra will; add `hardware` to `line` if it is not chosen.
 
-    Returns:
-        None for another primary config, or if nothing is composed.
-
-    Raises:
-        ConfigError: problems of the overrides and of the rest of the config.
+    Returns None for another primary config, or if nothing is composed.
     """
     if line.has_own_primary or not line.composes:
         return None
@@ -214,13 +209,7 @@ def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
 def _problems_around(
     error: BaseException, line: CommandLine, found: Precomposed | None
 ) -> list[str]:
-    """Return the problem of Hydra's error, and further problems of the config.
-
-    Args:
-        error: raised by Hydra.
-        line: the command line.
-        found: the composed config.
-    """
+    """Return the problem of Hydra's error, and further problems of the config."""
     further = _further_problems(line, found) if found is not None else []
     if isinstance(error.__cause__, OSError):  # logging's ValueError has the reason there
         error = error.__cause__

@@ -45,9 +45,6 @@ class Prepared:
     """A run before anything is started.
 
     Attributes:
-        result: the checked config.
-        machine: nodes that the run may use.
-        setup: timing of the setup.
         preflight: checks the machines; raises ConfigError if the run would fail there.
         owns_checkpoints: true if all checkpoints in its directory belong to this run.
     """
@@ -94,11 +91,7 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
 
 
 def check_data(result: Examined) -> "PromptSets":
-    """Return the prompts of a config.
-
-    Raises:
-        ConfigError: every problem of config and data.
-    """
+    """Return the prompts of a config; ConfigError with every problem of config and data."""
     prompts = examine_data(result)
     if result.report.problems:
         raise ConfigError(*result.report.problems)
@@ -127,13 +120,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
 
 
 def _train(prepared: Prepared, folder: Path, restart: int) -> float:
-    """Start Ray and the workers, train, and stop them; return the final held-out accuracy.
-
-    Args:
-        prepared: the run.
-        folder: its directory.
-        restart: number of this restart, 0 for the first start.
-    """
+    """Start Ray and workers, train, and stop them; return the final held-out accuracy."""
     from hybridrl.controller.ray.runtime import ray_runtime
 
     result, machine, setup = prepared.result, prepared.machine, prepared.setup
@@ -182,17 +169,7 @@ def _nodes(config: RunConfig) -> Iterator[NodeProbes]:
 def _prepare_session(
     result: Examined, folder: Path, watch: VerificationProgress, agents: "Future[NodeProbes]"
 ) -> "RunInputs":
-    """Return the inputs of a run; also imports torch and other heavy packages.
-
-    Args:
-        result: the checked config.
-        folder: the run's directory.
-        watch: receives the progress of reading a checkpoint.
-        agents: node probes, available after Ray's start.
-
-    Raises:
-        ConfigError: a problem of the data, a model or the checkpoint.
-    """
+    """Return the inputs of a run; also imports torch and other heavy packages."""
     prompts = check_data(result)
     importlib.import_module("hybridrl.app.session")
     from hybridrl.app.inputs import read_inputs

@@ -19,9 +19,7 @@ WAIT_S = 5.0
 
 @contextmanager
 def exclusive_run(run_dir: Path) -> Iterator[None]:
-    """Lock the directory for this process during the block.
-
-    The kernel releases the lock at the end of the process.
+    """Lock the directory for this process during the block; its end releases the lock.
 
     Raises:
         ConfigError: another run has the lock, such as a job that was requeued before its end; or no

@@ -57,13 +57,6 @@ def train(
 ) -> float:
     """Train as configured, inside `ray_runtime`.
 
-    Args:
-        config: checked and resolved.
-        run_dir: directory for all output of the run.
-        machine: nodes that the run may use.
-        inputs: prompts, models, checkpoint.
-        setup: timing of the setup.
-
     Returns:
         Held-out accuracy after the last step, sampled at the training temperature.
     """

@@ -10,11 +10,7 @@ MIN_SHOWN_S = 0.05
 
 
 class SetupTimes:
-    """Wall seconds of the consecutive parts of the setup.
-
-    Args:
-        began: start of the setup, in seconds since the epoch.
-    """
+    """Wall seconds of the consecutive parts of the setup since `began` (time.time())."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -22,12 +18,7 @@ class SetupTimes:
         self._seconds: dict[str, float] = {}
 
     def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
-        """End a part that began at the last mark.
-
-        Args:
-            part: its name.
-            inside: seconds of parts within it, which are subtracted from it.
-        """
+        """End a part that began at the last mark; subtract the seconds of parts `inside` it."""
         now = time.time()
         pieces = dict(inside or {})
         pieces[part] = now - self._last - sum(pieces.values())

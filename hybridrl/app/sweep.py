@@ -38,12 +38,9 @@ class JobResult:
     """One job of a sweep.
 
     Attributes:
-        job: its number in the sweep.
         overrides: as composed; empty without a readable result.
         status: ok | dry | failed.
         metric: final eval/accuracy, by which jobs are ranked; None if there is none.
-        seconds: wall time.
-        directory: the job's run directory.
         error: first line of the reason of a failure; else empty.
     """
 
@@ -72,11 +69,7 @@ class SweepTable(Callback):
         self._started = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Show the results.
-
-        Raises:
-            SystemExit: 1, if a job failed; hydra.main does not report it.
-        """
+        """Show the results; exits with 1 if a job failed, which hydra.main does not report."""
         directory = Path(config.hydra.sweep.dir)
         results = ranked(read_results(directory, since=self._started))
         # Without a terminal: wide enough for all cells.

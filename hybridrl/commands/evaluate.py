@@ -85,11 +85,7 @@ def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Ma
 
 
 def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
-    """Return the prompts to evaluate.
-
-    Raises:
-        UsageError: there are fewer than --problems.
-    """
+    """Return the prompts to evaluate."""
     half = prompts.train if options.split is Split.train else prompts.held_out
     if options.problems is not None and options.problems > len(half):
         raise UsageError(
@@ -101,11 +97,7 @@ def _asked(prompts: "PromptSets", options: EvalOptions) -> "list[Prompt]":
 
 
 def _output_folder(options: EvalOptions, subject: Subject) -> Path:
-    """Create the folder for the results.
-
-    Raises:
-        UsageError: it is not empty.
-    """
+    """Create the folder for the results, which must be new or empty."""
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = options.output or Path("evals", subject.name, now)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -71,17 +71,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
-    """Export a checkpoint to a folder, and print a summary.
+    """Export a checkpoint, or a run's newest one, to a folder, and print a summary.
 
     Args:
-        checkpoint: a checkpoint's folder, or a run's directory for its newest one.
+        checkpoint: a checkpoint's folder, or a run's directory.
         folder: the target; an earlier export there is replaced.
         dtype: of the weights.
         base: path of the base model, if it has moved.
 
     Raises:
         ConfigError: a path is wrong, the checkpoint is damaged, or the folder is in use.
-        SystemExit: reading or writing failed.
     """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
@@ -106,21 +105,7 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
 
 
 def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
-    """Write the policy of a verified checkpoint to a folder.
-
-    Args:
-        found: the checkpoint.
-        folder: replaced if it exists.
-        dtype: of the weights.
-        base: path of the base model, if it has moved.
-
-    Returns:
-        Number of tensors.
-
-    Raises:
-        ConfigError: there is no such model, or the checkpoint is of another one.
-        OSError: reading or writing failed.
-    """
+    """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
     from hybridrl.distributed.storage.stored_policy import StoredPolicy
@@ -149,11 +134,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
 
 
 def check_target(folder: Path) -> None:
-    """Check the target folder.
-
-    Raises:
-        UsageError: it is a file, or a folder with other files than an earlier export.
-    """
+    """Refuse a file, or a folder with other files than an earlier export, as the target."""
     if folder.is_dir() and not folder.is_symlink():
         added = added_to(folder) if is_export(folder) else []
         if not added and (is_export(folder) or not any(folder.iterdir())):
@@ -170,17 +151,7 @@ def check_target(folder: Path) -> None:
 
 
 def check_origin(folder: Path, found: Found, base: str | None) -> None:
-    """Check that the target is neither the checkpoint's nor the base model's folder.
-
-    Args:
-        folder: the target.
-        found: the checkpoint.
-        base: path of the base model, if it has moved.
-
-    Raises:
-        UsageError: the folder is that model's, or lies among checkpoints.
-        ConfigError: there is no such model.
-    """
+    """Refuse the checkpoint's or the base model's folder as the target."""
     target, checkpoint = folder.resolve(), found.folder.resolve()
     above = {target, *target.parents}
     among = checkpoint.parent in above and checkpoint.parent.name == CHECKPOINTS

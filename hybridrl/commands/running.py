@@ -23,11 +23,7 @@ class UsageError(ConfigError):
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command; exits by SystemExit unless all goes well.
-
-    Exit codes: 1 failed, 2 the user can fix it, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM, and the
-    command's own.
-    """
+    """Run a command; exits by SystemExit, with the codes of `exit_codes`, unless all goes well."""
     set_up_process()
     with exit_codes():
         try:
@@ -39,10 +35,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def checkpoint_at(path: Path) -> Found:
-    """Find and verify a checkpoint; prints progress, and newer damaged checkpoints.
-
-    Args:
-        path: a checkpoint's folder, or a run's directory for its newest intact one.
+    """Find and verify a checkpoint, or a run's newest intact one; prints progress and damaged ones.
 
     Raises:
         ConfigError: there is none, it is damaged or removed meanwhile, or the disk fails.
@@ -64,13 +57,6 @@ def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
     """Warn if the files of a checkpoint's base model have changed since training.
 
     Tokenizer and chat template come from there, and the weights under adapters.
-
-    Args:
-        found: the checkpoint.
-        model: the base model at its present path.
-
-    Raises:
-        ConfigError: there is no such model, or a file of it cannot be read.
     """
     before = found.manifest.models
     weights = found.manifest.config["lora"] is not None and model.init is Init.pretrained
@@ -85,11 +71,7 @@ def warn_about_changed_model(found: Found, model: ModelConfig) -> None:
 
 @contextmanager
 def report_removal(folder: Path) -> Iterator[None]:
-    """Report an error as removal, if the folder is gone: a run removes its old checkpoints.
-
-    Raises:
-        UsageError: the block failed, and the folder is gone.
-    """
+    """Report an error as removal, if the folder is gone: a run removes its old checkpoints."""
     try:
         yield
     except Exception as error:

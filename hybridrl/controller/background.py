@@ -31,12 +31,9 @@ def run_in_background(function: Callable[..., T], *arguments: Any, name: str) ->
 
 
 def call_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
-    """Call a function that may block for ever, such as a control call of Ray.
+    """Call a function that may block for ever; TimeoutError if it has not returned in time.
 
     Without the head node, Ray's control calls wait a minute and then end the process.
-
-    Raises:
-        TimeoutError: the function has not returned in time. Its own exceptions propagate.
     """
     return run_in_background(function, name=MAY_BLOCK).result(timeout_s)
 

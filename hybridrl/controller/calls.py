@@ -8,10 +8,8 @@ from hybridrl.controller.spans import Span
 class RoleCall(NamedTuple):
     """Call of a role's method, run in every process.
 
-    Attributes:
-        role, method: names.
-        args, kwargs: arguments after the rank's part of a batch, if any.
-        keep: return the result of this process to the driver.
+    `args` and `kwargs` follow the rank's part of a batch, if any; `keep` returns the result of this
+    process to the driver.
     """
 
     role: str

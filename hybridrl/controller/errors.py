@@ -36,7 +36,7 @@ class RemoteError(Exception):
         summary: type and message on one line.
         trace: traceback, with those of the causes first.
         problems: problems of a ConfigError, else empty.
-        phase: work in progress, "actor.update"; empty: the phase that the driver called.
+        phase: work in progress; empty: the phase that the driver called.
     """
 
     def __init__(self, summary: str, trace: str, problems: list[str], phase: str) -> None:

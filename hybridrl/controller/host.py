@@ -122,12 +122,7 @@ class WorkerHost:
 
     @_step("preload")
     def preload(self, modules: Sequence[str], ahead: Sequence[Any]) -> None:
-        """Import torch and modules; begin to import those that building `ahead` needs.
-
-        Args:
-            modules: modules of the roles.
-            ahead: configs of roles.
-        """
+        """Import torch and roles' modules; begin to import those that building `ahead` needs."""
         import_all(["torch.distributed", "hybridrl.distributed.mesh", *modules])
         import torch
 
@@ -241,11 +236,8 @@ class WorkerHost:
     ) -> list[TimedResult]:
         """Run methods of roles, one after the other; a value that is not kept is None.
 
-        Args:
-            calls: the methods.
-            assemble: builds this rank's part of a batch from `contents`; the part is the first
-                argument of each call. None: there is no batch.
-            contents: the part's pieces; Ray resolves their references.
+        `assemble` builds this rank's part of a batch from `contents`, pieces whose references Ray
+        resolves. The part is the first argument of each call.
         """
         part: tuple[Any, ...] = ()
         if assemble is not None:

@@ -55,15 +55,7 @@ class NodeTasks:
     def run_each(
         self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, T]:
-        """Run a function of a module on several nodes at the same time.
-
-        Args:
-            function: is pickled by name.
-            arguments: its arguments by node.
-
-        Returns:
-            Results by node, without the nodes that did not answer in time.
-        """
+        """Run a function, pickled by name, on several nodes; return what came in time, by node."""
         refs, found = {}, {}
         for node in arguments:
             if node != self.driver and ray.is_initialized():

@@ -81,12 +81,7 @@ def rank_order(slots: Sequence[Slot]) -> list[int]:
 
 
 def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int]:
-    """Return the rollout engines, of consecutive ranks, with ranks on several nodes.
-
-    Args:
-        slots: by rank.
-        ranks_per_engine: ranks that hold one copy of the rollout weights.
-    """
+    """Return the rollout engines, of consecutive ranks, with ranks on several nodes."""
     nodes = [slot.node_id for slot in slots]
     firsts = range(0, len(nodes) - ranks_per_engine + 1, ranks_per_engine)
     engines = [{*nodes[first : first + ranks_per_engine]} for first in firsts]
@@ -96,11 +91,7 @@ def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int
 def check_engines(
     slots: Sequence[Slot], ranks_per_engine: int, *, allow_straddle: bool = False
 ) -> None:
-    """Check that each rollout engine has all its ranks on one node; `straddling_engines`.
-
-    Raises:
-        ConfigError: an engine straddles nodes, unless allowed; lists ranks and nodes of each.
-    """
+    """Refuse `straddling_engines`, by ranks and nodes, or warn of them if they are allowed."""
     problems = []
     for engine in straddling_engines(slots, ranks_per_engine):
         ranks = range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine)
@@ -181,9 +172,7 @@ def reserve(
 def cpus_on_nodes(slots_on_nodes: Sequence[int], cpus: Iterable[float]) -> list[float]:
     """Compute the CPUs to reserve on each node: one per slot, or all if slots share cores.
 
-    Args:
-        slots_on_nodes: number of slots per node.
-        cpus: CPUs of each of the cluster's nodes.
+    `cpus` are those of each of the cluster's nodes.
     """
     largest = sorted(cpus, reverse=True)
     nodes = len(slots_on_nodes)

@@ -60,11 +60,7 @@ class ObjectStore:
         return len(self._stored)
 
     def reference(self, piece: Piece) -> ObjectRef:
-        """Return the reference to the piece's content.
-
-        Raises:
-            WorkerError: Ray is lost, or has no room in memory and on disk.
-        """
+        """Return the reference to a piece's content; WorkerError if Ray is lost or has no room."""
         if piece not in self._stored:
             with self._guarded():
                 self._stored[piece] = ray.put(piece())
@@ -121,10 +117,8 @@ class Pool:
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
         """Call a method of WorkerHost on every rank, with one tuple of arguments each, and wait.
 
-        The phase is the name for messages, "actor.update". Returns results by rank.
-
-        Raises:
-            WorkerError: a rank failed or died, or none made progress (cluster.stall_timeout_s).
+        The phase is the name for messages, "actor.update". Returns results by rank; `wait_for_all`
+        raises.
         """
         return self.begin(method, arguments, phase)()
 

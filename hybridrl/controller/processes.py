@@ -72,8 +72,7 @@ def footprint(pids: list[int]) -> Footprint:
 def end(left: Footprint, shared_memory: list[str], grace_s: float) -> list[int]:
     """Wait for processes, kill those that do not exit, and unlink their and more shared memory.
 
-    Returns:
-        Ids of processes that still exist.
+    Returns the ids of processes that still exist.
     """
     alive = []
     for pid, created in left.processes:

@@ -69,9 +69,6 @@ def open_store(
 
     With an IP address of this node, or localhost, it listens on that address only. With a name it
     listens on all addresses, because nodes often resolve their own name to 127.0.1.1.
-
-    Raises:
-        ConfigError: no port is free.
     """
     from torch.distributed import TCPStore
 
@@ -124,11 +121,7 @@ def port_band(first: int, last: int, ephemeral: Path = EPHEMERAL_PORTS) -> range
 
 
 def given_port() -> int | None:
-    """Return MASTER_PORT, or None if unset.
-
-    Raises:
-        ConfigError: it is not a port.
-    """
+    """Return MASTER_PORT, or None if unset; ConfigError if it is not a port."""
     text = os.environ.get("MASTER_PORT")
     if text is None:
         return None
@@ -138,11 +131,7 @@ def given_port() -> int | None:
 
 
 def listen(address: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first free port of `ports`.
-
-    Raises:
-        ConfigError: no port is free.
-    """
+    """Listen on the first free port of `ports`; ConfigError if there is none."""
     taken: list[int] = []
     for port in ports:
         try:

@@ -91,9 +91,7 @@ def signal_guard() -> Iterator[None]:
 class Preempted(Interrupted):
     """Preemption: the run has ended on SIGTERM or SIGHUP, after an attempt to checkpoint.
 
-    Args:
-        signum: the signal.
-        checkpoint: the checkpoint to resume from; None: it could not be written.
+    Without a checkpoint to resume from, it could not be written.
     """
 
     def __init__(self, signum: int, checkpoint: Path | None) -> None:

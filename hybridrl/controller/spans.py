@@ -21,11 +21,7 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Context manager that times its block; `span` exists afterwards.
-
-    Args:
-        name: name of the span.
-    """
+    """Context manager that times its block as a span of this name; `span` exists afterwards."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,11 +35,7 @@ class Stopwatch:
 
 
 class SpanLog:
-    """Spans of each rank since the last `take`.
-
-    Args:
-        num_ranks: number of processes.
-    """
+    """Spans of each of the ranks since the last `take`."""
 
     def __init__(self, num_ranks: int) -> None:
         self._spans: list[list[Span]] = [[] for _ in range(num_ranks)]
@@ -60,11 +52,7 @@ class SpanLog:
 
 
 class PartTimes:
-    """Wall seconds of the parts of a one-time operation, in the order of their starts.
-
-    Attributes:
-        seconds: seconds by name of the part.
-    """
+    """Wall seconds of the parts of a one-time operation, in the order of their starts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -23,11 +23,8 @@ class PoolConfig:
     """Config of a pool.
 
     Attributes:
-        cluster: deadlines and rendezvous ports.
         slots_on_nodes: number of processes on each node.
         allow_straddle: permit engines on several nodes.
-        accelerator: GPUs or CPU slots.
-        fsdp: the sharding spec, for the mesh.
         ranks_per_engine: consecutive ranks that must share a node.
         modules: modules that every process imports first.
         ahead: configs of roles; their slow modules are imported during the rendezvous.

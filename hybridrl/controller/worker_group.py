@@ -25,13 +25,7 @@ SHARDED = (Dispatch.SHARD_DP, Dispatch.SHARD_DP_REDUCED)
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool.
-
-    Args:
-        pool: processes that host the role.
-        role: name of the role.
-        config: config of the role; `config.worker` is the dotted path of its class.
-    """
+    """One role on all ranks of a pool; `config.worker` is the dotted path of its class."""
 
     def __init__(self, pool: Pool, role: str, config: Any) -> None:
         self.role = role
@@ -218,15 +212,8 @@ def start_roles(
 ) -> dict[str, WorkerGroup]:
     """Start one process per GPU or CPU slot and build roles in it; see `start_workers`.
 
-    The rollout engine is built first and determines the sharding of the other roles.
-
-    Args:
-        config: config of the run.
-        configs: configs by role; must include rollout and actor.
-        run_dir: folder for logs.
-
-    Returns:
-        The worker group of each role; the caller closes their pool.
+    Configs by role include rollout and actor. The rollout engine is built first and determines the
+    sharding of the other roles. The caller closes the pool of the worker groups.
     """
     rollout_class = import_class(config.rollout.worker)
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]

@@ -64,17 +64,10 @@ FLAGS = {
 def evaluation_config(
     line: CommandLine, subject: Subject, machine: Machine, *, runs_code: bool
 ) -> Examined:
-    """Return the examined config of an evaluation.
+    """Return the examined config of an evaluation; ConfigError with every problem.
 
-    Args:
-        line: the overrides.
-        subject: checkpoint or model.
-        machine: nodes that the evaluation may use.
-        runs_code: true trusts the checkpoint's config: its user code may run, and its rewards may
-            use URLs and environment variables.
-
-    Raises:
-        ConfigError: every problem, in one report.
+    With `runs_code` the checkpoint's config is trusted: its user code may run, and its rewards may
+    use URLs and environment variables.
     """
     problems = list(idle_problems(line.overrides, subject))
     if problems:
@@ -111,11 +104,7 @@ def _own(checkpoint: Found) -> dict[str, Any]:
 
 
 def _refuse_unresolved(checkpoint: Found) -> None:
-    """Check that a checkpoint's config has no ${...}, which could read environment variables.
-
-    Raises:
-        ConfigError: it has some.
-    """
+    """Refuse ${...} in a checkpoint's config, which could read environment variables."""
     if "${" in json.dumps(_own(checkpoint)):
         raise ConfigError(
             f"{checkpoint.folder}: its config has a value with ${{...}}, expected the resolved "

@@ -51,11 +51,7 @@ class EvalOptions:
 
 
 def parse_options(argv: Sequence[str]) -> EvalOptions:
-    """Parse an argv; a wrong flag exits with code 2.
-
-    Raises:
-        UsageError: contradictory flags.
-    """
+    """Parse an argv; exits with code 2 on a wrong flag, raises UsageError on contradictions."""
     args = _parser().parse_intermixed_args(list(argv))
     samples = args.samples
     # By default 1, 2, 4... up to the number of samples.

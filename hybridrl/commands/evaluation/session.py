@@ -88,12 +88,7 @@ class Totals:
 
 
 def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) -> Totals:
-    """Sample and score, inside `ray_runtime`; report the samples per problem after each pass.
-
-    Raises:
-        ConfigError: the cluster lacks the slots, or the checkpoint is of another model.
-        WorkerError: a process failed.
-    """
+    """Sample and score, inside `ray_runtime`; report the samples per problem after each pass."""
     config, options = evaluation.config, evaluation.options
     with ExitStack() as stack:
         decode = decoder(load_tokenizer(config.model.path))

@@ -23,10 +23,8 @@ class Estimate:
 class GroupResult:
     """Results of one rule on a group of problems.
 
-    Attributes:
-        problems: their number.
-        score: mean score over problems and samples; with one sample eval/accuracy of training.
-        pass_at: k -> share of the problems solved by at least one of k samples.
+    The score is the mean over problems and samples: with one sample eval/accuracy of training.
+    `pass_at` maps k to the share of the problems solved by at least one of k samples.
     """
 
     problems: int
@@ -38,11 +36,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that k of n samples include at least one of c correct ones.
 
     1 - C(n - c, k) / C(n, k): the unbiased estimate of pass@k; 1 - (1 - c / n)^k is biased.
-
-    Args:
-        n: samples of a problem.
-        c: correct samples, at most n.
-        k: from 1 to n.
 
     Raises:
         ValueError: a number is out of range.
@@ -60,13 +53,9 @@ def group_results(
     ks: Sequence[int],
     correct_at: float,
 ) -> dict[str, GroupResult]:
-    """Return one rule's results on all problems (`all`) and on each group.
+    """Return one rule's results on all problems (`all`) and on each group of indices.
 
-    Args:
-        scores: of each problem's samples.
-        groups: indices of problems by name.
-        ks: each at most the number of samples.
-        correct_at: smallest score of a correct sample.
+    A sample is correct from the score `correct_at` on.
     """
     everyone = {ALL: range(len(scores))}
     return {

@@ -15,12 +15,11 @@ _NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint or a model.
+    """A checkpoint or a model in Hugging Face format.
 
     Attributes:
         name: for output and folders; one component of a path.
         model: the value of model.path; None for a checkpoint, whose run has it.
-        checkpoint: None for a model.
     """
 
     name: str
@@ -39,11 +38,10 @@ class Subject:
 
 
 def find_subject(path: str) -> Subject:
-    """Find the subject of a path.
+    """Find a checkpoint or a model.
 
-    Args:
-        path: a checkpoint's folder, a run's directory or its checkpoints folder (the newest good
-            one), a model's folder, `embedded`, or a name on the hub.
+    The path is that of a checkpoint's folder, a run's directory or its checkpoints folder (the
+    newest good one), a model's folder, `embedded`, or a name on the hub.
 
     Raises:
         ConfigError: the folder is neither, or the checkpoint is damaged.

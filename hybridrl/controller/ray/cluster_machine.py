@@ -32,21 +32,13 @@ SILENT = (
 
 
 def cluster_machine() -> Machine:
-    """Return the hardware of the cluster at RAY_ADDRESS, limited to Ray's resources.
-
-    Raises:
-        ConfigError: the cluster cannot be joined, or a node does not report its hardware.
-    """
+    """Return the hardware of the cluster at RAY_ADDRESS, limited to Ray's resources."""
     with joined_cluster(ALL_GPUS_VISIBLE):
         return machine_of([node for node in ray.nodes() if node["Alive"]])
 
 
 def machine_of(nodes: Sequence[Mapping[str, Any]]) -> Machine:
-    """Return the hardware of some nodes of `ray.nodes()`.
-
-    Raises:
-        ConfigError: a node does not report it.
-    """
+    """Return the hardware of some nodes of `ray.nodes()`; ConfigError if one does not report it."""
     tasks, refs, found = NodeTasks(), {}, []
     missing: dict[str, list[str]] = {FAILED: [], REFUSED: [], SILENT: []}
     for node in nodes:

@@ -70,13 +70,9 @@ MIB = 2**20
 def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[None]:
     """Run the block, in the main thread, with Ray.
 
-    With RAY_ADDRESS, that cluster is joined. Else Ray is started here, and afterwards ended with
-    all its processes in any case. SIGINT and SIGTERM become `Interrupted` in the block. Close a
-    pool in the block that opens it.
-
-    Args:
-        cluster: size of a Ray started here, as gpus_per_node.
-        accelerator: kind of slots, GPUs or CPU slots.
+    With RAY_ADDRESS, that cluster is joined. Else Ray is started here, with cluster.gpus_per_node
+    slots, and afterwards ended with all its processes in any case. SIGINT and SIGTERM become
+    `Interrupted` in the block. Close a pool in the block that opens it.
 
     Raises:
         ConfigError: RAY_ADDRESS does not name a cluster that can be joined.
@@ -113,11 +109,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def joined_cluster(environment: Mapping[str, str]) -> Iterator[None]:
-    """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers.
-
-    Raises:
-        ConfigError: the cluster cannot be joined.
-    """
+    """Join the cluster at RAY_ADDRESS for the block, with `environment` in the workers."""
     try:
         _join(environment)
         yield

@@ -9,10 +9,7 @@ class WatchClock:
     """Clock that excludes suspension of this process.
 
     A scheduler suspends a whole job, so the polled processes make no progress either. Between two
-    calls of `now`, at most `longest_gap_s` seconds count.
-
-    Args:
-        longest_gap_s: more than the seconds between two polls of a running process.
+    calls of `now`, at most `longest_gap_s` seconds count: more than between two polls.
     """
 
     def __init__(self, longest_gap_s: float) -> None:

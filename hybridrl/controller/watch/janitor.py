@@ -31,9 +31,7 @@ _COMMAND = (
 class Janitor:
     """The run's handle of the janitor process.
 
-    Args:
-        variable: environment variable of all processes of the run.
-        folder: its value, and the folder to remove.
+    All processes of the run have an environment variable whose value is the folder to remove.
     """
 
     def __init__(self, variable: str, folder: Path) -> None:
@@ -67,11 +65,7 @@ def main(variable: str, folder: str, run: str) -> None:
 
 
 def clear(variable: str, folder: Path) -> int:
-    """End the processes of a killed run, and remove its files.
-
-    Returns:
-        Number of processes that had to be killed.
-    """
+    """End the processes of a killed run and remove its files; return how many had to be killed."""
     import psutil
 
     from hybridrl.controller import processes

@@ -60,12 +60,10 @@ class Traces(NamedTuple):
 
 
 class ProgressCounters(NamedTuple):
-    """Counters that change while a process makes progress.
+    """Counters that change while a process makes progress: changes of its position, and traffic.
 
-    Attributes:
-        changes: number of changes of its position.
-        traffic: bytes read and written, in units of TRAFFIC_STEP_BYTES. A rank that writes a
-            large file keeps its position for long.
+    Traffic is read and written, in units of TRAFFIC_STEP_BYTES: a rank that writes a large file
+    keeps its position for long.
     """
 
     changes: int

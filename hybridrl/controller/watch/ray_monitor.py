@@ -49,8 +49,7 @@ def register_shared_memory(paths: Sequence[str]) -> None:
 class RayMonitor:
     """Monitor of the Ray that this process uses, in a thread.
 
-    Args:
-        limit_s: seconds for which a process of Ray may be stopped; 0: no limit.
+    A process of Ray may be stopped for `limit_s` seconds; 0: no limit.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -68,11 +67,7 @@ class RayMonitor:
         return bool(self._finding) and not self._pids
 
     def check(self, phase: str) -> None:
-        """Check Ray's processes; takes microseconds.
-
-        Raises:
-            WorkerError: Ray is lost; the error names this phase.
-        """
+        """Raise WorkerError, of this phase, if Ray is lost; takes microseconds."""
         for name, pid in self._pids.items():
             if not self._finding and state_of(pid) in GONE:
                 self._finding = f"Ray's {name} (pid {pid}) on this machine died"
@@ -92,11 +87,7 @@ class RayMonitor:
 
     @contextmanager
     def guarded(self, phase: str) -> Iterator[None]:
-        """Guard a block of calls into Ray.
-
-        Raises:
-            WorkerError: Ray is lost, or a call failed.
-        """
+        """Raise WorkerError if Ray is lost, or a call into Ray in the block fails."""
         self.check(phase)
         try:
             yield

@@ -98,11 +98,7 @@ class StallDetector:
         self._requested_at = -float("inf")
 
     def check(self, busy: Sequence[Host]) -> None:
-        """Check the unfinished ranks, without waiting.
-
-        Raises:
-            WorkerError: the call has stalled, or Ray is lost.
-        """
+        """Check the unfinished ranks, without waiting; WorkerError if the call has stalled."""
         self._ray_monitor.check(self._phase)
         now = self._clock.now()
         if self._deadline_s is not None and now >= self._deadline_s:

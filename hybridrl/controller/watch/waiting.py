@@ -31,11 +31,9 @@ ECHOES = (
 
 
 class Failure(NamedTuple):
-    """Failure of one rank.
+    """Failure of one rank, which died or raised.
 
     Attributes:
-        host: the rank.
-        died: True if its process died; False if it raised.
         summary: the exception on one line.
         details: traceback, or Ray's message about the death.
         problems: problems of a ConfigError.
