@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -35,11 +36,11 @@ from hybridrl.app.launch import Prepared, check_data, examine_data, train_with_r
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
+    SetupTimes,
     exit_codes,
     set_up_process,
     show_problems,
 )
-from hybridrl.app.setup_times import SetupTimes, program_start
 from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, finite
 from hybridrl.config.checks.checkpoint import AUTO, auto_problem
 from hybridrl.config.checks.effects import effect_problems
@@ -142,7 +143,7 @@ def run(cfg: DictConfig) -> float:
         overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
     )
     in_sweep = state.mode == RunMode.MULTIRUN
-    setup = SetupTimes(time.time() if in_sweep else program_start())
+    setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
         check_installation(Accelerator.cpu if on_cpu else Accelerator.gpu)

@@ -3,19 +3,17 @@
 Heavy imports are inside functions, so that config errors appear at once.
 """
 
-import importlib
 import logging
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridrl.app.process import SetupTimes
 from hybridrl.app.run_lock import exclusive_run
-from hybridrl.app.setup_times import SetupTimes
 from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import unconfirmed
 from hybridrl.config.checks.checkpoint import AUTO, NONE
@@ -25,11 +23,11 @@ from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
-from hybridrl.controller.ray.node_probes import LocalProbes, NodeProbes
+from hybridrl.controller.ray.node_probes import NodeProbes
 from hybridrl.trainer.checkpointing.verification import ClusterVerification, VerificationProgress
 
 if TYPE_CHECKING:
-    from hybridrl.app.inputs import RunInputs
+    from hybridrl.app.session import RunInputs
     from hybridrl.data.sources.prompt_sets import PromptSets
 
 log = logging.getLogger(__name__)
@@ -136,8 +134,11 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
             setup.mark("ray")
             if ray_address():
                 prepared.preflight()
-            with _nodes(config) as nodes:
-                agents.set_result(nodes)
+            with ExitStack() as nodes:
+                if _is_confirmed(config):
+                    from hybridrl.controller.ray.ray_probes import RayProbes
+
+                    agents.set_result(nodes.enter_context(RayProbes()))
                 inputs = preparing.result()
             setup.mark("checks")
             if restart:
@@ -154,16 +155,9 @@ def _train(prepared: Prepared, folder: Path, restart: int) -> float:
             return train(config, folder, machine, inputs, setup)
 
 
-@contextmanager
-def _nodes(config: RunConfig) -> Iterator[NodeProbes]:
-    """Open the node probes that verify a checkpoint."""
-    if config.cluster.nodes == 1 or config.resume == NONE:
-        yield LocalProbes(socket.gethostname())
-        return
-    from hybridrl.controller.ray.ray_probes import RayProbes
-
-    with RayProbes() as agents:
-        yield agents
+def _is_confirmed(config: RunConfig) -> bool:
+    """Return True if other nodes verify the checkpoint, too."""
+    return config.cluster.nodes > 1 and config.resume != NONE
 
 
 def _prepare_session(
@@ -171,9 +165,7 @@ def _prepare_session(
 ) -> "RunInputs":
     """Return the inputs of a run; also imports torch and other heavy packages."""
     prompts = check_data(result)
-    importlib.import_module("hybridrl.app.session")
-    from hybridrl.app.inputs import read_inputs
+    from hybridrl.app.session import read_inputs
 
-    several = result.config.cluster.nodes > 1
-    confirm = ClusterVerification(agents) if several else unconfirmed
+    confirm = ClusterVerification(agents) if _is_confirmed(result.config) else unconfirmed
     return read_inputs(result.config, folder, prompts, watch, confirm)

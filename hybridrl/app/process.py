@@ -1,9 +1,10 @@
-"""Process of a command: setup and exit codes."""
+"""Process of a command: setup and its timing, exit codes."""
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hybridrl.config.errors import ConfigError
@@ -11,6 +12,8 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.signals import Interrupted, interrupt_on_termination, preemption_behind
 from hybridrl.models.cache import cache_folder
 
+# Shorter parts of the setup are not shown.
+MIN_SHOWN_S = 0.05
 EXIT_FAILED, EXIT_CONFIG, EXIT_PREEMPTED = 1, 2, 75
 # Caches of compiled kernels inside hybridrl's cache; workers inherit the variables. torch's default
 # is a temporary folder. vLLM's default for Triton is a folder per model, so that kernels without a
@@ -64,3 +67,34 @@ def exit_codes() -> Iterator[None]:
 def show_problems(error: ConfigError) -> None:
     """Print the problems of a ConfigError."""
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
+
+
+class SetupTimes:
+    """Wall seconds of the consecutive parts of the setup since `began` (time.time())."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._last = began
+        self._seconds: dict[str, float] = {}
+
+    def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
+        """End a part that began at the last mark; subtract the seconds of parts `inside` it."""
+        now = time.time()
+        pieces = dict(inside or {})
+        pieces[part] = now - self._last - sum(pieces.values())
+        for name, seconds in pieces.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Return setup/<part>_s, and setup/total_s up to the last mark."""
+        parts = {f"setup/{name}_s": seconds for name, seconds in self._seconds.items()}
+        return parts | {"setup/total_s": self._last - self._began}
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {seconds:.1f}"
+            for name, seconds in self._seconds.items()
+            if seconds >= MIN_SHOWN_S
+        ]
+        return f"{self._last - self._began:.1f} s: {', '.join(parts)}"

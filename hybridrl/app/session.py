@@ -11,11 +11,12 @@ import os
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from hybridrl.app.inputs import RunInputs
-from hybridrl.app.setup_times import SetupTimes
+from hybridrl.app.process import SetupTimes
+from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
@@ -24,11 +25,13 @@ from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import Workers, start_workers
-from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.prompt_sets import PromptSets, prompt_source
+from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
+from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
-from hybridrl.trainer.checkpointing.resume import Resume
+from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
@@ -48,12 +51,44 @@ log = logging.getLogger(__name__)
 TRACKERS_S, HURRY_S = 20.0, 3.0
 
 
-def train(
+class RunInputs(NamedTuple):
+    """Prompts, their order in training, base models and checkpoint, read before workers start."""
+
+    prompts: PromptSets
+    source: PromptSource
+    models: Fingerprints
+    resume: Resume | None
+
+
+def read_inputs(
     config: RunConfig,
     run_dir: Path,
-    machine: Machine,
-    inputs: RunInputs,
-    setup: SetupTimes,
+    prompts: PromptSets,
+    watch: Watch = unwatched,
+    confirm: Confirm = unconfirmed,
+) -> RunInputs:
+    """Read the inputs of a run; writes nothing.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        prompts: its prompts.
+        watch: receives the progress of reading a checkpoint.
+        confirm: verifies a checkpoint's files on other nodes.
+
+    Raises:
+        ConfigError: a problem of a model or of the checkpoint.
+    """
+    source = prompt_source(prompts, config.data, config.seed)
+    models = base_models(config)
+    # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
+    known = source.fingerprint
+    resume = find_resume(config, run_dir, models, known, watch, confirm)
+    return RunInputs(prompts, source, models, resume)
+
+
+def train(
+    config: RunConfig, run_dir: Path, machine: Machine, inputs: RunInputs, setup: SetupTimes
 ) -> float:
     """Train as configured, inside `ray_runtime`.
 
@@ -86,7 +121,8 @@ def train(
         workers = start_workers(config, run_dir)
         stack.enter_context(workers.pool)
         setup.mark("workers", workers.pool.start_times.seconds)
-        preemption = stack.enter_context(Preemption(_preemption_s(config)))
+        grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
+        preemption = stack.enter_context(Preemption(grace_s))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
         trainer = PPOTrainer(
             config,
@@ -102,7 +138,8 @@ def train(
             reporter,
         )
         setup.mark("driver")
-        _show_workers(workers, setup, console)
+        hosts = [("", host.describe()) for host in workers.pool.hosts]
+        console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
 
@@ -113,11 +150,6 @@ def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: Exi
     stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
     stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
     return tracker
-
-
-def _preemption_s(config: RunConfig) -> float:
-    """Return the seconds after SIGTERM for a checkpoint; 0 without checkpoints."""
-    return config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
 
 
 def _evaluator(
@@ -183,11 +215,6 @@ def _show_header(
     console.header(config.run.name, lines)
 
 
-def _show_workers(workers: Workers, setup: SetupTimes, console: RunConsole) -> None:
-    hosts = [("", host.describe()) for host in workers.pool.hosts]
-    console.header("workers", [*hosts, ("setup", str(setup))])
-
-
 def _draw_unfinished(
     kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
 ) -> None:
@@ -205,12 +232,9 @@ def _route_logging(console: RunConsole, stack: ExitStack) -> None:
     root = logging.getLogger()
     handler = console.logging_handler()
     before = list(root.handlers)
+    files = [old for old in before if isinstance(old, logging.FileHandler)]
     root.handlers = [
-        handler if isinstance(old, logging.StreamHandler) and not _is_file(old) else old
+        handler if isinstance(old, logging.StreamHandler) and old not in files else old
         for old in before
     ]
     stack.callback(setattr, root, "handlers", before)
-
-
-def _is_file(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.FileHandler)

@@ -108,26 +108,16 @@ def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:
     titled = [
         p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::")
     ]
-    return marked + [p for p in titled if p.pid not in known and _has_open(p.pid, folder)]
+    return marked + [p for p in titled if p.pid not in known and _has_open(p, folder)]
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:
     """Return this user's processes that were started with this environment variable."""
-    wanted = f"{name}={value}".encode()
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-        except OSError:
-            continue  # exited, or another user's
-    return found
+    found = psutil.process_iter(["environ"])
+    return [p for p in found if (p.info["environ"] or {}).get(name) == value]
 
 
-def _has_open(pid: int, folder: Path) -> bool:
-    with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed since
-                if os.readlink(link).startswith(f"{folder}/"):
-                    return True
+def _has_open(process: psutil.Process, folder: Path) -> bool:
+    with suppress(psutil.Error):  # exited, or another user's
+        return any(file.path.startswith(f"{folder}/") for file in process.open_files())
     return False

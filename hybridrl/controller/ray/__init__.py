@@ -1,4 +1,4 @@
-"""Ray itself: its start and end, the nodes of a cluster, functions run on them, the object store.
+"""Ray itself: its start and end, the nodes of a cluster, functions run on them.
 
 Worker processes and roles live one folder above, the detection of lost Ray processes in watch/.
 Start reading at runtime.py; compat.py has everything that depends on private names of Ray.

@@ -18,9 +18,14 @@ from ray.exceptions import RayError
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.compat import local_folder, local_processes
 from hybridrl.controller.ray.head import connect, head_place, ray_address
-from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
 from hybridrl.controller.watch.janitor import SHARED_MEMORY_LIST
-from hybridrl.controller.watch.process_snapshot import GONE, is_stopped, state_of
+from hybridrl.controller.watch.process_snapshot import (
+    GONE,
+    StoppedTimes,
+    WatchClock,
+    is_stopped,
+    state_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,20 @@ from ray.exceptions import RayError
 from hybridrl.config.schema import ClusterConfig
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Host, by_node
-from hybridrl.controller.watch.clock import StoppedTimes, WatchClock
 from hybridrl.controller.watch.process_snapshot import (
     ProgressCounters,
+    StoppedTimes,
+    WatchClock,
     counters_at,
     progress_counters,
 )
 from hybridrl.controller.watch.ray_monitor import RayMonitor
-from hybridrl.controller.watch.stall_error import collect_report, stall_error
-from hybridrl.controller.watch.stall_report import format_report, place_in
+from hybridrl.controller.watch.stall_report import (
+    collect_report,
+    format_report,
+    place_in,
+    stall_error,
+)
 from hybridrl.distributed.position import PositionReader
 
 logger = logging.getLogger(__name__)

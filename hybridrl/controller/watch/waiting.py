@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -30,28 +30,8 @@ ECHOES = (
 )
 
 
-class Failure(NamedTuple):
-    """Failure of one rank, which died or raised.
-
-    Attributes:
-        summary: the exception on one line.
-        details: traceback, or Ray's message about the death.
-        problems: problems of a ConfigError.
-        phase: the rank's own phase if more specific than the driver's, else empty.
-    """
-
-    host: Host
-    died: bool
-    summary: str
-    details: str
-    problems: Sequence[str] = ()
-    phase: str = ""
-
-    @property
-    def is_echo(self) -> bool:
-        """True if the rank only reports the loss of another one."""
-        text = self.summary.lower()
-        return not self.died and any(echo in text for echo in ECHOES)
+class Death(RemoteError):
+    """Death of a worker process, with Ray's message as its trace."""
 
 
 def wait_for_all(
@@ -66,7 +46,7 @@ def wait_for_all(
     """
     waiting = dict(zip(refs, hosts, strict=True))
     results: dict[ObjectRef, Any] = {}
-    failures: list[Failure] = []
+    failures: list[tuple[Host, RemoteError]] = []
     deadline = math.inf
     while waiting and time.monotonic() < deadline:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL_S)
@@ -77,38 +57,42 @@ def wait_for_all(
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(host, error, detector))
-                if not failures[-1].is_echo:
-                    _raise(failures[-1], phase)
+                cause = _cause(host, error, detector)
+                failures.append((host, cause))
+                if isinstance(cause, Death) or not _is_echo(cause.summary):
+                    _raise(host, cause, phase)
                 deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
     if failures:
-        _raise(failures[0], phase)
+        _raise(*failures[0], phase)
     return [results[ref] for ref in refs]
 
 
-def _failure(host: Host, error: RayError, detector: StallDetector) -> Failure:
+def _is_echo(summary: str) -> bool:
+    """Return True if a rank only reports the loss of another one."""
+    return any(echo in summary.lower() for echo in ECHOES)
+
+
+def _cause(host: Host, error: RayError, detector: StallDetector) -> RemoteError:
     if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteError):
-        cause = error.cause
-        return Failure(host, False, cause.summary, cause.trace, cause.problems, cause.phase)
+        return error.cause
     place = detector.last_place(host)
     where = f" {place}" if place else ""
     if isinstance(error, ActorDiedError):
         summary = f"its process died{where} (killed, out of memory, or a crash in native code)"
-    elif isinstance(error, ActorUnavailableError):
+        return Death(summary, str(error), [], "")
+    if isinstance(error, ActorUnavailableError):
         summary = f"its process or its node is lost or unreachable{where}"
-    else:
-        return Failure(host, False, type(error).__name__, str(error))
-    return Failure(host, True, summary, str(error))
+        return Death(summary, str(error), [], "")
+    return RemoteError(type(error).__name__, str(error), [], "")
 
 
-def _raise(failure: Failure, phase: str) -> None:
-    if failure.problems:
-        raise ConfigError(*failure.problems)
-    host, phase = failure.host, failure.phase or phase
+def _raise(host: Host, cause: RemoteError, phase: str) -> None:
+    if cause.problems:
+        raise ConfigError(*cause.problems)
+    phase = cause.phase or phase
     raise WorkerError(
         [host.rank],
         phase,
-        f"{host.describe()} failed in {phase}: {failure.summary}\n"
-        f"{failure.details.rstrip()}\n{host.log_tail() if failure.died else ''}"
-        f"Log: {host.log_file}",
+        f"{host.describe()} failed in {phase}: {cause.summary}\n{cause.trace.rstrip()}\n"
+        f"{host.log_tail() if isinstance(cause, Death) else ''}Log: {host.log_file}",
     )
