@@ -25,7 +25,7 @@ from hybridrl.config.choices import Accelerator, Init, NVLinkMulticast
 from hybridrl.config.command.secrets import secret_values
 from hybridrl.config.planner.machine import torch_threads
 from hybridrl.config.planner.multicast import turn_off_multicast
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
 from hybridrl.controller.background import import_all, import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
@@ -75,8 +75,7 @@ class HostConfig:
     log_folder: str
     import_path: tuple[str, ...]
     omp_threads: str | None
-    start_timeout_s: float
-    nvlink_multicast: NVLinkMulticast
+    cluster: ClusterConfig
 
 
 @contextmanager
@@ -97,7 +96,7 @@ class WorkerHost:
     def __init__(self, config: HostConfig) -> None:
         self._config = config
         self._on_gpu = config.accelerator is Accelerator.gpu
-        if config.nvlink_multicast is NVLinkMulticast.off:
+        if config.cluster.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
         self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
@@ -141,7 +140,7 @@ class WorkerHost:
 
         The band is the first and the last port of those.
         """
-        timeout_s = self._config.start_timeout_s
+        timeout_s = self._config.cluster.start_timeout_s
         if address is None:
             self._store, where = rendezvous.open_file_store(world_size, timeout_s)
             return where
@@ -167,7 +166,7 @@ class WorkerHost:
         if interface is not None:  # else gloo resolves the host name, perhaps to 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
-            timeout_s = self._config.start_timeout_s + TIMEOUT_MARGIN_S
+            timeout_s = self._config.cluster.start_timeout_s + TIMEOUT_MARGIN_S
             self._store = rendezvous.join_store(where, timeout_s)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
         return rendezvous.joined(self._store)
@@ -247,9 +246,8 @@ class WorkerHost:
         outcomes = []
         for call in calls:
             with errors_as_text(call.name), self._working(call.name) as watch:
-                value = getattr(self._roles[call.role], call.method)(
-                    *part, *call.args, **call.kwargs
-                )
+                method = getattr(self._roles[call.role], call.method)
+                value = method(*part, *call.args, **call.kwargs)
             outcomes.append(TimedResult(value if call.keep else None, watch.span))
         return outcomes
 

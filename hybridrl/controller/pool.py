@@ -84,7 +84,7 @@ class Pool:
         self._nodes = NodeTasks()
         self._readers: dict[int, PositionReader] = {}
         self._reservation: PlacementGroup | None = None
-        self._busy: dict[ObjectRef, Host] = {}
+        self._busy: Sequence[ObjectRef] = []
         self._shared_memory: dict[str, list[str]] = {}
         self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
@@ -127,8 +127,7 @@ class Pool:
 
         Make no other call until it has returned.
         """
-        refs = self._submit(self.hosts, method, arguments, phase)
-        return partial(self._wait, self.hosts, refs, phase)
+        return self._begin(self.hosts, method, arguments, phase)
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Begin to prefetch the model's checkpoint if all ranks are on one node; return at once.
@@ -223,17 +222,11 @@ class Pool:
         address = os.environ.get("MASTER_ADDR")
         if address is None and (self._port is not None or len(by_node(self.hosts)) > 1):
             address = first.slot.node_ip
-        low, high = self._config.cluster.rendezvous_ports
-        request = (address, self._port, (low, high), self.size)
+        band = self._config.cluster.rendezvous_ports
+        request = (address, self._port, (band[0], band[1]), self.size)
         (where,) = self._start_step([first], "open_rendezvous", [request])
         if where.is_file:
             self._register_shared_memory(first, [where.address])
-        elif self._port is None and not low <= where.port <= high:
-            logger.warning(
-                "the rendezvous uses port %d, outside cluster.rendezvous_ports: on rank 0's node, "
-                "ip_local_port_range reserves ports of %d to %d for outgoing connections",
-                *(where.port, low, high),
-            )
         arguments = [(where, host.rank, host.slot) for host in self.hosts]
         reports = self._start_step(self.hosts, "join_rendezvous", arguments)
         difference = disagreement(where, reports)
@@ -249,49 +242,42 @@ class Pool:
     def _start_step(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        phase = f"start: {method}"
-        refs = self._submit(hosts, method, arguments, phase)
-        return self._wait(hosts, refs, phase, is_step=True)
+        return self._begin(hosts, method, arguments, f"start: {method}", is_step=True)()
 
-    def _submit(
-        self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple], phase: str
-    ) -> list[ObjectRef]:
+    def _begin(
+        self,
+        hosts: Sequence[Host],
+        method: str,
+        arguments: Sequence[tuple],
+        phase: str,
+        *,
+        is_step: bool = False,
+    ) -> Callable[[], list[Any]]:
+        of_hosts = zip(hosts, arguments, strict=True)
         with self._ray_monitor.guarded(phase):
-            refs = [
-                getattr(host.handle, method).remote(*own)
-                for host, own in zip(hosts, arguments, strict=True)
-            ]
-        self._busy = dict(zip(refs, hosts, strict=True))
-        return refs
+            refs = [getattr(host.handle, method).remote(*own) for host, own in of_hosts]
+        self._busy = refs
 
-    def _wait(
-        self, hosts: Sequence[Host], refs: Sequence[ObjectRef], phase: str, *, is_step: bool = False
-    ) -> list[Any]:
-        detector = StallDetector(
-            self._config.cluster,
-            self._readers,
-            self._nodes,
-            self._ray_monitor,
-            phase,
-            len(hosts),
-            is_step=is_step,
-        )
-        try:
-            with self._ray_monitor.guarded(phase):
-                results = wait_for_all(hosts, refs, phase, detector)
-        except WorkerError:
-            self._ray_monitor.check_after_failure(phase)
-            raise
-        self._busy = {}
+        def results() -> list[Any]:
+            watched = self._config.cluster, self._readers, self._nodes, self._ray_monitor
+            detector = StallDetector(*watched, phase, len(hosts), is_step=is_step)
+            try:
+                with self._ray_monitor.guarded(phase):
+                    found = wait_for_all(hosts, refs, phase, detector)
+            except WorkerError:
+                self._ray_monitor.check_after_failure(phase)
+                raise
+            self._busy = []
+            return found
+
         return results
 
     def _close_idle(self) -> None:
         """Close roles in order, unless a call is in flight: then ranks wait for others."""
         if not self.hosts or not ray.is_initialized():
             return
-        refs = list(self._busy)
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
-        if len(done) < len(refs):
+        busy = self._busy
+        if busy and ray.wait(busy, num_returns=len(busy), timeout=0)[1]:
             return
         closing = [host.handle.close.remote() for host in self.hosts]
         _, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)

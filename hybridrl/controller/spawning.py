@@ -44,15 +44,13 @@ class PoolConfig:
 
 def spawn(config: PoolConfig, reservation: PlacementGroup) -> list[ActorHandle]:
     """Create one process per slot; they start in the background."""
-    cluster = config.cluster
     host_config = HostConfig(
         accelerator=config.accelerator,
         slots_on_node=0,
         log_folder=str(config.log_folder.resolve()),
         import_path=tuple(sys.path),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
-        start_timeout_s=cluster.start_timeout_s,
-        nvlink_multicast=cluster.nvlink_multicast,
+        cluster=config.cluster,
     )
     actor = ray.remote(WorkerHost)
     bundles = zip(reservation.bundle_specs, config.slots_on_nodes, strict=True)
