@@ -29,9 +29,8 @@ import torch
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.schema import RunConfig
-from hybridrl.controller.calls import TimedResult
+from hybridrl.controller.calls import Span, SpanLog, TimedResult
 from hybridrl.controller.placement import Slot
-from hybridrl.controller.spans import Span, SpanLog
 from hybridrl.controller.worker_group import WorkerGroup, Workers
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -28,13 +28,12 @@ from hybridrl.config.planner.multicast import turn_off_multicast
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import rendezvous
 from hybridrl.controller.background import import_all, import_in_background
-from hybridrl.controller.calls import RoleCall, TimedResult
+from hybridrl.controller.calls import RoleCall, Stopwatch, TimedResult
 from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
 from hybridrl.controller.rendezvous import Joined, Rendezvous
-from hybridrl.controller.spans import Stopwatch
 from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 

@@ -18,12 +18,12 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
+from hybridrl.controller.calls import PartTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Host, Slot, by_node, check_engines, reserve
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
-from hybridrl.controller.spans import PartTimes, SpanLog
 from hybridrl.controller.spawning import PoolConfig, ranked_hosts, spawn
 from hybridrl.controller.watch.ray_monitor import (
     RayMonitor,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.controller.spans import Span
+from hybridrl.controller.calls import Span
 from hybridrl.trainer.timing.grace import GraceCheck
 from hybridrl.trainer.timing.timeline import Section, Timeline
 

@@ -5,5 +5,5 @@ timeline.py: idle time of the ranks, and the Chrome trace.
 throughput.py, engines.py: tokens per second, MFU, stragglers.
 profiling.py, grace.py: torch profiler; time for a checkpoint after SIGTERM.
 
-Elsewhere: controller/spans.py (spans of worker calls), tracking/ (output).
+Elsewhere: controller/calls.py (spans of worker calls), tracking/ (output).
 """

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from hybridrl.controller.spans import Span, Stopwatch
+from hybridrl.controller.calls import Span, Stopwatch
 from hybridrl.trainer.timing.timeline import Section, Timeline
 
 

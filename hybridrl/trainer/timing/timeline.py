@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.controller.spans import Span
+from hybridrl.controller.calls import Span
 
 # Methods that count as computation: sampling, forward passes and optimizer steps.
 COMPUTE = frozenset({"generate", "compute_log_probs", "compute_values", "compute_scores", "update"})

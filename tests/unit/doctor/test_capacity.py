@@ -11,7 +11,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import GPU, Machine, Node, local_machine
 from hybridrl.config.planner.memory import node_ram
 from hybridrl.controller.ray.node_probes import NodeIdentity, ProbeResult
-from hybridrl.controller.ray.nodes import RayNode, ranks_that_fit
+from hybridrl.controller.ray.ray_probes import RayNode, ranks_that_fit
 from hybridrl.doctor import memory
 from hybridrl.doctor.context import max_ranks
 from hybridrl.doctor.findings import Verdict
