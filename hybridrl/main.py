@@ -41,7 +41,7 @@ from hybridrl.app.process import (
     set_up_process,
     show_problems,
 )
-from hybridrl.app.sweep import SWEEP_CONFIG, JobResult, finite
+from hybridrl.app.sweep import SWEEP_CONFIG, JobResult
 from hybridrl.config.checks.checkpoint import AUTO, auto_problem
 from hybridrl.config.checks.effects import effect_problems
 from hybridrl.config.checks.installation import check_installation
@@ -86,8 +86,6 @@ def main() -> None:
 
 def job(cfg: DictConfig) -> float:
     """Run Hydra's task: one run, or one job of a sweep, whose failure is a result."""
-    state = HydraConfig.get()
-    in_sweep = state.mode == RunMode.MULTIRUN
     start = time.time()
     secrets = config_secrets(cfg)
     hide_in_files(_written_by_hydra(), secrets)
@@ -105,13 +103,24 @@ def job(cfg: DictConfig) -> float:
         log.exception("The run failed")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         metric, error_text, code = math.nan, f"{type(error).__name__}: {error}", EXIT_FAILED
-    if in_sweep:
-        status = "failed" if code else "dry" if cfg.run.dry else "ok"
-        text = without_secrets(error_text, secrets)
-        _result(status, metric, time.time() - start, text).write()
+    if _in_sweep():
+        state, error_text = HydraConfig.get(), without_secrets(error_text, secrets)
+        JobResult(
+            job=int(state.job.num),
+            overrides=[argument_without_secret(override) for override in _task_overrides()],
+            status="failed" if code else "dry" if cfg.run.dry else "ok",
+            metric=metric if math.isfinite(metric) else None,
+            seconds=time.time() - start,
+            directory=state.runtime.output_dir,
+            error=error_text.splitlines()[0] if error_text else "",
+        ).write()
     elif code:
         sys.exit(code)
     return metric
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _task_overrides() -> list[str]:
@@ -127,7 +136,7 @@ def _written_by_hydra() -> list[Path]:
     files: list[Path] = []
     if state.output_subdir is not None:
         files += (Path(state.runtime.output_dir) / state.output_subdir).glob("*")
-    if state.mode == RunMode.MULTIRUN:
+    if _in_sweep():
         files += Path(state.sweep.dir).glob(SWEEP_CONFIG)
     return files
 
@@ -139,10 +148,9 @@ def run(cfg: DictConfig) -> float:
     """
     state = HydraConfig.get()
     overrides = _task_overrides()
-    provenance = provenance_of(
-        overrides, recipe_files(state.runtime.choices, state.runtime.config_sources)
-    )
-    in_sweep = state.mode == RunMode.MULTIRUN
+    recipes = recipe_files(state.runtime.choices, state.runtime.config_sources)
+    provenance = provenance_of(overrides, recipes)
+    in_sweep = _in_sweep()
     setup = SetupTimes(time.time() if in_sweep else psutil.Process().create_time())
     if not cfg.run.dry:  # first: wrong versions break the imports of other checks
         on_cpu = cfg.hardware.accelerator == Accelerator.cpu
@@ -194,8 +202,7 @@ def _composed(line: CommandLine) -> Precomposed | None:
 
 
 def _further_problems(line: CommandLine, found: Precomposed) -> list[str]:
-    """Return the problems of the composed config and its data; none of a sweep, whose jobs "
-    "check."""
+    """Return the problems of the composed config and its data; none of a sweep: its jobs check."""
     if found.cfg is None or line.args.multirun:
         return []
     guard_logging(config_secrets(found.cfg))
@@ -223,19 +230,6 @@ def _problems_around(
         return [folder, *further]
     # An unresolvable value is also part of the directory's name.
     return further or [problem_of(error)]
-
-
-def _result(status: str, metric: float, seconds: float, error: str) -> JobResult:
-    state = HydraConfig.get()
-    return JobResult(
-        job=int(state.job.num),
-        overrides=[argument_without_secret(override) for override in _task_overrides()],
-        status=status,
-        metric=finite(metric),
-        seconds=seconds,
-        directory=state.runtime.output_dir,
-        error=error.splitlines()[0] if error else "",
-    )
 
 
 if __name__ == "__main__":

@@ -41,35 +41,23 @@ def exclusive_run(run_dir: Path) -> Iterator[None]:
 
 
 def _lock(run_dir: Path, descriptor: int) -> None:
-    try:
-        _wait_for(descriptor)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a process"
-        raise ConfigError(
-            f"hydra.run.dir = {run_dir} is in use by {owner}: two runs would overwrite each "
-            f"other's metrics and checkpoints.\n"
-            f"Wait for its end, or set another directory."
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked (%s): make sure that no other run uses it", run_dir, error)
-        return
-    with suppress(OSError):  # a full disk: the owner is then unknown
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _wait_for(descriptor: int) -> None:
-    """Acquire the lock; children of a killed run may hold it for some seconds.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: the file system has no locks.
-    """
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # children of a killed run may hold it for some seconds
             if time.monotonic() > deadline:
-                raise
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise ConfigError(
+                    f"hydra.run.dir = {run_dir} is in use by {owner or 'a process'}: two runs would "
+                    f"overwrite each other's metrics and checkpoints.\n"
+                    f"Wait for its end, or set another directory."
+                ) from None
+        except OSError as error:  # some network file systems have no locks
+            log.warning("%s cannot be locked (%s): no other run may use it", run_dir, error)
+            return
         time.sleep(0.2)
+    with suppress(OSError):  # a full disk: the owner is then unknown
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -6,7 +6,6 @@ the table, too. A job without the file has failed.
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -128,9 +127,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def ranked(results: list[JobResult]) -> list[JobResult]:
     """Sort by metric, highest first; jobs without one last, in their order."""
-    return sorted(
-        results, key=lambda r: (r.metric is None, -(r.metric if r.metric is not None else 0), r.job)
-    )
+    return sorted(results, key=lambda r: (r.metric is None, -(r.metric or 0.0), r.job))
 
 
 def sweep_table(results: list[JobResult]) -> Table:
@@ -152,8 +149,3 @@ def sweep_table(results: list[JobResult]) -> Table:
             escape(status),
         )
     return table
-
-
-def finite(metric: float) -> float | None:
-    """Return the metric; None for NaN and infinity."""
-    return metric if math.isfinite(metric) else None

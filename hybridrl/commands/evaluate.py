@@ -18,8 +18,6 @@ from hybridrl.commands.evaluation.subject import Subject, find_subject
 from hybridrl.commands.running import UsageError, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv
-from hybridrl.config.load import Examined
-from hybridrl.config.planner.machine import Machine
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder
 
@@ -44,25 +42,21 @@ def _evaluate(argv: Sequence[str]) -> None:
     config_dir = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     line = parse_argv([*config_dir, *options.overrides])
     examined = evaluation_config(line, subject, machine, runs_code=options.runs_code)
-    check_installation(examined.config.hardware.accelerator)
-    _run(options, subject, examined, machine)
-
-
-def _run(options: EvalOptions, subject: Subject, examined: Examined, machine: Machine) -> None:
+    config = examined.config
+    check_installation(config.hardware.accelerator)
     # Heavy imports follow the checks.
     from hybridrl.commands.evaluation.report import results_of, table_of, write_results
     from hybridrl.commands.evaluation.session import Evaluation, Totals, evaluate
     from hybridrl.controller.ray.runtime import ray_runtime
 
-    config, started, begin = examined.config, datetime.now(UTC), time.perf_counter()
+    started, begin = datetime.now(UTC), time.perf_counter()
     model_folder(config.model)  # downloads once, not in every worker
     if subject.checkpoint is not None:
         warn_about_changed_model(subject.checkpoint, config.model)
     prompts = check_data(examined)
     asked = _asked(prompts, options)
-    evaluation = Evaluation(
-        options, subject, config, prompts, asked, _output_folder(options, subject)
-    )
+    output = _output_folder(options, subject)
+    evaluation = Evaluation(options, subject, config, prompts, asked, output)
     console = Console(highlight=False, markup=False)
     console.print(_headline(evaluation), soft_wrap=True)
 

@@ -59,12 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
-    add(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="the folder to write: new, empty or an earlier export",
-    )
+    target = "the folder to write: new, empty or an earlier export"
+    add("folder", type=Path, metavar="DIR", help=target)
     add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
     add("--model", metavar="PATH", help="the base model, if it has moved")
     return parser
@@ -84,13 +80,13 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     """
     start = time.perf_counter()
     folder = folder.expanduser().absolute()
-    check_target(folder)
+    _check_target(folder)
     found = checkpoint_at(checkpoint)
-    check_origin(folder, found, base)
+    _check_origin(folder, found, base)
     warn_about_changed_model(found, _model(found.manifest.config, base))
     try:
         with report_removal(found.folder):
-            tensors = write_checkpoint(found, folder, dtype, base)
+            tensors = _write_checkpoint(found, folder, dtype, base)
     except OSError as error:
         problem = f"{folder} could not be written, and was removed"
         if not _is_write_error(error, folder):
@@ -104,7 +100,7 @@ def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> No
     )
 
 
-def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
+def _write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None = None) -> int:
     """Write the policy of a verified checkpoint to a folder; return the number of tensors."""
     # Problems of the paths are reported before these slow imports.
     from hybridrl.distributed.storage.export import AdapterFiles, write_model
@@ -112,14 +108,15 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     from hybridrl.trainer.tracking.provenance import versions
 
     config = found.manifest.config
-    model, lora = _model(config, base), _lora(config)
+    model = _model(config, base)
+    lora = None if config["lora"] is None else LoRAConfig(**config["lora"])
     drawn_on = Accelerator(config["hardware"]["accelerator"])
     try:
         policy = StoredPolicy(found.folder / STATE, model, lora, drawn_on)
     except OSError as error:  # errors of transformers contain no path
         raise ConfigError(f"model.path = {model.path} could not be read: {error}") from error
     files = None
-    if lora is not None:
+    if lora is not None:  # else the model's weights need not be there
         files = AdapterFiles(policy.adapters(), lora, name_or_folder(model))
     record = {
         "checkpoint": str(found.folder.resolve()),
@@ -133,7 +130,7 @@ def write_checkpoint(found: Found, folder: Path, dtype: DType, base: str | None 
     return len(policy.shapes)
 
 
-def check_target(folder: Path) -> None:
+def _check_target(folder: Path) -> None:
     """Refuse a file, or a folder with other files than an earlier export, as the target."""
     if folder.is_dir() and not folder.is_symlink():
         added = added_to(folder) if is_export(folder) else []
@@ -150,7 +147,7 @@ def check_target(folder: Path) -> None:
     raise _target_error(folder, found)
 
 
-def check_origin(folder: Path, found: Found, base: str | None) -> None:
+def _check_origin(folder: Path, found: Found, base: str | None) -> None:
     """Refuse the checkpoint's or the base model's folder as the target."""
     target, checkpoint = folder.resolve(), found.folder.resolve()
     above = {target, *target.parents}
@@ -181,7 +178,3 @@ def _model(config: Mapping[str, Any], base: str | None) -> ModelConfig:
     section = config["model"]
     path = section["path"] if base is None else absolute_path(base)
     return ModelConfig(path=path, init=Init(section["init"]), seed=section["seed"])
-
-
-def _lora(config: Mapping[str, Any]) -> LoRAConfig | None:
-    return None if config["lora"] is None else LoRAConfig(**config["lora"])

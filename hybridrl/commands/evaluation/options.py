@@ -89,13 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--greedy", action="store_true", help="decode greedily; one sample")
     add("--problems", type=_positive, metavar="N", help="only the first N problems (all)")
     add("--split", type=Split, choices=list(Split), default=Split.held_out, help="(held_out)")
-    add(
-        "--correct-at",
-        type=float,
-        default=1.0,
-        metavar="SCORE",
-        help="smallest score of a correct response (1)",
-    )
+    correct = "smallest score of a correct response (1)"
+    add("--correct-at", type=float, default=1.0, metavar="SCORE", help=correct)
     add("--output", type=Path, metavar="DIR", help="a new folder (evals/<name>/<time>)")
     trust = "trust the checkpoint's config: user code, URLs, environment variables"
     add("--run-code", dest="runs_code", action="store_true", help=trust)
