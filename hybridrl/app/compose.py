@@ -41,7 +41,7 @@ def find_machine() -> Machine:
     """Return the Ray cluster of RAY_ADDRESS, else this machine; ConfigError if it is not there."""
     if ray_address():
         check_ray()
-        from hybridrl.controller.ray.cluster_machine import cluster_machine
+        from hybridrl.controller.ray.ray_probes import cluster_machine
 
         return cluster_machine()
     return local_machine()

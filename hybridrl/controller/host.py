@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,7 @@ from hybridrl.controller.errors import errors_as_text
 from hybridrl.controller.output import guard_logging, redirect_output, rotate_log
 from hybridrl.controller.placement import Slot, visible_index
 from hybridrl.controller.processes import shared_memory_of
-from hybridrl.controller.rendezvous import Joined, Rendezvous
+from hybridrl.controller.rendezvous import Rendezvous
 from hybridrl.controller.watch import flight_recorder
 from hybridrl.distributed import position
 
@@ -58,25 +58,6 @@ class HostInfo(NamedTuple):
     node_name: str
 
 
-@dataclass(frozen=True)
-class HostConfig:
-    """Start parameters of every process.
-
-    Attributes:
-        slots_on_node: processes that share the node.
-        log_folder: folder of its log file.
-        import_path: the driver's sys.path, for the user's modules.
-        omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
-    """
-
-    accelerator: Accelerator
-    slots_on_node: int
-    log_folder: str
-    import_path: tuple[str, ...]
-    omp_threads: str | None
-    cluster: ClusterConfig
-
-
 @contextmanager
 def _step(name: str) -> Iterator[None]:
     """Publish a step of the start as the position, and convert its errors to text."""
@@ -90,21 +71,38 @@ class WorkerHost:
     """Host of all roles of one rank: a Ray actor whose methods the pool calls in order.
 
     All exceptions are `RemoteError`.
+
+    Args:
+        cluster: time limits, and whether NCCL may use multicast.
+        accelerator: kind of the slots.
+        slots_on_node: processes that share the node.
+        log_folder: folder of its log file.
+        import_path: the driver's sys.path, for the user's modules.
+        omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
     """
 
-    def __init__(self, config: HostConfig) -> None:
-        self._config = config
-        self._on_gpu = config.accelerator is Accelerator.gpu
-        if config.cluster.nvlink_multicast is NVLinkMulticast.off:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        accelerator: Accelerator,
+        slots_on_node: int,
+        log_folder: str,
+        import_path: Sequence[str],
+        omp_threads: str | None,
+    ) -> None:
+        self._start_timeout_s = cluster.start_timeout_s
+        self._on_gpu = accelerator is Accelerator.gpu
+        if cluster.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
         self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
-        self._log_file = Path(config.log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
+        self._log_file = Path(log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
-        flight_recorder.write_on_signal(Path(config.log_folder))
+        flight_recorder.write_on_signal(Path(log_folder))
         position.publish()
-        sys.path.extend(path for path in config.import_path if path not in sys.path)
-        threads = torch_threads(on_gpu=self._on_gpu, processes=config.slots_on_node)
-        os.environ["OMP_NUM_THREADS"] = config.omp_threads or str(threads)
+        sys.path.extend(path for path in import_path if path not in sys.path)
+        threads = torch_threads(on_gpu=self._on_gpu, processes=slots_on_node)
+        os.environ["OMP_NUM_THREADS"] = omp_threads or str(threads)
+        os.environ["LOCAL_WORLD_SIZE"] = str(slots_on_node)
         self._rank = -1
         self._store: TCPStore | FileStore | None = None
         self._mesh: DeviceMesh | None = None
@@ -139,16 +137,16 @@ class WorkerHost:
 
         The band is the first and the last port of those.
         """
-        timeout_s = self._config.cluster.start_timeout_s
+        timeout_s = self._start_timeout_s
         if address is None:
             self._store, where = rendezvous.open_file_store(world_size, timeout_s)
-            return where
-        ports = rendezvous.port_band(*band) if port is None else [port]
-        self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
+        else:
+            ports = rendezvous.port_band(*band) if port is None else [port]
+            self._store, where = rendezvous.open_store(address, ports, world_size, timeout_s)
         return where
 
     @_step("join_rendezvous")
-    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Joined:
+    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Rendezvous:
         """Become `rank`, connect to the store of rank 0 and report the connection."""
         self._rank = rank
         self._info = self._info._replace(slot=slot)
@@ -159,14 +157,12 @@ class WorkerHost:
             rendezvous.environment_of(where),
             RANK=str(rank),
             LOCAL_RANK=str(slot.local_rank),
-            LOCAL_WORLD_SIZE=str(self._config.slots_on_node),
         )
         interface = rendezvous.interface_of(slot.node_ip)
         if interface is not None:  # else gloo resolves the host name, perhaps to 127.0.1.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
-            timeout_s = self._config.cluster.start_timeout_s + TIMEOUT_MARGIN_S
-            self._store = rendezvous.join_store(where, timeout_s)
+            self._store = rendezvous.join_store(where, self._start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
         return rendezvous.joined(self._store)
 
@@ -179,21 +175,21 @@ class WorkerHost:
         from hybridrl.distributed.collectives import NO_LIMIT, lift_limits
         from hybridrl.distributed.mesh import build_mesh
 
-        on_gpu = self._on_gpu
-        device = torch.device("cuda", self._info.slot.local_rank) if on_gpu else None
-        if device is not None:
+        device = None
+        if self._on_gpu:
+            device = torch.device("cuda", self._info.slot.local_rank)
             torch.cuda.set_device(device)
         assert self._store is not None, "join_rendezvous comes first"
         self._store.set_timeout(NO_LIMIT)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo",
             store=self._store,
             rank=self._rank,
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=NO_LIMIT,
             device_id=device,
         )
-        self._mesh = build_mesh(fsdp, "cuda" if on_gpu else "cpu")
+        self._mesh = build_mesh(fsdp, "cuda" if self._on_gpu else "cpu")
         lift_limits()
 
     @_step("read_ahead")

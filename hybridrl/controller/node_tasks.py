@@ -59,7 +59,7 @@ class NodeTasks:
         refs, found = {}, {}
         for node in arguments:
             if node != self.driver and ray.is_initialized():
-                with suppress(GetTimeoutError):
+                with suppress(RayError):
                     refs[node] = self.submit(node, function, *arguments[node])
         if self.driver in arguments:
             found[self.driver] = function(*arguments[self.driver])

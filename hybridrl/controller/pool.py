@@ -2,9 +2,12 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,25 +16,33 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config.choices import Accelerator
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
 from hybridrl.controller.calls import PartTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
+from hybridrl.controller.host import WorkerHost
 from hybridrl.controller.node_tasks import NodeTasks
-from hybridrl.controller.placement import Host, Slot, by_node, check_engines, reserve
+from hybridrl.controller.placement import (
+    Host,
+    Slot,
+    by_node,
+    check_engines,
+    number_cpu_slots,
+    rank_order,
+    reserve,
+)
 from hybridrl.controller.rendezvous import disagreement, given_port
 from hybridrl.controller.signals import shielded
-from hybridrl.controller.spawning import PoolConfig, ranked_hosts, spawn
 from hybridrl.controller.watch.ray_monitor import (
     RayMonitor,
     is_local_ray_broken,
     register_shared_memory,
 )
-from hybridrl.controller.watch.stall_detector import StallDetector
-from hybridrl.controller.watch.waiting import wait_for_all
+from hybridrl.controller.watch.waiting import StallDetector, wait_for_all
 from hybridrl.data.shardable import Piece
 from hybridrl.distributed.position import PositionReader, open_position
 
@@ -41,6 +52,30 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 END_GRACE_S = 2.0
 CONTROL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Config of a pool.
+
+    Attributes:
+        slots_on_nodes: number of processes on each node.
+        allow_straddle: permit engines on several nodes.
+        ranks_per_engine: consecutive ranks that must share a node.
+        modules: modules that every process imports first.
+        ahead: configs of roles; their slow modules are imported during the rendezvous.
+        log_folder: folder of the logs, one file per process.
+    """
+
+    cluster: ClusterConfig
+    slots_on_nodes: Sequence[int]
+    allow_straddle: bool
+    accelerator: Accelerator
+    fsdp: FSDPConfig
+    ranks_per_engine: int
+    modules: Sequence[str]
+    ahead: Sequence[Any]
+    log_folder: Path
 
 
 class ObjectStore:
@@ -98,11 +133,10 @@ class Pool:
                     on_gpu = config.accelerator is Accelerator.gpu
                     timeout_s = config.cluster.start_timeout_s
                     self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
-                self._identify(spawn(config, self._reservation))
+                self._identify(self._spawn(self._reservation))
             with self.start_times.part("imports"):
-                self._start_step(
-                    self.hosts, "preload", [(config.modules, config.ahead)] * self.size
-                )
+                preload = [(config.modules, config.ahead)] * self.size
+                self._start_step(self.hosts, "preload", preload)
             with self.start_times.part("rendezvous"):
                 self._join_rendezvous()
                 self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
@@ -122,12 +156,38 @@ class Pool:
         """
         return self.begin(method, arguments, phase)()
 
-    def begin(self, method: str, arguments: Sequence[tuple], phase: str) -> Callable[[], list[Any]]:
-        """Call a host method on every rank; return a function that waits, as `run` does.
+    def begin(
+        self,
+        method: str,
+        arguments: Sequence[tuple],
+        phase: str,
+        hosts: Sequence[Host] | None = None,
+        *,
+        is_step: bool = False,
+    ) -> Callable[[], list[Any]]:
+        """Call a host method on every rank, or on `hosts`; return a function that waits, as `run`.
 
-        Make no other call until it has returned.
+        Make no other call until it has returned. `is_step`: a step of the start (`StallDetector`).
         """
-        return self._begin(self.hosts, method, arguments, phase)
+        called = self.hosts if hosts is None else hosts
+        of_hosts = zip(called, arguments, strict=True)
+        with self._ray_monitor.guarded(phase):
+            refs = [getattr(host.handle, method).remote(*own) for host, own in of_hosts]
+        self._busy = refs
+
+        def results() -> list[Any]:
+            watched = self._config.cluster, self._readers, self._nodes, self._ray_monitor
+            detector = StallDetector(*watched, phase, len(called), is_step=is_step)
+            try:
+                with self._ray_monitor.guarded(phase):
+                    found = wait_for_all(called, refs, phase, detector)
+            except WorkerError:
+                self._ray_monitor.check_after_failure(phase)
+                raise
+            self._busy = []
+            return found
+
+        return results
 
     def read_ahead(self, model: ModelConfig) -> None:
         """Begin to prefetch the model's checkpoint if all ranks are on one node; return at once.
@@ -194,16 +254,40 @@ class Pool:
             with suppress(RayError):
                 remove_placement_group(self._reservation)
 
+    def _spawn(self, reservation: PlacementGroup) -> list[ActorHandle]:
+        """Create one process per slot; they start in the background."""
+        config, actor = self._config, ray.remote(WorkerHost)
+        import_path, omp_threads = tuple(sys.path), os.environ.get("OMP_NUM_THREADS")
+        folder = str(config.log_folder.resolve())
+        bundles = zip(reservation.bundle_specs, config.slots_on_nodes, strict=True)
+        return [
+            actor.options(
+                num_cpus=bundle["CPU"] / slots,
+                num_gpus=1 if "GPU" in bundle else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(reservation, index),
+            ).remote(config.cluster, config.accelerator, slots, folder, import_path, omp_threads)
+            for index, (bundle, slots) in enumerate(bundles)
+            for _ in range(slots)
+        ]
+
     def _identify(self, handles: Sequence[ActorHandle]) -> None:
         """Assign ranks to new processes by their places."""
+        folder = self._config.log_folder.resolve()
         # Hosts without a rank are numbered in the order of creation.
         unknown = Slot("?", "0.0.0.0", 0)
         anonymous = [
-            Host(k, handle, unknown, 0, "an unknown node", self._config.log_folder)
+            Host(k, handle, unknown, 0, "an unknown node", folder)
             for k, handle in enumerate(handles)
         ]
         infos = self._start_step(anonymous, "info", [()] * len(handles))
-        self.hosts = ranked_hosts(self._config, handles, infos)
+        slots = [info.slot for info in infos]
+        if self._config.accelerator is Accelerator.cpu:
+            slots = number_cpu_slots(slots)
+        for rank, k in enumerate(rank_order(slots)):
+            pid, name = infos[k].pid, infos[k].node_name
+            log_file = folder / f"{name}_rank{rank}.log"
+            self.hosts.append(Host(rank, handles[k], slots[k], pid, name, log_file))
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
         self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
@@ -242,35 +326,7 @@ class Pool:
     def _start_step(
         self, hosts: Sequence[Host], method: str, arguments: Sequence[tuple]
     ) -> list[Any]:
-        return self._begin(hosts, method, arguments, f"start: {method}", is_step=True)()
-
-    def _begin(
-        self,
-        hosts: Sequence[Host],
-        method: str,
-        arguments: Sequence[tuple],
-        phase: str,
-        *,
-        is_step: bool = False,
-    ) -> Callable[[], list[Any]]:
-        of_hosts = zip(hosts, arguments, strict=True)
-        with self._ray_monitor.guarded(phase):
-            refs = [getattr(host.handle, method).remote(*own) for host, own in of_hosts]
-        self._busy = refs
-
-        def results() -> list[Any]:
-            watched = self._config.cluster, self._readers, self._nodes, self._ray_monitor
-            detector = StallDetector(*watched, phase, len(hosts), is_step=is_step)
-            try:
-                with self._ray_monitor.guarded(phase):
-                    found = wait_for_all(hosts, refs, phase, detector)
-            except WorkerError:
-                self._ray_monitor.check_after_failure(phase)
-                raise
-            self._busy = []
-            return found
-
-        return results
+        return self.begin(method, arguments, f"start: {method}", hosts, is_step=True)()
 
     def _close_idle(self) -> None:
         """Close roles in order, unless a call is in flight: then ranks wait for others."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Keys of rank 0's store for its owner and the number of ranks.
 HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
-# Environment variables from which libraries read a rendezvous.
-VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FILE_PREFIX = "hybridrl-rendezvous-"
 # Ports below are reserved for the system.
 FIRST_USER_PORT = 1024
@@ -53,13 +51,6 @@ class Rendezvous(NamedTuple):
     def is_file(self) -> bool:
         """True if the store is a file."""
         return self.port == 0
-
-
-class Joined(NamedTuple):
-    """Rendezvous that a rank has joined, as it reports it, and its values of `VARIABLES`."""
-
-    store: Rendezvous
-    environment: dict[str, str]
 
 
 def open_store(
@@ -172,18 +163,20 @@ def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
     """Connect to rank 0's store within `timeout_s` seconds."""
     from torch.distributed import FileStore, TCPStore
 
+    timeout = timedelta(seconds=timeout_s)
     if where.is_file:
         store = FileStore(where.address)
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store.set_timeout(timeout)
         return store
-    timeout = timedelta(seconds=timeout_s)
     return TCPStore(where.address, where.port, where.world_size, is_master=False, timeout=timeout)
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
     """Return the environment variables for libraries; a file has only WORLD_SIZE."""
-    place = () if where.is_file else (where.address, str(where.port))
-    return dict(zip(VARIABLES, (str(where.world_size), *place), strict=False))
+    found = {"WORLD_SIZE": str(where.world_size)}
+    if not where.is_file:
+        found |= {"MASTER_ADDR": where.address, "MASTER_PORT": str(where.port)}
+    return found
 
 
 def interface_of(address: str) -> str | None:
@@ -196,7 +189,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def joined(store: "TCPStore | FileStore") -> Joined:
+def joined(store: "TCPStore | FileStore") -> Rendezvous:
     """Return the rendezvous of a connected store; no holder if rank 0 did not create it."""
     from torch.distributed import FileStore
 
@@ -205,19 +198,16 @@ def joined(store: "TCPStore | FileStore") -> Joined:
     world_size = int(store.get(WORLD_SIZE)) if is_ours else 0
     is_file = isinstance(store, FileStore)
     address, port = (store.path, 0) if is_file else (store.host, store.port)
-    found = Rendezvous(address, port, world_size, holder)
-    return Joined(found, {name: os.environ.get(name, "") for name in VARIABLES})
+    return Rendezvous(address, port, world_size, holder)
 
 
-def disagreement(expected: Rendezvous, reports: Sequence[Joined]) -> str | None:
+def disagreement(expected: Rendezvous, reports: Sequence[Rendezvous]) -> str | None:
     """Describe the ranks that joined another rendezvous than rank 0's; None if all agree."""
-    others = []
-    for rank, report in enumerate(reports):
-        texts = [] if report.store == expected else [f"joined {_describe(report.store)}"]
-        wanted = environment_of(expected).items()
-        values = report.environment
-        texts += [f"{name}={values[name]}" for name, value in wanted if values[name] != value]
-        others += [f"rank {rank} has {', '.join(texts)}"] if texts else []
+    others = [
+        f"rank {rank} has joined {_describe(report)}"
+        for rank, report in enumerate(reports)
+        if report != expected
+    ]
     if not others:
         return None
     return (

@@ -12,8 +12,7 @@ from hybridrl.config.schema import RunConfig, SaverConfig
 from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
-from hybridrl.controller.pool import Pool
-from hybridrl.controller.spawning import PoolConfig
+from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
 
@@ -172,11 +171,11 @@ class Workers:
 
     pool: Pool
     actor: WorkerGroup
-    critic: WorkerGroup | None
     rollout: WorkerGroup
-    ref: WorkerGroup | None
-    reward_model: WorkerGroup | None
     saver: WorkerGroup
+    critic: WorkerGroup | None = None
+    ref: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
 
 
 def start_workers(config: RunConfig, run_dir: Path) -> Workers:
@@ -196,15 +195,7 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
     configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     groups = start_roles(config, configs, run_dir)
-    return Workers(
-        pool=groups["actor"].pool,
-        actor=groups["actor"],
-        critic=groups.get("critic"),
-        rollout=groups["rollout"],
-        ref=groups.get("ref"),
-        reward_model=groups.get("reward_model"),
-        saver=groups["saver"],
-    )
+    return Workers(groups["actor"].pool, **groups)
 
 
 def start_roles(

@@ -19,10 +19,9 @@ from hybridrl.config.choices import (
     Offload,
 )
 from hybridrl.config.schema import ClusterConfig, FSDPConfig
-from hybridrl.controller.pool import Pool
+from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.controller.ray.runtime import ray_runtime
 from hybridrl.controller.signals import Interrupted
-from hybridrl.controller.spawning import PoolConfig
 from hybridrl.controller.worker_group import build_roles
 
 

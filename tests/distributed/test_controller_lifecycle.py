@@ -28,7 +28,7 @@ from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import rotate_log
 from hybridrl.controller.pool import ObjectStore, Pool
 from hybridrl.controller.processes import STORE_BYTES
-from hybridrl.controller.ray.cluster_machine import cluster_machine, machine_of
+from hybridrl.controller.ray.ray_probes import cluster_machine, machine_of, ray_nodes
 from hybridrl.controller.ray.runtime import MARK, joined_cluster, ray_runtime
 from hybridrl.controller.signals import Interrupted, Preemption, shielded, signal_guard
 from hybridrl.controller.watch.ray_monitor import RayMonitor
@@ -235,7 +235,7 @@ def test_closing_does_not_wait_for_one_silent_node_after_the_other(two_nodes, tm
 
 @pytest.mark.slow
 def test_a_node_that_does_not_say_what_it_has_is_named(two_nodes, monkeypatch):
-    monkeypatch.setattr("hybridrl.controller.ray.cluster_machine.REPORT_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("hybridrl.controller.ray.ray_probes.REPORT_TIMEOUT_S", 5.0)
     (silent,) = two_nodes.worker_nodes
     with stopped([silent]), pytest.raises(ConfigError, match="`ray status`") as caught:
         cluster_machine()
@@ -265,7 +265,7 @@ def test_a_node_that_cannot_import_hybridrl_is_named_with_the_reason(
 @pytest.mark.slow
 def test_nodes_that_could_not_be_asked_are_not_called_silent(two_nodes):
     with joined_cluster({}):
-        nodes = ray.nodes()
+        nodes = ray_nodes()
         with (
             stopped([two_nodes.head_node], PROCESS_TYPE_GCS_SERVER),
             pytest.raises(ConfigError, match=r"2 of 2 nodes .* Ray accepted no task") as caught,

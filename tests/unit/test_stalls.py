@@ -6,7 +6,6 @@ import pytest
 
 from hybridrl.controller.placement import Host, Slot
 from hybridrl.controller.watch.process_snapshot import ProcessSnapshot, ProgressCounters, Traces
-from hybridrl.controller.watch.stall_detector import ProgressLog
 from hybridrl.controller.watch.stall_report import (
     MAX_DESCRIBED,
     RankReport,
@@ -14,6 +13,7 @@ from hybridrl.controller.watch.stall_report import (
     format_ranks,
     format_report,
 )
+from hybridrl.controller.watch.waiting import ProgressLog
 from hybridrl.distributed.position import DONE, Position
 
 PHASE = "rollout.reshard"

@@ -1,18 +1,22 @@
-"""Nodes of the cluster that this process has joined: resources, and functions run on them."""
+"""Nodes of the cluster that this process has joined: hardware, resources, functions run on them."""
 
 import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, NodeDiedError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.planner.machine import Machine, local_machine
+from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import cpus_on_nodes
 from hybridrl.controller.ray import compat
 from hybridrl.controller.ray.node_probes import (
@@ -24,8 +28,24 @@ from hybridrl.controller.ray.node_probes import (
     run_packed,
     timed_out,
 )
-from hybridrl.controller.ray.runtime import joined_cluster, worker_environment
+from hybridrl.controller.ray.runtime import ALL_GPUS_VISIBLE, joined_cluster, worker_environment
 
+# Seconds for the nodes to report their hardware; on one core, a process starts slowly.
+REPORT_TIMEOUT_S = 60.0
+# Kinds of missing reports, as texts about nodes.
+FAILED = (
+    "could not report their hardware:\n{}\n"
+    "Install the same hybridrl and packages there, in the Python that started Ray, or remove these "
+    "nodes from the cluster."
+)
+REFUSED = (
+    "did not report their hardware: Ray accepted no task in time: {}.\n"
+    "The head may be overloaded: see `ray status`, try again, or restart Ray."
+)
+SILENT = (
+    "did not report their hardware in time: {}.\n"
+    "See `ray status`; restart Ray there, or remove these nodes from the cluster."
+)
 # Threads of an actor: a function that hangs must not block later ones.
 CALLS_AT_ONCE = 8
 
@@ -68,6 +88,12 @@ class RayNode(NamedTuple):
     cpus: float = 0.0
     gpus: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        host, address, unique = self.identity
+        return f"{host} ({address}, node {unique})"
+
 
 def ray_nodes() -> list[RayNode]:
     """Return all nodes of the cluster, dead ones included; the driver's first."""
@@ -85,6 +111,46 @@ def ray_nodes() -> list[RayNode]:
         for node in ray.nodes()
     ]
     return sorted(found, key=lambda node: (node.node_id != driver, node.identity))
+
+
+def cluster_machine() -> Machine:
+    """Return the hardware of the cluster at RAY_ADDRESS, limited to Ray's resources."""
+    with joined_cluster(ALL_GPUS_VISIBLE):
+        return machine_of([node for node in ray_nodes() if node.alive])
+
+
+def machine_of(nodes: Sequence[RayNode]) -> Machine:
+    """Return the hardware of nodes; ConfigError if one does not report it."""
+    tasks, refs, found = NodeTasks(), {}, []
+    missing: dict[str, list[str]] = {FAILED: [], REFUSED: [], SILENT: []}
+    for node in nodes:
+        try:
+            refs[node] = tasks.submit(node.node_id, local_machine, retries=3)
+        except GetTimeoutError:
+            missing[REFUSED].append(node.name)
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_TIMEOUT_S)
+    for node in nodes:
+        if node not in refs:
+            continue
+        try:
+            (hardware,) = ray.get(refs[node], timeout=0).nodes
+            gpus = hardware.gpus[: int(node.gpus)]
+            found.append(replace(hardware, cores=int(node.cpus), gpus=gpus))
+        except (GetTimeoutError, NodeDiedError, TaskUnschedulableError):
+            missing[SILENT].append(node.name)
+        except RayError as error:
+            # The last line is the message of the remote exception.
+            reason = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
+            missing[FAILED].append(f"{node.name}: {reason}")
+    problems = []
+    for text, names in missing.items():
+        listed = ("\n" if text is FAILED else ", ").join(names)
+        begin = f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {len(names)} of {len(nodes)} nodes"
+        problems += [f"{begin} {text.format(listed)}"] if names else []
+    if problems:
+        raise ConfigError(*problems)
+    return Machine(tuple(found))
 
 
 def ranks_that_fit(
