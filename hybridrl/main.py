@@ -36,7 +36,6 @@ from hybridrl.app.launch import Prepared, check_data, examine_data, train_with_r
 from hybridrl.app.process import (
     EXIT_CONFIG,
     EXIT_FAILED,
-    SetupTimes,
     exit_codes,
     set_up_process,
     show_problems,
@@ -57,6 +56,7 @@ from hybridrl.config.command.secrets import (
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.plan_text import plan
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.output import guard_logging, guard_standard_output
 from hybridrl.models.resolve import absolute_path, model_folder, resolve_model

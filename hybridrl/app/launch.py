@@ -1,19 +1,20 @@
-"""Launch of a run from a checked config: data, Ray, workers, restarts.
+"""Launch of a run from a checked config: lock of the run's directory, data, Ray, restarts.
 
 Heavy imports are inside functions, so that config errors appear at once.
 """
 
+import fcntl
 import logging
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.app.process import SetupTimes
-from hybridrl.app.run_lock import exclusive_run
 from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from hybridrl.checkpoint.verification import unconfirmed
 from hybridrl.config.checks.checkpoint import AUTO, NONE
@@ -21,6 +22,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.ray.head import ray_address
 from hybridrl.controller.ray.node_probes import NodeProbes
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 
 # Seconds between a restart that could not begin and the next.
 RESTART_PAUSE_S = 10.0
+LOCK_FILE = ".lock"
+# Seconds to wait for the lock.
+LOCK_S = 5.0
 # Keys that the data needs.
 DATA_NEEDS = ("data", "model", "rollout.max_prompt_tokens")
 
@@ -86,6 +91,52 @@ def train_with_restarts(prepared: Prepared, folder: Path) -> float:
         prepared.setup = SetupTimes(time.time())
     assert failed is not None
     raise failed
+
+
+@contextmanager
+def exclusive_run(run_dir: Path) -> Iterator[None]:
+    """Lock the directory for this process during the block; its end releases the lock.
+
+    Raises:
+        ConfigError: another run has the lock, such as a job that was requeued before its end; or no
+            file can be written there.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir = {run_dir} cannot be written to: {error.strerror}.\n"
+            f"Set hydra.run.dir to a directory that can."
+        ) from error
+    try:
+        _lock(run_dir, descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(run_dir: Path, descriptor: int) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # children of a killed run may hold it for some seconds
+            if time.monotonic() > deadline:
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise ConfigError(
+                    f"hydra.run.dir = {run_dir} is in use by {owner or 'a process'}: two runs "
+                    f"would overwrite each other's metrics and checkpoints.\n"
+                    f"Wait for its end, or set another directory."
+                ) from None
+        except OSError as error:  # some network file systems have no locks
+            log.warning("%s cannot be locked (%s): no other run may use it", run_dir, error)
+            return
+        time.sleep(0.2)
+    with suppress(OSError):  # a full disk: the owner is then unknown
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def check_data(result: Examined) -> "PromptSets":

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.app.process import SetupTimes
 from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
@@ -23,8 +22,9 @@ from hybridrl.config.planner.machine import Machine, torch_threads
 from hybridrl.config.planner.model_shape import model_shape
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
+from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.signals import Preemption
-from hybridrl.controller.worker_group import Workers, start_workers
+from hybridrl.controller.worker_group import start_workers
 from hybridrl.data.sources.prompt_sets import PromptSets, prompt_source
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
@@ -34,16 +34,15 @@ from hybridrl.trainer.checkpointing.checkpointer import Checkpointer
 from hybridrl.trainer.checkpointing.resume import Resume, find_resume
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
-from hybridrl.trainer.kl_control import KLControl, KLPenalty, NoReference
+from hybridrl.trainer.kl_control import KLPenalty, NoReference
 from hybridrl.trainer.ppo import PPOTrainer
-from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
 from hybridrl.trainer.tracking.provenance import write_manifest
 from hybridrl.trainer.tracking.report import Reporter, draw
 from hybridrl.trainer.tracking.tracker import Tracker
-from hybridrl.trainer.value_function import Critic, NoCritic, ValueFunction
+from hybridrl.trainer.value_function import Critic, NoCritic
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +66,9 @@ def read_inputs(
     watch: Watch = unwatched,
     confirm: Confirm = unconfirmed,
 ) -> RunInputs:
-    """Read the inputs of a run; writes nothing.
+    """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint.
 
-    Args:
-        config: of the run.
-        run_dir: its directory.
-        prompts: its prompts.
-        watch: receives the progress of reading a checkpoint.
-        confirm: verifies a checkpoint's files on other nodes.
-
-    Raises:
-        ConfigError: a problem of a model or of the checkpoint.
+    `watch` receives the progress of reading a checkpoint; `confirm` verifies it on other nodes.
     """
     source = prompt_source(prompts, config.data, config.seed)
     models = base_models(config)
@@ -115,7 +106,14 @@ def train(
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
-        evaluator = _evaluator(config, prompts, rewards, stack)
+        evaluator = Evaluator(
+            prompts.held_out,
+            rewards,
+            open_rules(config, stack),
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            greedy=config.eval.greedy,
+        )
         tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
         workers = start_workers(config, run_dir)
@@ -124,11 +122,14 @@ def train(
         grace_s = config.checkpoint.on_sigterm if config.checkpoint.every_steps else 0.0
         preemption = stack.enter_context(Preemption(grace_s))
         reporter = Reporter(config, run_dir, console, tracker, _throughput(config, machine))
+        ref, steps = workers.ref, config.trainer.critic_warmup_steps
+        kl = NoReference() if ref is None else KLPenalty(config.algorithm.kl, ref)
+        critic = NoCritic() if workers.critic is None else Critic(workers.critic, steps)
         trainer = PPOTrainer(
             config,
             workers,
-            _kl_control(config, workers),
-            _value_function(config, workers),
+            kl,
+            critic,
             inputs.source,
             generator_for(config, environment, workers.rollout, prompts, decode),
             rewards,
@@ -152,31 +153,6 @@ def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: Exi
     return tracker
 
 
-def _evaluator(
-    config: RunConfig, prompts: PromptSets, rewards: RewardSource, stack: ExitStack
-) -> Evaluator:
-    return Evaluator(
-        prompts.held_out,
-        rewards,
-        open_rules(config, stack),
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        greedy=config.eval.greedy,
-    )
-
-
-def _kl_control(config: RunConfig, workers: Workers) -> KLControl:
-    if workers.ref is None:
-        return NoReference()
-    return KLPenalty(config.algorithm.kl, workers.ref)
-
-
-def _value_function(config: RunConfig, workers: Workers) -> ValueFunction:
-    if workers.critic is None:
-        return NoCritic()
-    return Critic(workers.critic, config.trainer.critic_warmup_steps)
-
-
 def _throughput(config: RunConfig, machine: Machine) -> Throughput:
     """Return the throughput metrics; without MFU if GPUs are of several or unknown kinds."""
     peak = peak_per_rank(machine.gpus, config.fsdp.param_dtype)
@@ -196,8 +172,6 @@ def _show_header(
     resume: Resume | None,
     console: RunConsole,
 ) -> None:
-    assert config.fsdp.dp_shard is not None
-    num_ranks = config.fsdp.dp_replicate * config.fsdp.dp_shard
     reward_parameters = None
     if config.reward_model is not None:
         reward = model_shape(read_model_config(config.reward_model.model.path))
@@ -205,7 +179,7 @@ def _show_header(
     facts = RunFacts(
         run_dir=run_dir,
         machine=machine.describe(),
-        num_ranks=num_ranks,
+        num_ranks=world_size(config),
         num_parameters=model_shape(read_model_config(config.model.path)).parameters,
         data_sets=prompts.data_sets,
         notes=prompts.notes,

@@ -1,6 +1,5 @@
 """`hybridrl export`: writes a checkpoint as a folder for transformers and vLLM."""
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.commands.running import (
     UsageError,
+    argument_parser,
     checkpoint_at,
     report_removal,
     run_command,
@@ -36,44 +36,26 @@ generation config. Adapters are merged, and also written in peft's format (DIR/a
 
 Needs neither GPU nor Ray, and host memory for one tensor.
 """
-EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or checkpoint, 129 SIGHUP, 130 Ctrl-C, "
-    "143 SIGTERM."
-)
 
 
 def main() -> None:
     """Run the command; exits by SystemExit unless all goes well."""
     guard_standard_output()
-    args = _parser().parse_args()
-    run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybridrl export",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argument_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="PATH", help="checkpoint or run directory")
     target = "the folder to write: new, empty or an earlier export"
     add("folder", type=Path, metavar="DIR", help=target)
     add("--dtype", type=DType, choices=list(DType), default=DType.float32, help="(float32)")
     add("--model", metavar="PATH", help="the base model, if it has moved")
-    return parser
+    args = parser.parse_args()
+    run_command(lambda: export(args.checkpoint, args.folder, args.dtype, args.model))
 
 
 def export(checkpoint: Path, folder: Path, dtype: DType, base: str | None) -> None:
     """Export a checkpoint, or a run's newest one, to a folder, and print a summary.
 
-    Args:
-        checkpoint: a checkpoint's folder, or a run's directory.
-        folder: the target; an earlier export there is replaced.
-        dtype: of the weights.
-        base: path of the base model, if it has moved.
+    An earlier export in the folder is replaced. `base` is the base model's path, if it has moved.
 
     Raises:
         ConfigError: a path is wrong, the checkpoint is damaged, or the folder is in use.

@@ -1,5 +1,6 @@
-"""Common code of the commands: exit codes, and finding and verifying a checkpoint."""
+"""Common code of the commands: arguments, exit codes, finding and verifying a checkpoint."""
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +16,29 @@ from hybridrl.models.file_hashes import without_weights
 from hybridrl.trainer.checkpointing.base_models import other_files, trained_model
 from hybridrl.trainer.checkpointing.verification import VerificationProgress
 
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path, config or checkpoint, 129 SIGHUP, "
+    "130 Ctrl-C, 143 SIGTERM."
+)
+
 
 class UsageError(ConfigError):
     """Problems of a command's own arguments."""
 
     subject = "on the command line"
+
+
+def argument_parser(
+    command: str, description: str, epilog: str | None = EXIT_CODES
+) -> argparse.ArgumentParser:
+    """Return a parser for `hybridrl <command>`."""
+    return argparse.ArgumentParser(
+        prog=f"hybridrl {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def run_command(command: Callable[[], None]) -> None:

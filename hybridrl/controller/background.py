@@ -54,7 +54,4 @@ def import_all(modules: Sequence[str]) -> None:
 
 def import_in_background(modules: Sequence[str]) -> Future[None]:
     """Begin to import modules in a thread, which Python joins at exit."""
-    executor = ThreadPoolExecutor(1, "import ahead")
-    imported = executor.submit(import_all, modules)
-    executor.shutdown(wait=False)
-    return imported
+    return ThreadPoolExecutor(1, "import ahead").submit(import_all, modules)

@@ -1,9 +1,11 @@
-"""Calls of roles and their results, with spans: names, start times and durations of work."""
+"""Calls of roles and their results, spans of their work, and times of the setup."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+# Shorter parts of the setup are not shown.
+MIN_SHOWN_S = 0.05
 
 
 class Span(NamedTuple):
@@ -51,18 +53,31 @@ class SpanLog:
         return taken
 
 
-class PartTimes:
-    """Wall seconds of the parts of a one-time operation, in the order of their starts."""
+class SetupTimes:
+    """Wall seconds of the consecutive parts of the setup since `began` (time.time())."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._last = began
         self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to part `name`."""
-        with Stopwatch(name) as watch:
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + watch.span.seconds
+    def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
+        """End a part that began at the last mark; subtract the seconds of parts `inside` it."""
+        now = time.time()
+        rest = now - self._last - sum((inside or {}).values())
+        for name, seconds in {**(inside or {}), part: rest}.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Return setup/<part>_s, and setup/total_s up to the last mark."""
+        parts = {f"setup/{name}_s": seconds for name, seconds in self.seconds.items()}
+        return parts | {"setup/total_s": self._last - self._began}
+
+    def __str__(self) -> str:
+        shown = [(name, s) for name, s in self.seconds.items() if s >= MIN_SHOWN_S]
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown)
+        return f"{self._last - self._began:.1f} s: {parts}"
 
 
 class RoleCall(NamedTuple):

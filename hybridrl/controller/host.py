@@ -146,8 +146,8 @@ class WorkerHost:
         return where
 
     @_step("join_rendezvous")
-    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> Rendezvous:
-        """Become `rank`, connect to the store of rank 0 and report the connection."""
+    def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> None:
+        """Become `rank`, and connect to the store of rank 0."""
         self._rank = rank
         self._info = self._info._replace(slot=slot)
         log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
@@ -164,7 +164,6 @@ class WorkerHost:
         if self._store is None:
             self._store = rendezvous.join_store(where, self._start_timeout_s + TIMEOUT_MARGIN_S)
         logger.info("rank %d of %d, rendezvous %s", rank, where.world_size, where)
-        return rendezvous.joined(self._store)
 
     @_step("init_process_group")
     def init_process_group(self, fsdp: FSDPConfig) -> None:

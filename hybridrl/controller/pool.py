@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from hybridrl.config.choices import Accelerator
 from hybridrl.config.schema import ClusterConfig, FSDPConfig, ModelConfig
 from hybridrl.controller import processes
 from hybridrl.controller.background import call_with_timeout
-from hybridrl.controller.calls import PartTimes, SpanLog
+from hybridrl.controller.calls import SetupTimes, SpanLog
 from hybridrl.controller.errors import WorkerError
 from hybridrl.controller.host import WorkerHost
 from hybridrl.controller.node_tasks import NodeTasks
@@ -35,7 +36,7 @@ from hybridrl.controller.placement import (
     rank_order,
     reserve,
 )
-from hybridrl.controller.rendezvous import disagreement, given_port
+from hybridrl.controller.rendezvous import given_port
 from hybridrl.controller.signals import shielded
 from hybridrl.controller.watch.ray_monitor import (
     RayMonitor,
@@ -102,7 +103,7 @@ class ObjectStore:
         return self._stored[piece]
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """Worker processes in the order of their ranks, joined in one process group.
 
     Create it inside `ray_runtime` and close it there; also a context manager.
@@ -124,22 +125,21 @@ class Pool:
         self._ray_monitor = RayMonitor(config.cluster.stall_timeout_s)
         self.hosts: list[Host] = []
         self.store = ObjectStore(partial(self._ray_monitor.guarded, "sending a batch"))
-        self.start_times = PartTimes()
+        self.start_times = SetupTimes(time.time())
         with ExitStack() as undo:
             undo.callback(self.close)
-            with self.start_times.part("processes"):
-                with self._ray_monitor.guarded("start: slots"):
-                    check = partial(self._ray_monitor.check, "start: slots")
-                    on_gpu = config.accelerator is Accelerator.gpu
-                    timeout_s = config.cluster.start_timeout_s
-                    self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
-                self._identify(self._spawn(self._reservation))
-            with self.start_times.part("imports"):
-                preload = [(config.modules, config.ahead)] * self.size
-                self._start_step(self.hosts, "preload", preload)
-            with self.start_times.part("rendezvous"):
-                self._join_rendezvous()
-                self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+            with self._ray_monitor.guarded("start: slots"):
+                check = partial(self._ray_monitor.check, "start: slots")
+                on_gpu = config.accelerator is Accelerator.gpu
+                timeout_s = config.cluster.start_timeout_s
+                self._reservation = reserve(config.slots_on_nodes, on_gpu, timeout_s, check)
+            self._identify(self._spawn(self._reservation))
+            self.start_times.mark("processes")
+            self._start_step(self.hosts, "preload", [(config.modules, config.ahead)] * self.size)
+            self.start_times.mark("imports")
+            self._join_rendezvous()
+            self._start_step(self.hosts, "init_process_group", [(config.fsdp,)] * self.size)
+            self.start_times.mark("rendezvous")
             undo.pop_all()
         self.spans = SpanLog(self.size)
 
@@ -199,8 +199,8 @@ class Pool:
 
     def connect(self) -> None:
         """Connect the roles in each process to each other, once all are built."""
-        with self.start_times.part("connect"):
-            files = self.run("connect", [()] * self.size, "start: connect")
+        files = self.run("connect", [()] * self.size, "start: connect")
+        self.start_times.mark("connect")
         for host, paths in zip(self.hosts, files, strict=True):
             self._register_shared_memory(host, paths)
 
@@ -230,9 +230,6 @@ class Pool:
                 reader.close()
             self._readers, self.hosts = {}, []
             self._reservation = None
-
-    def __enter__(self) -> "Pool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -312,10 +309,7 @@ class Pool:
         if where.is_file:
             self._register_shared_memory(first, [where.address])
         arguments = [(where, host.rank, host.slot) for host in self.hosts]
-        reports = self._start_step(self.hosts, "join_rendezvous", arguments)
-        difference = disagreement(where, reports)
-        if difference is not None:
-            raise WorkerError([0], "start: rendezvous", difference)
+        self._start_step(self.hosts, "join_rendezvous", arguments)
 
     def _register_shared_memory(self, host: Host, paths: Sequence[str]) -> None:
         """Register files of a rank's node for removal at the end of the pool or the run."""

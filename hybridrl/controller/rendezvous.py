@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import FileStore, TCPStore
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Keys of rank 0's store for its owner and the number of ranks.
-HOLDER, WORLD_SIZE = "hybridrl/holder", "hybridrl/world_size"
+# Key of rank 0's store for its owner.
+HOLDER = "hybridrl/holder"
 FILE_PREFIX = "hybridrl-rendezvous-"
 # Ports below are reserved for the system.
 FIRST_USER_PORT = 1024
@@ -92,10 +92,8 @@ def open_file_store(world_size: int, timeout_s: float) -> tuple["FileStore", Ren
 def _publish_owner(
     store: "TCPStore | FileStore", address: str, port: int, world_size: int
 ) -> Rendezvous:
-    """Write owner and size into the store; return its rendezvous."""
     holder = f"{socket.gethostname()} pid {os.getpid()}"
     store.set(HOLDER, holder)
-    store.set(WORLD_SIZE, str(world_size))
     return Rendezvous(address, port, world_size, holder)
 
 
@@ -160,15 +158,28 @@ def _is_ip(address: str) -> bool:
 
 
 def join_store(where: Rendezvous, timeout_s: float) -> "TCPStore | FileStore":
-    """Connect to rank 0's store within `timeout_s` seconds."""
+    """Connect to rank 0's store within `timeout_s` seconds.
+
+    Raises:
+        RuntimeError: there is another store at the address, as of another run at localhost.
+    """
     from torch.distributed import FileStore, TCPStore
 
     timeout = timedelta(seconds=timeout_s)
     if where.is_file:
-        store = FileStore(where.address)
+        store: TCPStore | FileStore = FileStore(where.address)
         store.set_timeout(timeout)
-        return store
-    return TCPStore(where.address, where.port, where.world_size, is_master=False, timeout=timeout)
+    else:
+        size = where.world_size
+        store = TCPStore(where.address, where.port, size, is_master=False, timeout=timeout)
+    holder = store.get(HOLDER).decode() if store.check([HOLDER]) else "no rank 0"
+    if holder != where.holder:
+        place = where.address if where.is_file else f"{where.address}:{where.port}"
+        raise RuntimeError(
+            f"the rendezvous {place} should be of {where.holder}, and is of {holder}.\n"
+            "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
+        )
+    return store
 
 
 def environment_of(where: Rendezvous) -> dict[str, str]:
@@ -187,37 +198,3 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return name
     return None
-
-
-def joined(store: "TCPStore | FileStore") -> Rendezvous:
-    """Return the rendezvous of a connected store; no holder if rank 0 did not create it."""
-    from torch.distributed import FileStore
-
-    is_ours = store.check([HOLDER, WORLD_SIZE])
-    holder = store.get(HOLDER).decode() if is_ours else ""
-    world_size = int(store.get(WORLD_SIZE)) if is_ours else 0
-    is_file = isinstance(store, FileStore)
-    address, port = (store.path, 0) if is_file else (store.host, store.port)
-    return Rendezvous(address, port, world_size, holder)
-
-
-def disagreement(expected: Rendezvous, reports: Sequence[Rendezvous]) -> str | None:
-    """Describe the ranks that joined another rendezvous than rank 0's; None if all agree."""
-    others = [
-        f"rank {rank} has joined {_describe(report)}"
-        for rank, report in enumerate(reports)
-        if report != expected
-    ]
-    if not others:
-        return None
-    return (
-        f"the ranks do not agree on the rendezvous {_describe(expected)}: {'; '.join(others)}.\n"
-        "Set MASTER_ADDR to an address of rank 0's node that every node can reach."
-    )
-
-
-def _describe(where: Rendezvous) -> str:
-    place = where.address if where.is_file else f"{where.address}:{where.port}"
-    if not where.holder:
-        return f"{place}, where no rank 0 listens"
-    return f"{place} of {where.holder} for {where.world_size} ranks"

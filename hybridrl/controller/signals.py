@@ -35,15 +35,6 @@ class Interrupted(KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.signum).name}"
 
 
-def interrupt_on_termination() -> None:
-    """Handle SIGTERM, and SIGHUP unless it is ignored, as Ctrl-C: leave through every `finally`."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise Interrupted(signum)
-
-    _handle(TERMINATING, interrupt)
-
-
 def _handle(signals: Iterable[int], handler: Handler) -> dict[int, Any]:
     """Set the handler of signals that are not ignored; return their previous handlers."""
 

@@ -155,9 +155,8 @@ def build_roles(pool: Pool, configs: Mapping[str, Any]) -> dict[str, WorkerGroup
 
 
 def _build_role(pool: Pool, role: str, config: Any) -> WorkerGroup:
-    building = [(role, config.worker, config)] * pool.size
-    with pool.start_times.part(role):
-        pool.run("build", building, f"start: {role}")
+    pool.run("build", [(role, config.worker, config)] * pool.size, f"start: {role}")
+    pool.start_times.mark(role)
     return WorkerGroup(pool, role, config)
 
 

@@ -38,10 +38,9 @@ OF_DEVICE = (
     "max_num_seqs",
     "sleep",
 )
-# Keys that an evaluation reads.
-READ = (
+# Sections and further keys that an evaluation reads.
+SECTIONS = (
     "seed",
-    "run.name",
     "hardware",
     "model",
     "data",
@@ -50,9 +49,9 @@ READ = (
     "placement",
     "rollout",
     "reward",
-    "eval.rules",
     "environment",
 )
+READ = (*SECTIONS, "run.name", "eval.rules")
 # Keys that a flag replaces.
 FLAGS = {
     "rollout.responses_per_prompt": "--samples N",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hybridrl.commands.running import UsageError
+from hybridrl.commands.running import UsageError, argument_parser
 
 DESCRIPTION = """\
 Score a checkpoint or any Hugging Face model on a data set: mean score and pass@k, with the
@@ -20,10 +20,6 @@ completions.
 A checkpoint is scored as in its run's evaluations: with the run's data, reward, limits and seed.
 Overrides as in `hybridrl train`: groups (data=, reward=, hardware=) and key=value.
 """
-EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 a wrong flag, path or config, 129 SIGHUP, 130 Ctrl-C, "
-    "143 SIGTERM."
-)
 
 
 class Split(StrEnum):
@@ -74,13 +70,7 @@ def parse_options(argv: Sequence[str]) -> EvalOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybridrl eval",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argument_parser("eval", DESCRIPTION)
     add = parser.add_argument
     add("subject", metavar="PATH", help="checkpoint, run directory, model folder or hub name")
     add("overrides", nargs="*", default=[], metavar="key=value", help="of the config")

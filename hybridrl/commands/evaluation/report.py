@@ -13,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from hybridrl.commands.evaluation.config import SECTIONS
 from hybridrl.commands.evaluation.session import Evaluation, Totals, rule_name
 from hybridrl.config.planner.machine import Machine
 from hybridrl.trainer.evaluate import half_width, tag_groups
@@ -21,21 +22,6 @@ from hybridrl.trainer.tracking.provenance import plain, versions
 RESULTS = "results.json"
 # Name of the group of all problems.
 ALL = "all"
-# Sections of the config that an evaluation reads.
-SECTIONS = (
-    "seed",
-    "hardware",
-    "model",
-    "lora",
-    "data",
-    "fsdp",
-    "cluster",
-    "placement",
-    "rollout",
-    "reward",
-    "eval",
-    "environment",
-)
 
 
 @dataclass(frozen=True)
@@ -122,7 +108,9 @@ def write_results(
     evaluation: Evaluation, totals: Totals, results: Results, machine: Machine, started: datetime
 ) -> Path:
     """Write results.json; return its path."""
-    config = {name: plain(vars(evaluation.config)[name], name) for name in SECTIONS}
+    config = {
+        name: plain(vars(evaluation.config)[name], name) for name in (*SECTIONS, "lora", "eval")
+    }
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     num_responses = len(evaluation.asked) * evaluation.options.samples
     body = {

@@ -5,9 +5,7 @@ Plain functions of one machine; `NodeTasks` runs them here or on other nodes.
 
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +20,6 @@ from hybridrl.distributed.position import Position, open_position
 
 # Seconds for processes to write their stacks, minimum and maximum.
 MIN_WRITING_S, MAX_WRITING_S = 0.5, 3.0
-PY_SPY_TIMEOUT_S = 4.0
 # Less I/O than this does not count as progress.
 TRAFFIC_STEP_BYTES = 16 * 2**20
 STOPPED = ("T", "t")
@@ -118,14 +115,13 @@ def write_traces(pids: Sequence[int], ranks: Sequence[int], logs: Sequence[Path]
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)
     frames = _await_frames(sizes)
-    if silent := {pid: log for pid, log in asked.items() if not frames[log]}:
-        frames |= dict.fromkeys(silent.values(), _spy(silent))
     found = []
     for pid, rank, log in zip(pids, ranks, logs, strict=True):
         files = [str(path) for path in records(log.parent, str(rank))]
         position = _position(pid)
         device = (position.device, position.passed) if position is not None else ("", -1)
-        found.append(Traces(frames.get(log, ""), files, *device))
+        silent = "it writes no stacks" if pid in asked else ""
+        found.append(Traces(frames.get(log) or silent, files, *device))
     return found
 
 
@@ -159,25 +155,6 @@ def _innermost(log: Path, start: int) -> str:
         return ""
     path, line, function = threads[-1]
     return f"{function} ({Path(path).name}:{line})"
-
-
-def _spy(silent: Mapping[int, Path]) -> str:
-    """Append stacks of py-spy to the logs of processes that write none; return a remark."""
-    program = shutil.which("py-spy")
-    if program is None:
-        return "it writes no stacks; install py-spy to read them"
-    running = []
-    for pid, log in silent.items():
-        with log.open("a") as file:
-            command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-            running.append(subprocess.Popen(command, stdout=file, stderr=file))
-    deadline = time.monotonic() + PY_SPY_TIMEOUT_S
-    for process in running:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        process.kill()
-        process.wait()
-    return "it writes no stacks; its log has those of py-spy"
 
 
 class WatchClock:
