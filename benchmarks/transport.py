@@ -147,7 +147,6 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
     return PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
-        allow_straddle=False,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
         ranks_per_engine=1,

@@ -81,22 +81,16 @@ class SetupTimes:
 
 
 class RoleCall(NamedTuple):
-    """Call of a role's method, run in every process.
+    """Call of a role's method, "actor.update", run in every process.
 
     `args` and `kwargs` follow the rank's part of a batch, if any; `keep` returns the result of this
     process to the driver.
     """
 
-    role: str
-    method: str
+    name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keep: bool
-
-    @property
-    def name(self) -> str:
-        """Name in messages: "actor.update"."""
-        return f"{self.role}.{self.method}"
 
 
 class TimedResult(NamedTuple):

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -50,14 +50,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_MARGIN_S = 30.0
 
 
-class HostInfo(NamedTuple):
-    """Place of a new process."""
-
-    slot: Slot
-    pid: int
-    node_name: str
-
-
 @contextmanager
 def _step(name: str) -> Iterator[None]:
     """Publish a step of the start as the position, and convert its errors to text."""
@@ -72,13 +64,8 @@ class WorkerHost:
 
     All exceptions are `RemoteError`.
 
-    Args:
-        cluster: time limits, and whether NCCL may use multicast.
-        accelerator: kind of the slots.
-        slots_on_node: processes that share the node.
-        log_folder: folder of its log file.
-        import_path: the driver's sys.path, for the user's modules.
-        omp_threads: OMP_NUM_THREADS as set by the user; None: as `torch_threads` computes it.
+    `import_path` is the driver's sys.path, for the user's modules; `omp_threads` is OMP_NUM_THREADS
+    as set by the user.
     """
 
     def __init__(
@@ -94,8 +81,8 @@ class WorkerHost:
         self._on_gpu = accelerator is Accelerator.gpu
         if cluster.nvlink_multicast is NVLinkMulticast.off:
             turn_off_multicast()
-        self._info = HostInfo(self._slot(), os.getpid(), socket.gethostname())
-        self._log_file = Path(log_folder) / f"{self._info.node_name}_pid{os.getpid()}.log"
+        self._slot, self._node_name = self._place(), socket.gethostname()
+        self._log_file = Path(log_folder) / f"{self._node_name}_pid{os.getpid()}.log"
         redirect_output(self._log_file)
         flight_recorder.write_on_signal(Path(log_folder))
         position.publish()
@@ -112,9 +99,9 @@ class WorkerHost:
         self._profile: profile | None = None
 
     @_step("info")
-    def info(self) -> HostInfo:
-        """Return slot, process id and node of this process."""
-        return self._info
+    def info(self) -> tuple[Slot, int, str]:
+        """Return slot, process id and node name of this process."""
+        return self._slot, os.getpid(), self._node_name
 
     @_step("preload")
     def preload(self, modules: Sequence[str], ahead: Sequence[Any]) -> None:
@@ -149,8 +136,8 @@ class WorkerHost:
     def join_rendezvous(self, where: Rendezvous, rank: int, slot: Slot) -> None:
         """Become `rank`, and connect to the store of rank 0."""
         self._rank = rank
-        self._info = self._info._replace(slot=slot)
-        log_file = self._log_file.with_name(f"{self._info.node_name}_rank{rank}.log")
+        self._slot = slot
+        log_file = self._log_file.with_name(f"{self._node_name}_rank{rank}.log")
         rotate_log(log_file)
         self._log_file = self._log_file.rename(log_file)
         os.environ.update(
@@ -176,7 +163,7 @@ class WorkerHost:
 
         device = None
         if self._on_gpu:
-            device = torch.device("cuda", self._info.slot.local_rank)
+            device = torch.device("cuda", self._slot.local_rank)
             torch.cuda.set_device(device)
         assert self._store is not None, "join_rendezvous comes first"
         self._store.set_timeout(NO_LIMIT)
@@ -240,8 +227,8 @@ class WorkerHost:
         outcomes = []
         for call in calls:
             with errors_as_text(call.name), self._working(call.name) as watch:
-                method = getattr(self._roles[call.role], call.method)
-                value = method(*part, *call.args, **call.kwargs)
+                role, _, method = call.name.partition(".")
+                value = getattr(self._roles[role], method)(*part, *call.args, **call.kwargs)
             outcomes.append(TimedResult(value if call.keep else None, watch.span))
         return outcomes
 
@@ -295,7 +282,7 @@ class WorkerHost:
                 torch.cuda.current_stream().synchronize()
             position.leave()
 
-    def _slot(self) -> Slot:
+    def _place(self) -> Slot:
         context = ray.get_runtime_context()
         local_rank = 0
         if self._on_gpu:

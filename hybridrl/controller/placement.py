@@ -88,30 +88,19 @@ def straddling_engines(slots: Sequence[Slot], ranks_per_engine: int) -> list[int
     return [engine for engine, of_engine in enumerate(engines) if len(of_engine) > 1]
 
 
-def check_engines(
-    slots: Sequence[Slot], ranks_per_engine: int, *, allow_straddle: bool = False
-) -> None:
-    """Refuse `straddling_engines`, by ranks and nodes, or warn of them if they are allowed."""
-    problems = []
+def warn_of_straddling(slots: Sequence[Slot], ranks_per_engine: int) -> None:
+    """Warn of `straddling_engines`, which the checks of the config permit or refuse."""
     for engine in straddling_engines(slots, ranks_per_engine):
-        ranks = range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine)
         places = ", ".join(
             f"rank {rank} on node {slots[rank].node_id[:8]} ({slots[rank].node_ip})"
-            for rank in ranks
+            for rank in range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine)
         )
-        found = f"rollout engine {engine} straddles nodes: {places}"
-        why = "Its ranks exchange data in every layer"
-        if allow_straddle:
-            logger.warning("%s (placement.allow_straddle). %s, so it samples slowly", found, why)
-        else:
-            problems.append(
-                f"rollout.tensor_parallel_size={ranks_per_engine}: {found}.\n"
-                f"{why} and must lie on one node.\n"
-                "Choose a tensor_parallel_size that divides the ranks of every node, or set "
-                "placement.allow_straddle=true, which is slow."
-            )
-    if problems:
-        raise ConfigError(*problems)
+        logger.warning(
+            "rollout engine %d straddles nodes: %s (placement.allow_straddle). Its ranks exchange "
+            "data in every layer, so it samples slowly",
+            engine,
+            places,
+        )
 
 
 def number_cpu_slots(slots: Sequence[Slot]) -> list[Slot]:

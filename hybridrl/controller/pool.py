@@ -31,10 +31,10 @@ from hybridrl.controller.placement import (
     Host,
     Slot,
     by_node,
-    check_engines,
     number_cpu_slots,
     rank_order,
     reserve,
+    warn_of_straddling,
 )
 from hybridrl.controller.rendezvous import given_port
 from hybridrl.controller.signals import shielded
@@ -61,8 +61,7 @@ class PoolConfig:
 
     Attributes:
         slots_on_nodes: number of processes on each node.
-        allow_straddle: permit engines on several nodes.
-        ranks_per_engine: consecutive ranks that must share a node.
+        ranks_per_engine: consecutive ranks that should share a node.
         modules: modules that every process imports first.
         ahead: configs of roles; their slow modules are imported during the rendezvous.
         log_folder: folder of the logs, one file per process.
@@ -70,7 +69,6 @@ class PoolConfig:
 
     cluster: ClusterConfig
     slots_on_nodes: Sequence[int]
-    allow_straddle: bool
     accelerator: Accelerator
     fsdp: FSDPConfig
     ranks_per_engine: int
@@ -109,8 +107,7 @@ class Pool(AbstractContextManager["Pool"]):
     Create it inside `ray_runtime` and close it there; also a context manager.
 
     Raises:
-        ConfigError: the cluster lacks slots, an engine would straddle nodes, or no port is free
-            for the rendezvous.
+        ConfigError: the cluster lacks slots, or no port is free for the rendezvous.
         WorkerError: a process failed to start or to join.
     """
 
@@ -278,21 +275,18 @@ class Pool(AbstractContextManager["Pool"]):
             for k, handle in enumerate(handles)
         ]
         infos = self._start_step(anonymous, "info", [()] * len(handles))
-        slots = [info.slot for info in infos]
+        slots = [slot for slot, _, _ in infos]
         if self._config.accelerator is Accelerator.cpu:
             slots = number_cpu_slots(slots)
         for rank, k in enumerate(rank_order(slots)):
-            pid, name = infos[k].pid, infos[k].node_name
+            _, pid, name = infos[k]
             log_file = folder / f"{name}_rank{rank}.log"
             self.hosts.append(Host(rank, handles[k], slots[k], pid, name, log_file))
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
         self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
-        check_engines(
-            [host.slot for host in self.hosts],
-            self._config.ranks_per_engine,
-            allow_straddle=self._config.allow_straddle,
-        )
+        ranked = [host.slot for host in self.hosts]
+        warn_of_straddling(ranked, self._config.ranks_per_engine)
 
     def _join_rendezvous(self) -> None:
         """Agree on one rendezvous; the user's MASTER_ADDR and MASTER_PORT take precedence.

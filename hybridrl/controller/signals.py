@@ -6,11 +6,11 @@ ignored after the first one. Under nohup it is always ignored.
 
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class Interrupted(KeyboardInterrupt):
         return f"interrupted by {signal.Signals(self.signum).name}"
 
 
-def _handle(signals: Iterable[int], handler: Handler) -> dict[int, Any]:
-    """Set the handler of signals that are not ignored; return their previous handlers."""
+@contextmanager
+def _handling(signals: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handle signals that are not ignored; afterwards restore the handlers, but of a SIGHUP."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGHUP:
@@ -45,14 +46,13 @@ def _handle(signals: Iterable[int], handler: Handler) -> dict[int, Any]:
 
     # A background job of a shell ignores Ctrl-C. None: a handler that Python cannot restore.
     heeded = [s for s in signals if signal.getsignal(s) not in (signal.SIG_IGN, None)]
-    return {signum: signal.signal(signum, handle) for signum in heeded}
-
-
-def _restore(previous: Mapping[int, Any]) -> None:
-    """Restore handlers, except of a SIGHUP that has come."""
-    for signum, handler in previous.items():
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handler)
+    previous = {signum: signal.signal(signum, handle) for signum in heeded}
+    try:
+        yield
+    finally:
+        for signum, before in previous.items():
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # a SIGHUP has come
+                signal.signal(signum, before)
 
 
 @contextmanager
@@ -68,15 +68,13 @@ def signal_guard() -> Iterator[None]:
         received.append(signum)
         raise Interrupted(signum)
 
-    previous = _handle(SIGNALS, interrupt)
-    try:
-        yield
-    except Interrupted:
-        raise
-    except KeyboardInterrupt:
-        raise Interrupted(received[-1]) from None
-    finally:
-        _restore(previous)
+    with _handling(SIGNALS, interrupt):
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(received[-1]) from None
 
 
 class Preempted(Interrupted):
@@ -100,22 +98,17 @@ def preemption_behind(error: BaseException | None) -> Preempted | None:
 class Preemption:
     """Context manager in which SIGTERM and SIGHUP request an end within a grace period.
 
-    After the period, or on a second SIGTERM, `Interrupted` is raised. An error in the period
-    becomes `Interrupted`, because other processes may have got the signal as well. Enter it in
-    the main thread, inside `signal_guard`.
-
-    Args:
-        grace_s: the grace period in seconds; 0: none.
-
-    Attributes:
-        asked_by: the signals received, in order.
+    After the period of `grace_s` seconds (0: none), or on a second SIGTERM, `Interrupted` is
+    raised. An error in the period becomes `Interrupted`, because other processes may have got the
+    signal as well. Enter it in the main thread, inside `signal_guard`. `asked_by` are the signals
+    received, in order.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.asked_by: list[int] = []
         self._has_ended = False
         self._grace_s = grace_s
-        self._previous: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     @property
     def is_asked(self) -> bool:
@@ -124,7 +117,9 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         if self._grace_s > 0:
-            self._previous = _handle(TERMINATING, self._ask) | _handle([signal.SIGALRM], self._end)
+            self._handlers.enter_context(_handling(TERMINATING, self._ask))
+            self._handlers.enter_context(_handling([signal.SIGALRM], self._end))
+            self._handlers.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
         return self
 
     def __exit__(
@@ -133,9 +128,7 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-        _restore(self._previous)
+        self._handlers.close()
         if self._has_ended and type(error) is KeyboardInterrupt:  # Ray drops the subclass
             raise Interrupted(self.asked_by[0]) from None
         if self.is_asked and isinstance(error, Exception):
@@ -171,10 +164,7 @@ def shielded() -> Iterator[None]:
         logger.warning("%s: handled after the start or shutdown", signal.Signals(signum).name)
         received.append(signum)
 
-    previous = _handle(SIGNALS, note)
-    try:
+    with _handling(SIGNALS, note):
         yield
-    finally:
-        _restore(previous)
     if received:
         raise Interrupted(received[0])

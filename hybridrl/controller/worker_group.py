@@ -69,10 +69,14 @@ class Call:
         """Dispatch mode of the method."""
         return dispatch_of(self.group.worker_class, self.method)
 
+    @property
+    def name(self) -> str:
+        """Name in messages: "actor.update"."""
+        return f"{self.group.role}.{self.method}"
+
     def on_rank(self, rank: int) -> RoleCall:
         """Return the message to a rank."""
-        keep = rank in self.answering()
-        return RoleCall(self.group.role, self.method, self.args, dict(self.kwargs), keep)
+        return RoleCall(self.name, self.args, dict(self.kwargs), rank in self.answering())
 
     def answering(self) -> range:
         """Return the ranks whose results are used: all, the first of each shard, or rank 0."""
@@ -122,8 +126,7 @@ def begin_together(
         )
         for rank in range(pool.size)
     ]
-    phase = ", ".join(f"{call.group.role}.{call.method}" for call in calls.values())
-    wait = pool.begin("call", arguments, phase)
+    wait = pool.begin("call", arguments, ", ".join(call.name for call in calls.values()))
 
     def results() -> dict[str, TimedResult]:
         per_rank = wait()
@@ -210,7 +213,6 @@ def start_roles(
     pool_config = PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
-        allow_straddle=config.placement.allow_straddle,
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
         ranks_per_engine=rollout_class.ranks_per_shard(config.rollout),

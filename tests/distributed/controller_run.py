@@ -44,7 +44,6 @@ def pool_config(
             nvlink_multicast=multicast,
         ),
         slots_on_nodes=[2] * nodes,
-        allow_straddle=False,
         accelerator=Accelerator.cpu,
         fsdp=FSDPConfig(
             dp_shard=2,

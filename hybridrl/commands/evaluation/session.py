@@ -19,7 +19,7 @@ from hybridrl.commands.running import report_removal
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
-from hybridrl.data.batch import PromptBatch, RolloutBatch
+from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_sets import PromptSets
 from hybridrl.data.sources.prompts import Prompt
@@ -101,11 +101,19 @@ def evaluate(evaluation: Evaluation, progress: Callable[[int, Totals], None]) ->
         generator = generator_for(config, environment, rollout, evaluation.prompts, decode)
         lengths = ResponseLengths()
         totals = Totals({rule: [[] for _ in evaluation.asked] for rule in ("", *rules)})
-        for first, count in passes(
-            options.samples, len(evaluation.asked), _responses_per_call(config)
-        ):
+        engines = world_size(config) // config.rollout.tensor_parallel_size
+        per_call = ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
+        for first, count in passes(options.samples, len(evaluation.asked), per_call):
             start = time.perf_counter()
-            batch = generator.generate(lengths.expect(_request(evaluation, first, count))).batch
+            request = request_of(
+                evaluation.asked,
+                evaluation.subject.step,
+                temperature=evaluation.temperature,
+                top_p=evaluation.top_p,
+                samples=count,
+                first_sample=first,
+            )
+            batch = generator.generate(lengths.expect(request)).batch
             seconds = time.perf_counter() - start
             lengths.learn(batch)
             each = [prompt for prompt in evaluation.asked for _ in range(count)]
@@ -129,11 +137,6 @@ def passes(samples: int, problems: int, per_call: int) -> Iterator[tuple[int, in
         yield first, min(each, samples - first)
 
 
-def _responses_per_call(config: RunConfig) -> int:
-    engines = world_size(config) // config.rollout.tensor_parallel_size
-    return ROUNDS_PER_CALL * engines * config.rollout.max_num_seqs
-
-
 def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     """Start rollout engines with the subject's weights; `stack` ends them."""
     config, folder = evaluation.config, evaluation.subject.folder
@@ -149,17 +152,6 @@ def _rollout_engines(evaluation: Evaluation, stack: ExitStack) -> WorkerGroup:
     stack.enter_context(rollout.pool)
     rollout.call("reshard", evaluation.subject.step)
     return rollout
-
-
-def _request(evaluation: Evaluation, first: int, count: int) -> PromptBatch:
-    return request_of(
-        evaluation.asked,
-        evaluation.subject.step,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
-        samples=count,
-        first_sample=first,
-    )
 
 
 def _completions(

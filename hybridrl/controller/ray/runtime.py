@@ -83,7 +83,9 @@ def ray_runtime(cluster: ClusterConfig, accelerator: Accelerator) -> Iterator[No
             stack.enter_context(joined_cluster(worker_environment(os.environ)))
         else:
             with shielded():  # else a signal in between leaves the folder behind
-                folder = _make_folder()
+                root = tempfile.gettempdir()
+                root = root if len(root) <= MAX_TEMP_ROOT else "/tmp"
+                folder = Path(tempfile.mkdtemp(prefix="hybridrl-", dir=root))
                 janitor = Janitor(MARK, folder)
                 stack.callback(janitor.dismiss)
                 stack.callback(_stop, folder)
@@ -155,16 +157,12 @@ def _no_cluster(address: str, why: object) -> ConfigError:
     )
 
 
-def _make_folder() -> Path:
-    root = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix="hybridrl-", dir=root if len(root) <= MAX_TEMP_ROOT else "/tmp")
-    )
-
-
 def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> None:
     slots = cluster.gpus_per_node
     assert slots is not None, "cluster.gpus_per_node is resolved before Ray starts"
+    # The batches of a few steps.
+    free = shutil.disk_usage(processes.SHARED_MEMORY).free
+    store_bytes = max(80 * MIB, min(processes.STORE_BYTES[accelerator], free // 2))
     start = time.perf_counter()
     # ray.init may swallow an exception of a signal; it takes a few seconds.
     with (
@@ -178,7 +176,7 @@ def _start(folder: Path, cluster: ClusterConfig, accelerator: Accelerator) -> No
             address="local",
             num_cpus=slots,
             num_gpus=slots if accelerator is Accelerator.gpu else 0,
-            object_store_memory=_object_store_bytes(accelerator),
+            object_store_memory=store_bytes,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
@@ -237,10 +235,3 @@ def _log(line: str) -> None:
     """Log a line of Ray's; the pool's own error describes the death of a worker better."""
     level = logging.DEBUG if "worker died or was killed" in line else logging.WARNING
     logger.log(level, "Ray: %s", line)
-
-
-def _object_store_bytes(accelerator: Accelerator) -> int:
-    """Return a size for the batches of a few steps, at most half of the free /dev/shm."""
-    wanted = processes.STORE_BYTES[accelerator]
-    free = shutil.disk_usage(processes.SHARED_MEMORY).free
-    return max(80 * MIB, min(wanted, free // 2))

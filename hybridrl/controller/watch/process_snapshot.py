@@ -29,16 +29,6 @@ GONE = ("", "X", "Z")
 _THREAD = re.compile(r'hread 0x.*\n  File "(.*)", line (\d+) in (.*)')
 
 
-class ProcessSnapshot(NamedTuple):
-    """Position of a process, None if unknown, and the letter of its state, empty if it has ended.
-
-    The letter is that of /proc/<pid>/stat, "T" if stopped.
-    """
-
-    position: Position | None
-    state: str
-
-
 class Traces(NamedTuple):
     """Stack and flight records of a process, written on request.
 
@@ -56,39 +46,32 @@ class Traces(NamedTuple):
     passed: int = -1
 
 
-class ProgressCounters(NamedTuple):
-    """Counters that change while a process makes progress: changes of its position, and traffic.
-
-    Traffic is read and written, in units of TRAFFIC_STEP_BYTES: a rank that writes a large file
-    keeps its position for long.
-    """
-
-    changes: int
-    traffic: int
+def process_snapshots(pids: Sequence[int]) -> list[tuple[Position | None, str]]:
+    """Return position, None if unknown, and `state_of` each process."""
+    return [(_position(pid), state_of(pid)) for pid in pids]
 
 
-def process_snapshots(pids: Sequence[int]) -> list[ProcessSnapshot]:
-    """Return position and state of processes."""
-    return [ProcessSnapshot(_position(pid), state_of(pid)) for pid in pids]
-
-
-def progress_counters(pids: Sequence[int]) -> list[ProgressCounters | None]:
+def progress_counters(pids: Sequence[int]) -> list[tuple[int, int] | None]:
     """Return the counters of processes; None for one that publishes no position."""
     positions = [_position(pid) for pid in pids]
     return [at and counters_at(pid, at) for pid, at in zip(pids, positions, strict=True)]
 
 
-def counters_at(pid: int, position: Position) -> ProgressCounters:
-    """Return the counters of a process at a position."""
+def counters_at(pid: int, position: Position) -> tuple[int, int]:
+    """Return what changes while a process makes progress: changes of its position, and traffic.
+
+    Traffic is read and written, in units of TRAFFIC_STEP_BYTES: a rank that writes a large file
+    keeps its position for long.
+    """
     traffic = 0
     with suppress(psutil.Error):
         io = psutil.Process(pid).io_counters()
         traffic = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
-    return ProgressCounters(position.changes, traffic // TRAFFIC_STEP_BYTES)
+    return position.changes, traffic // TRAFFIC_STEP_BYTES
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state; empty if it has ended."""
+    """Return the letter of a process's state in /proc/<pid>/stat; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

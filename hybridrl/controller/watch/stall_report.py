@@ -18,7 +18,6 @@ from hybridrl.controller.watch.flight_recorder import NCCL_PREFIX
 from hybridrl.controller.watch.process_snapshot import (
     GONE,
     STOPPED,
-    ProcessSnapshot,
     Traces,
     process_snapshots,
     write_traces,
@@ -36,33 +35,19 @@ NOT_BEGUN = (-1, 0)
 
 
 class RankReport(NamedTuple):
-    """Evidence about an unfinished rank; no snapshot if its node does not answer."""
+    """Evidence about an unfinished rank: its position, if known, and a key of `_STATES`."""
 
     host: Host
-    snapshot: ProcessSnapshot | None
+    position: Position | None
+    state: str
     traces: Traces = Traces("", [])
-
-    @property
-    def position(self) -> Position | None:
-        """Position, or None if unknown."""
-        return None if self.snapshot is None else self.snapshot.position
-
-    @property
-    def state(self) -> str:
-        """Letter of the process's state; "?" if unknown, "0" if not started."""
-        if self.snapshot is None:
-            return "?" if self.host.pid else "0"
-        return self.snapshot.state
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """Report of a call that some ranks have not finished.
+    """Report of a call that the ranks in `seen` have not finished.
 
-    Attributes:
-        phase: the call, "rollout.reshard"; several methods are separated by commas.
-        seen: the unfinished ranks.
-        num_ranks: number of called ranks.
+    `phase` is the call, "rollout.reshard"; several methods are separated by commas.
     """
 
     phase: str
@@ -115,15 +100,12 @@ class StallReport:
 
     def describe(self, rank: RankReport) -> str:
         """Describe a rank: node, process, position, state, innermost line, log file."""
-        parts = [place_in(self.phase, rank.position), _STATES.get(rank.state, "")]
+        state = _STATES.get(rank.state, "")
         if rank.state in STOPPED:
-            pid = rank.host.pid
-            parts[1] += f"; kill -CONT {pid} resumes it"
-        if rank.traces.device:
-            parts.append(f"its device {rank.traces.device}")
-        if rank.traces.frame:
-            parts.append(rank.traces.frame)
-        text = ", ".join(part for part in parts if part)
+            state += f"; kill -CONT {rank.host.pid} resumes it"
+        device = f"its device {rank.traces.device}" if rank.traces.device else ""
+        parts = [place_in(self.phase, rank.position), state, device, rank.traces.frame]
+        text = ", ".join(filter(None, parts))
         return f"  {rank.host.describe()}: {text}\n    {rank.host.log_file}"
 
 
@@ -196,7 +178,8 @@ def collect_report(
     """Collect position and state of unfinished ranks, without interfering with them."""
     late = [host if host.pid else _completed_from_ray(host) for host in late]
     seen = _on_nodes(nodes, late, process_snapshots, lambda hosts: ([h.pid for h in hosts],))
-    return StallReport(phase, [RankReport(host, seen.get(host)) for host in late], num_ranks)
+    reports = [RankReport(host, *seen.get(host, (None, "?" if host.pid else "0"))) for host in late]
+    return StallReport(phase, reports, num_ranks)
 
 
 def stall_error(nodes: NodeTasks, report: StallReport, finding: str, advice: str) -> WorkerError:

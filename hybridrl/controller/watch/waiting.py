@@ -16,7 +16,6 @@ from hybridrl.controller.errors import RemoteError, WorkerError
 from hybridrl.controller.node_tasks import NodeTasks
 from hybridrl.controller.placement import Host, by_node
 from hybridrl.controller.watch.process_snapshot import (
-    ProgressCounters,
     StoppedTimes,
     WatchClock,
     counters_at,
@@ -60,9 +59,9 @@ class ProgressLog:
 
     def __init__(self) -> None:
         # rank -> progress, seconds when it was seen first and last
-        self._seen: dict[int, tuple[ProgressCounters, float, float]] = {}
+        self._seen: dict[int, tuple[tuple[int, int], float, float]] = {}
 
-    def note(self, rank: int, progress: ProgressCounters, now: float) -> None:
+    def note(self, rank: int, progress: tuple[int, int], now: float) -> None:
         """Add the progress of a rank at a time in seconds."""
         known = self._seen.get(rank)
         since = known[1] if known is not None and known[0] == progress else now
@@ -79,15 +78,9 @@ class ProgressLog:
 class StallDetector:
     """Monitor of one call on the ranks of a pool.
 
-    Args:
-        cluster: its time limits.
-        readers: readers of positions on this node, by rank.
-        nodes: nodes of the other ranks.
-        ray_monitor: monitor of Ray's processes.
-        phase: the call.
-        num_ranks: number of called ranks.
-        is_step: True for a step of the start, in which ranks publish no progress. It has a
-            deadline; before it, only ranks of this node that are stopped are detected.
+    `readers` read the positions on this node, by rank. `is_step`: a step of the start, in which
+    ranks publish no progress. It has a deadline; before it, only stopped ranks of this node are
+    detected.
     """
 
     def __init__(
@@ -210,17 +203,13 @@ def wait_for_all(
             except RayError as error:
                 cause = _cause(host, error, detector)
                 failures.append((host, cause))
-                if isinstance(cause, Death) or not _is_echo(cause.summary):
+                is_echo = any(echo in cause.summary.lower() for echo in ECHOES)
+                if isinstance(cause, Death) or not is_echo:
                     _raise(host, cause, phase)
                 deadline = min(deadline, time.monotonic() + ROOT_CAUSE_GRACE_S)
     if failures:
         _raise(*failures[0], phase)
     return [results[ref] for ref in refs]
-
-
-def _is_echo(summary: str) -> bool:
-    """Return True if a rank only reports the loss of another one."""
-    return any(echo in summary.lower() for echo in ECHOES)
 
 
 def _cause(host: Host, error: RayError, detector: StallDetector) -> RemoteError:
