@@ -148,8 +148,16 @@ def train(
 def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
     """Return the tracker; its metrics are sent and drawn at the end, also after a failure."""
     tracker = Tracker(run_dir, config, [] if resume is None else resume.rows)
+
+    def draw_unfinished(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and tracker.rows:
+            try:
+                draw(config, run_dir)
+            except OSError as error:
+                log.warning("the curves could not be drawn: %s", error)
+
     stack.push(lambda kind, *_: tracker.close(timeout_s=TRACKERS_S if kind is None else HURRY_S))
-    stack.push(lambda kind, *_: _draw_unfinished(kind, tracker, config, run_dir))
+    stack.push(draw_unfinished)
     return tracker
 
 
@@ -187,18 +195,6 @@ def _show_header(
     )
     lines = header_lines(config, facts) + ([] if resume is None else resume.lines())
     console.header(config.run.name, lines)
-
-
-def _draw_unfinished(
-    kind: type[BaseException] | None, tracker: Tracker, config: RunConfig, run_dir: Path
-) -> None:
-    """Draw the curves of a run that ends by an exception, without hiding it."""
-    if kind is None or not tracker.rows:
-        return
-    try:
-        draw(config, run_dir)
-    except OSError as error:
-        log.warning("the curves could not be drawn: %s", error)
 
 
 def _route_logging(console: RunConsole, stack: ExitStack) -> None:

@@ -13,8 +13,13 @@ from rich.console import Console
 from hybridrl.app.compose import find_machine
 from hybridrl.app.launch import check_data
 from hybridrl.commands.evaluation.config import evaluation_config
-from hybridrl.commands.evaluation.options import EvalOptions, Split, parse_options
-from hybridrl.commands.evaluation.subject import Subject, find_subject
+from hybridrl.commands.evaluation.options import (
+    EvalOptions,
+    Split,
+    Subject,
+    find_subject,
+    parse_options,
+)
 from hybridrl.commands.running import UsageError, run_command, warn_about_changed_model
 from hybridrl.config.checks.installation import check_installation
 from hybridrl.config.command.command_line import parse_argv

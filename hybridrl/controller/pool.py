@@ -80,10 +80,7 @@ class PoolConfig:
 class ObjectStore:
     """Stores each piece in Ray's object store once, for the lifetime of the piece.
 
-    Workers on the driver's node map it; other nodes fetch it once.
-
-    Args:
-        guarded: context of each call into Ray, which without a raylet would end this process.
+    `guarded` is the context of each call into Ray, which without a raylet would end this process.
     """
 
     def __init__(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
@@ -146,10 +143,9 @@ class Pool(AbstractContextManager["Pool"]):
         return len(self.hosts)
 
     def run(self, method: str, arguments: Sequence[tuple], phase: str) -> list[Any]:
-        """Call a method of WorkerHost on every rank, with one tuple of arguments each, and wait.
+        """Call a method of WorkerHost on every rank and wait; return results by rank.
 
-        The phase is the name for messages, "actor.update". Returns results by rank; `wait_for_all`
-        raises.
+        The phase is the name for messages, "actor.update". Raises as `wait_for_all` does.
         """
         return self.begin(method, arguments, phase)()
 
@@ -220,9 +216,7 @@ class Pool(AbstractContextManager["Pool"]):
             grace_s = END_GRACE_S if self._release_within_timeout() else 0.0
             early = self._shared_memory
             arguments = {node: (left[node], early.get(node, []), grace_s) for node in left}
-            for remaining in self._nodes.run_each(processes.end, arguments).values():
-                if remaining:
-                    logger.error("processes still alive after SIGKILL: %s", remaining)
+            self._nodes.run_each(processes.end, arguments)
             for reader in self._readers.values():
                 reader.close()
             self._readers, self.hosts = {}, []

@@ -69,10 +69,10 @@ def footprint(pids: list[int]) -> Footprint:
     return Footprint(found, sorted(files))
 
 
-def end(left: Footprint, shared_memory: list[str], grace_s: float) -> list[int]:
+def end(left: Footprint, shared_memory: list[str], grace_s: float) -> int:
     """Wait for processes, kill those that do not exit, and unlink their and more shared memory.
 
-    Returns the ids of processes that still exist.
+    Returns the number of killed processes.
     """
     alive = []
     for pid, created in left.processes:
@@ -80,21 +80,21 @@ def end(left: Footprint, shared_memory: list[str], grace_s: float) -> list[int]:
             process = psutil.Process(pid)
             if process.create_time() == created:
                 alive.append(process)
-    alive = wait_or_kill(alive, grace_s)
+    killed = wait_or_kill(alive, grace_s)
     for path in {*left.shared_memory, *shared_memory}:
         Path(path).unlink(missing_ok=True)
-    return [process.pid for process in alive]
+    return killed
 
 
-def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """Wait `grace_s` seconds for processes, kill the rest; return those that still exist."""
+def wait_or_kill(processes: list[psutil.Process], grace_s: float) -> int:
+    """Wait `grace_s` seconds for processes, kill the rest; return their number."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    return psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]
+    if left := psutil.wait_procs(alive, timeout=KILL_TIMEOUT_S)[1]:
+        logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
+    return len(alive)
 
 
 def ray_processes(variable: str, folder: Path) -> list[psutil.Process]:

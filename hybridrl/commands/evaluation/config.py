@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridrl.app.compose import conf_dir, hardware_overrides, stored_weight_problems
 from hybridrl.checkpoint.find import Found
-from hybridrl.commands.evaluation.subject import Subject
+from hybridrl.commands.evaluation.options import Subject
 from hybridrl.config.choices import Init
 from hybridrl.config.command.command_line import CommandLine, names_hardware, precompose
 from hybridrl.config.command.provenance import provenance_of

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.commands.evaluation.options import EvalOptions
-from hybridrl.commands.evaluation.subject import Subject
+from hybridrl.commands.evaluation.options import EvalOptions, Subject
 from hybridrl.commands.running import report_removal
 from hybridrl.config.planner.world import world_size
 from hybridrl.config.schema import RunConfig

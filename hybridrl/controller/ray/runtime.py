@@ -200,12 +200,10 @@ def _stop(folder: Path) -> None:
                 logger.error("Ray did not shut down within %g s", SHUTDOWN_LIMIT_S)
             except RayError as error:
                 logger.error("Ray did not shut down cleanly: %s", error)
-        left = processes.wait_or_kill(started, STOP_GRACE_S)
+        processes.wait_or_kill(started, STOP_GRACE_S)
         # Processes started during the shutdown.
-        left += processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
+        processes.wait_or_kill(processes.ray_processes(MARK, folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
-        if left:
-            logger.error("still running after SIGKILL: %s", ", ".join(map(str, left)))
         logger.debug("Ray stopped in %.1f s", time.perf_counter() - start)
 
 

@@ -66,18 +66,13 @@ def main(variable: str, folder: str, run: str) -> None:
 
 def clear(variable: str, folder: Path) -> int:
     """End the processes of a killed run and remove its files; return how many had to be killed."""
-    import psutil
-
     from hybridrl.controller import processes
 
     members = processes.ray_processes(variable, folder)
     left = processes.footprint([process.pid for process in members])
     listed = folder / SHARED_MEMORY_LIST
     paths = listed.read_text().splitlines() if listed.is_file() else []
-    _, alive = psutil.wait_procs(members, timeout=GRACE_S)
-    processes.wait_or_kill(alive, 0.0)
+    killed = processes.end(left, paths, GRACE_S)
     processes.wait_or_kill(processes.ray_processes(variable, folder), 0.0)
-    for path in {*left.shared_memory, *paths}:
-        Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return len(alive)
+    return killed
