@@ -149,7 +149,6 @@ def pool_config(ranks: int, folder: Path) -> PoolConfig:
         slots_on_nodes=slots_on_nodes(config),
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
-        ranks_per_engine=1,
         ahead=[],
         modules=["transport"],
         log_folder=folder / "logs",

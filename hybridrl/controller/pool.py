@@ -34,7 +34,6 @@ from hybridrl.controller.placement import (
     number_cpu_slots,
     rank_order,
     reserve,
-    warn_of_straddling,
 )
 from hybridrl.controller.rendezvous import given_port
 from hybridrl.controller.signals import shielded
@@ -61,7 +60,6 @@ class PoolConfig:
 
     Attributes:
         slots_on_nodes: number of processes on each node.
-        ranks_per_engine: consecutive ranks that should share a node.
         modules: modules that every process imports first.
         ahead: configs of roles; their slow modules are imported during the rendezvous.
         log_folder: folder of the logs, one file per process.
@@ -71,7 +69,6 @@ class PoolConfig:
     slots_on_nodes: Sequence[int]
     accelerator: Accelerator
     fsdp: FSDPConfig
-    ranks_per_engine: int
     modules: Sequence[str]
     ahead: Sequence[Any]
     log_folder: Path
@@ -279,8 +276,6 @@ class Pool(AbstractContextManager["Pool"]):
         near = [host for host in self.hosts if host.slot.node_id == self._nodes.driver]
         readers = {host.rank: open_position(host.pid) for host in near}
         self._readers = {rank: reader for rank, reader in readers.items() if reader is not None}
-        ranked = [host.slot for host in self.hosts]
-        warn_of_straddling(ranked, self._config.ranks_per_engine)
 
     def _join_rendezvous(self) -> None:
         """Agree on one rendezvous; the user's MASTER_ADDR and MASTER_PORT take precedence.

@@ -12,6 +12,7 @@ from hybridrl.config.schema import RunConfig, SaverConfig
 from hybridrl.controller.background import import_in_background
 from hybridrl.controller.calls import RoleCall, TimedResult
 from hybridrl.controller.host import import_class
+from hybridrl.controller.placement import warn_of_straddling
 from hybridrl.controller.pool import Pool, PoolConfig
 from hybridrl.data.shardable import Shardable
 from hybridrl.workers.dispatch import Dispatch, dispatch_of
@@ -189,12 +190,12 @@ def start_workers(config: RunConfig, run_dir: Path) -> Workers:
         ConfigError: the cluster lacks slots, or a worker raised a ConfigError.
         WorkerError: a process failed to start, to join or to build a role.
     """
-    idle = {
-        *([] if uses_critic(config) else ["critic"]),
-        *([] if config.algorithm.kl.coef != 0 else ["ref"]),
-        *([] if config.reward_model is not None else ["reward_model"]),
+    uses = {
+        "critic": uses_critic(config),
+        "ref": config.algorithm.kl.coef != 0,
+        "reward_model": config.reward_model is not None,
     }
-    configs = {role: getattr(config, role) for role in BUILD_ORDER if role not in idle}
+    configs = {role: getattr(config, role) for role in BUILD_ORDER if uses.get(role, True)}
     configs["saver"] = SaverConfig(worker=SAVER, prepares=config.checkpoint.every_steps > 0)
     groups = start_roles(config, configs, run_dir)
     return Workers(groups["actor"].pool, **groups)
@@ -208,14 +209,12 @@ def start_roles(
     Configs by role include rollout and actor. The rollout engine is built first and determines the
     sharding of the other roles. The caller closes the pool of the worker groups.
     """
-    rollout_class = import_class(config.rollout.worker)
     modules = [role.worker.rpartition(".")[0] for role in configs.values()]
     pool_config = PoolConfig(
         cluster=config.cluster,
         slots_on_nodes=slots_on_nodes(config),
         accelerator=config.hardware.accelerator,
         fsdp=config.fsdp,
-        ranks_per_engine=rollout_class.ranks_per_shard(config.rollout),
         modules=modules,
         ahead=[config.rollout],
         log_folder=run_dir / "logs",
@@ -225,8 +224,9 @@ def start_roles(
     with ExitStack() as undo:
         pool = undo.enter_context(Pool(pool_config))
         pool.read_ahead(configs["actor"].model)
-        rollout = _build_role(pool, "rollout", configs["rollout"])
         imported.result()
+        rollout = _build_role(pool, "rollout", configs["rollout"])
+        warn_of_straddling([host.slot for host in pool.hosts], rollout.ranks_per_shard)
         fsdp = replace(config.fsdp, columns=rollout.call("columns", config.fsdp))
         others = {
             role: own if isinstance(own, SaverConfig) else replace(own, fsdp=fsdp)

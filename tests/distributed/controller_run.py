@@ -60,7 +60,6 @@ def pool_config(
             offload=Offload.none,
             compile=False,
         ),
-        ranks_per_engine=engine,
         modules=["controller_roles"],
         ahead=[AdderConfig(ahead="controller_ahead")],
         log_folder=folder / "logs",
