@@ -36,6 +36,7 @@ from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules
 from hybridrl.trainer.kl_control import KLPenalty, NoReference
 from hybridrl.trainer.ppo import PPOTrainer
+from hybridrl.trainer.rewarding import RewardSource
 from hybridrl.trainer.timing.throughput import Throughput
 from hybridrl.trainer.tracking.console import RunConsole
 from hybridrl.trainer.tracking.header import RunFacts, header_lines
@@ -106,14 +107,7 @@ def train(
         decode = decoder(load_tokenizer(config.model.path))
         environment = open_environment(config, stack)
         rewards = open_rewards(config, environment, decode, stack)
-        evaluator = Evaluator(
-            prompts.held_out,
-            rewards,
-            open_rules(config, stack),
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            greedy=config.eval.greedy,
-        )
+        evaluator = _evaluator(config, prompts, rewards, stack)
         tracker = _tracker(config, run_dir, resume, stack)
         setup.mark("driver")
         workers = start_workers(config, run_dir)
@@ -143,6 +137,19 @@ def train(
         console.header("workers", [*hosts, ("setup", str(setup))])
         trainer.metrics |= setup.metrics()
         return trainer.fit(resume)
+
+
+def _evaluator(
+    config: RunConfig, prompts: PromptSets, rewards: RewardSource, stack: ExitStack
+) -> Evaluator:
+    return Evaluator(
+        prompts.held_out,
+        rewards,
+        open_rules(config, stack),
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        greedy=config.eval.greedy,
+    )
 
 
 def _tracker(config: RunConfig, run_dir: Path, resume: Resume | None, stack: ExitStack) -> Tracker:
