@@ -53,7 +53,7 @@ from benchmarks.training_workload import (
     random_batch,
     run_config,
 )
-from hybridrl.config.checks.sequences import sequence_head_problems, sequence_problems
+from hybridrl.config.checks.sizes import sequence_head_problems, sequence_problems
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.planner.flops import HOPPER_BF16_PEAK, forward_flops, training_flops
 from hybridrl.config.planner.memory import rank_phases

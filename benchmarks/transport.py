@@ -42,7 +42,7 @@ from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.partition import partition_by_micro_batch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import RankBatch, ScheduledBatch, UpdateSizes, schedule
-from hybridrl.data.shardable import Shardable
+from hybridrl.data.shardable import Piece, Shardable
 from hybridrl.main import conf_dir
 from hybridrl.models.resolve import read_model_config
 from hybridrl.workers.base import Worker
@@ -106,9 +106,11 @@ class Anew(Shardable):
     def __init__(self, scheduled: ScheduledBatch) -> None:
         self.scheduled = scheduled
 
-    def shard(self, num_shards: int) -> Sequence[RankBatch]:
+    assemble = staticmethod(ScheduledBatch.assemble)
+
+    def pieces(self, num_shards: int) -> Sequence[Sequence[Piece]]:
         """The ranks' batches, cut now."""
-        return ScheduledBatch.of(self.scheduled.batch, self.scheduled.ranks).shard(num_shards)
+        return ScheduledBatch.of(self.scheduled.batch, self.scheduled.ranks).pieces(num_shards)
 
     def join(self, results: Sequence[Any]) -> Any:
         """As the scheduled batch does."""

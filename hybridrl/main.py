@@ -159,8 +159,10 @@ def run(cfg: DictConfig) -> float:
     # In a sweep a key without effect is only a warning: some jobs may use it.
     result = examine_config(cfg, machine, Provenance() if in_sweep else provenance)
     key = "hydra.sweep.dir" if in_sweep else "hydra.run.dir"
-    if problem := auto_problem(result.config, state.overrides.hydra, key):
-        result.report.add(problem)
+    if result.report.usable(["resume"]):
+        problem = auto_problem(result.config, state.overrides.hydra, key)
+        if problem is not None:
+            result.report.add(problem)
     if result.report.problems or cfg.run.dry:
         check_data(result)
     config, shape, reward_shape = result.config, result.shape, result.reward_shape
@@ -193,7 +195,7 @@ def _composed(line: CommandLine) -> Precomposed | None:
 
     Returns None for another primary config, or if nothing is composed.
     """
-    if line.has_own_primary or not line.composes:
+    if not line.composes:
         return None
     found = composed(line, find_machine)
     if found.problems:

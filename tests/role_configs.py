@@ -5,8 +5,8 @@ from typing import Any
 
 from hybridrl.config.algorithm_schema import (
     AlgorithmConfig,
+    FunctionConfig,
     KLConfig,
-    LossConfig,
     OverlongConfig,
     RolloutCorrectionConfig,
 )
@@ -95,7 +95,7 @@ def algorithm_config() -> AlgorithmConfig:
         lam=1.0,
         pass_k=4,
         whiten_advantages=True,
-        loss=LossConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
+        loss=FunctionConfig(function="ppo_clip", args={"clip_low": 0.2, "clip_high": 0.2}),
         aggregation=Aggregation.token_mean,
         rollout_correction=RolloutCorrectionConfig(
             method=CorrectionMethod.none, level=CorrectionLevel.token, low=0.5, high=2.0

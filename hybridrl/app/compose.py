@@ -85,7 +85,7 @@ def stored_weight_problems(result: Examined, *, on_hub: bool) -> Iterator[str]:
     models = []
     if report.usable(["model.path", "model.init"]) and config.model.init is Init.pretrained:
         models.append(("model.path", config.model.path, result.shape))
-    if config.reward_model is not None:
+    if result.reward_shape is not None:
         models.append((REWARD_MODEL_PATH, config.reward_model.model.path, result.reward_shape))
     for key, path, shape in models:
         if shape is not None and is_on_hub(path) == on_hub:

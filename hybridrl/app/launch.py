@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.checkpoint.names import checkpoints_folder, steps_in
-from hybridrl.checkpoint.verification import unconfirmed
+from hybridrl.checkpoint.files import checkpoints_folder, steps_in
+from hybridrl.checkpoint.verification import verify
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.load import Examined
@@ -30,7 +31,7 @@ from hybridrl.trainer.checkpointing.verification import ClusterVerification, Ver
 
 if TYPE_CHECKING:
     from hybridrl.app.session import RunInputs
-    from hybridrl.data.sources.prompt_sets import PromptSets
+    from hybridrl.data.sources.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ def examine_data(result: Examined) -> "PromptSets | None":
     """Return the prompts, if their keys are usable; add problems to the config's report."""
     if not result.report.usable(DATA_NEEDS):
         return None
-    from hybridrl.data.sources.prompt_sets import examine_prompts
+    from hybridrl.data.sources.prompts import examine_prompts
 
     config, report = result.config, result.report
     prompts, problems = examine_prompts(
@@ -218,5 +219,7 @@ def _prepare_session(
     prompts = check_data(result)
     from hybridrl.app.session import read_inputs
 
-    confirm = ClusterVerification(agents) if _is_confirmed(result.config) else unconfirmed
-    return read_inputs(result.config, folder, prompts, watch, confirm)
+    verify_here = partial(verify, watch=watch)
+    if _is_confirmed(result.config):
+        verify_here = partial(verify, watch=watch, confirm=ClusterVerification(agents))
+    return read_inputs(result.config, folder, prompts, verify_here)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
+from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.flops import peak_per_rank
 from hybridrl.config.planner.machine import Machine, torch_threads
@@ -25,8 +26,8 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.calls import SetupTimes
 from hybridrl.controller.signals import Preemption
 from hybridrl.controller.worker_group import start_workers
-from hybridrl.data.sources.prompt_sets import PromptSets, prompt_source
-from hybridrl.data.sources.prompt_source import PromptSource
+from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.checkpointing.base_models import Fingerprints, base_models
@@ -64,18 +65,14 @@ def read_inputs(
     config: RunConfig,
     run_dir: Path,
     prompts: PromptSets,
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
+    verify: Verify = verification.verify,
 ) -> RunInputs:
-    """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint.
-
-    `watch` receives the progress of reading a checkpoint; `confirm` verifies it on other nodes.
-    """
+    """Read the inputs of a run; writes nothing. ConfigError for a model or the checkpoint."""
     source = prompt_source(prompts, config.data, config.seed)
     models = base_models(config)
     # Takes seconds for hundreds of thousands of prompts: not during the first checkpoint.
     known = source.fingerprint
-    resume = find_resume(config, run_dir, models, known, watch, confirm)
+    resume = find_resume(config, run_dir, models, known, verify)
     return RunInputs(prompts, source, models, resume)
 
 
@@ -95,7 +92,8 @@ def train(
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(config.trainer.total_steps))
         _route_logging(console, stack)
-        resume = None if resume is None else resume.quarantine(run_dir)
+        if resume is not None:
+            resume.quarantine(run_dir)
         started = datetime.now(UTC)
         try:
             found = None if resume is None else resume.found

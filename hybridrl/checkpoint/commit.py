@@ -1,39 +1,48 @@
-"""Commit of a checkpoint: written under a hidden name, published by one rename; crash cleanup."""
+"""Checkpoints on disk: commit by one rename, clean-up after crashes, retention, quarantine.
 
+A checkpoint is written under a hidden name and published by one rename. The newest and the best
+stay; a resume quarantines damaged and later ones. Both depend on the files on disk alone, so a
+resumed run keeps the same checkpoints. Pruned ones are renamed at once; a thread removes their
+files, which may be many gigabytes.
+"""
+
+import itertools
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.files import exists, put_in_place, remove, sync_file, sync_folder
-from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.names import (
+from hybridrl.checkpoint.files import (
+    DAMAGED,
     MANIFEST,
     PARTIAL,
     REMOVED,
-    REPLACED,
     STATE,
+    SUPERSEDED,
+    UnreadableFile,
     checkpoints_folder,
+    exists,
+    hidden_in,
     hidden_name,
-    hidden_step_of,
-    hidden_steps_in,
+    promised_step,
+    remove,
     step_name,
+    steps_in,
+    sync_file,
+    sync_folder,
 )
+from hybridrl.checkpoint.find import Found
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hybridrl.checkpoint.verification import verify
 
 
 def begin(run_dir: Path, step: int) -> Path:
     """Create an empty folder for a checkpoint, with state/ in it.
 
-    It also removes leftovers of earlier crashes, so only one process may save at a time.
-
-    Args:
-        run_dir: the run's directory; it exists.
-        step: after which the checkpoint is taken.
-
-    Returns:
-        The folder to write into, for `commit` or `abandon`.
+    It also removes leftovers of earlier crashes, so only one process may save at a time. The caller
+    writes into the folder, then calls `commit` or `abandon`.
 
     Raises:
         OSError: the disk is full, read-only or broken; complete checkpoints are untouched.
@@ -49,51 +58,41 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
-    """Publish a written checkpoint; after the return it survives a power cut.
-
-    A checkpoint of the same step is replaced. It is removed after its successor is durable.
-
-    Args:
-        partial: returned by `begin`, with every file that the manifest lists.
-        manifest: of these files.
-
-    Returns:
-        The folder under its final name.
+    """Publish a folder of `begin` under its final name; then it survives a power cut.
 
     Raises:
         DamagedCheckpoint: files in the folder differ from the manifest.
-        OSError: the disk is full, read-only or broken. Earlier checkpoints are untouched.
+        OSError: the disk is full, read-only or broken, or the step has a checkpoint. Earlier
+            checkpoints are untouched.
     """
-    step = hidden_step_of(partial.name, PARTIAL)
-    assert step is not None, f"{partial} is no folder that begin() made"
+    step = promised_step(partial.name)
+    assert step is not None and partial.name.endswith(PARTIAL), f"begin() did not make {partial}"
     folder = partial.parent
     manifests.write(partial, manifest)
     verify(partial, checksums=False)
     _sync(partial, manifest)
-    final, aside = folder / step_name(step), folder / hidden_name(step, REPLACED)
-    put_in_place(partial, final, aside)
+    final = folder / step_name(step)
+    os.rename(partial, final)
     sync_folder(folder)
-    remove(aside)
     return final
 
 
 def abandon(partial: Path) -> None:
     """Remove a partial checkpoint as far as possible; never raises. `begin` removes the rest."""
-    assert hidden_step_of(partial.name, PARTIAL) is not None, f"{partial} is not being written"
+    assert partial.name.endswith(PARTIAL), f"{partial} is not being written"
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
     """Remove leftovers of unfinished saves and deletions; no process may be saving.
 
-    A failed deletion does not matter here: `retention.Removal` retries and reports it.
+    A failed deletion does not matter here: `Removal` retries and reports it.
 
     Raises:
         OSError: something of a save cannot be removed.
     """
-    for step in hidden_steps_in(folder, PARTIAL):
-        remove(folder / hidden_name(step, PARTIAL))
-    restore_replaced(folder)
+    for left in hidden_in(folder, PARTIAL):
+        remove(left)
     with suppress(OSError):
         finish_deletions(folder)
 
@@ -102,39 +101,125 @@ def finish_deletions(folder: Path) -> None:
     """Remove all leftovers of unfinished deletions that can be removed.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: the last one that cannot be removed.
     """
-    failures = []
-    for step in hidden_steps_in(folder, REMOVED):
+    failed = None
+    for left in hidden_in(folder, REMOVED):
         try:
-            remove(folder / hidden_name(step, REMOVED))
+            remove(left)
         except OSError as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
-
-
-def restore_replaced(folder: Path) -> None:
-    """Rename replaced checkpoints back if they have no successor, else remove them.
-
-    Raises:
-        OSError: something cannot be renamed or removed.
-    """
-    for step in hidden_steps_in(folder, REPLACED):
-        aside, final = folder / hidden_name(step, REPLACED), folder / step_name(step)
-        if exists(final):
-            remove(aside)
-        else:
-            os.rename(aside, final)
-            sync_folder(folder)
+            failed = failure
+    if failed is not None:
+        raise failed
 
 
 def _sync(partial: Path, manifest: Manifest) -> None:
-    """Fsync all files and the folders that name them."""
-    folders = {partial, partial / STATE}
-    for name in (MANIFEST, *manifest.files):
-        path = partial / name
+    """Fsync all files, then the folders that name them."""
+    paths = [partial / name for name in (MANIFEST, *manifest.files)]
+    for path in paths:
         sync_file(path)
-        folders.update(p for p in path.parents if p.is_relative_to(partial))
-    for one in sorted(folders, reverse=True):
-        sync_folder(one)
+    folders = {partial / STATE, *(folder for path in paths for folder in path.parents)}
+    for folder in sorted(folders, reverse=True):
+        if folder.is_relative_to(partial):
+            sync_folder(folder)
+
+
+def prune(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
+    """Rename checkpoints that need not stay; `Removal` deletes them.
+
+    A checkpoint that is damaged (by names and sizes) or unreadable neither counts nor goes.
+
+    Args:
+        run_dir: directory of the run.
+        keep_last: number of newest ones that stay; 0 keeps all.
+        best: metric by which the best stays, too, larger is better; "-name" if smaller is. Of ties
+            the newer wins; checkpoints without the metric do not compete.
+
+    Returns:
+        The folders that no longer exist, oldest first.
+
+    Raises:
+        OSError: the folder cannot be read, or a rename failed; remaining checkpoints are intact.
+    """
+    if keep_last == 0:
+        return []
+    folder = checkpoints_folder(run_dir)
+    complete: dict[int, Manifest] = {}
+    for step in steps_in(folder):
+        with suppress(DamagedCheckpoint, UnreadableFile):
+            complete[step] = verify(folder / step_name(step), checksums=False)
+    kept = {*sorted(complete)[-keep_last:], _best_step(complete, best)}
+    gone = sorted(complete.keys() - kept)
+    for step in gone:
+        os.rename(folder / step_name(step), folder / hidden_name(step, REMOVED))
+    return [folder / step_name(step) for step in gone]
+
+
+class Removal:
+    """Background deletion of pruned checkpoints.
+
+    If the process ends meanwhile, the next one to save there finishes it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = checkpoints_folder(run_dir)
+        self._thread: Thread | None = None
+        self._failure: OSError | None = None
+
+    def begin(self) -> None:
+        """Start the deletion; the one before has been waited for."""
+        self._thread = Thread(target=self._run, name="removal", daemon=True)
+        self._thread.start()
+
+    def failure(self, *, wait: bool) -> OSError | None:
+        """Return the error of a finished deletion, once; None without one or while it runs."""
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _run(self) -> None:
+        try:
+            finish_deletions(self._folder)
+        except OSError as failure:
+            self._failure = failure
+
+
+def _best_step(manifests: dict[int, Manifest], metric: str | None) -> int | None:
+    if metric is None:
+        return None
+    name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
+    values = {step: manifest.metrics.get(name) for step, manifest in manifests.items()}
+    scores = [(sign * value, step) for step, value in values.items() if value is not None]
+    return max(scores)[1] if scores else None
+
+
+def quarantine(run_dir: Path, found: Found) -> list[Path]:
+    """Quarantine checkpoints that the resumed run will not descend from.
+
+    These are the damaged ones in `found`, from which it resumes (damaged_step_...), and others of
+    its step or later (superseded_step_...). No resume finds them, and later saves reuse the steps.
+    Returns the folders under their new names.
+    """
+    folder = checkpoints_folder(run_dir)
+    damaged = {error.folder.resolve() for error in found.damaged}
+    moved = []
+    for step in steps_in(folder):
+        one = folder / step_name(step)
+        if one.resolve() in damaged:
+            moved.append(_rename(one, DAMAGED))
+        elif step >= found.manifest.step and one.resolve() != found.folder.resolve():
+            moved.append(_rename(one, SUPERSEDED))
+    if moved:
+        sync_folder(folder)
+    return moved
+
+
+def _rename(folder: Path, prefix: str) -> Path:
+    """Rename a folder to the first free name."""
+    name = prefix + folder.name
+    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
+    new = next(path for path in map(folder.with_name, names) if not exists(path))
+    os.rename(folder, new)
+    return new

@@ -1,15 +1,38 @@
-"""Durable writes, removal, and reads with retries.
+"""Names of checkpoints' files and folders; durable writes, removal, and reads with retries.
+
+<run>/checkpoints/step_00000020/             a complete checkpoint
+<run>/checkpoints/.step_00000040.partial/    being written, or left by a crash
+<run>/checkpoints/.step_00000010.removed/    being deleted
+<run>/checkpoints/damaged_step_00000060/     quarantined: resume=auto does not use it
+<run>/checkpoints/superseded_step_00000060/  quarantined: later than the step resumed from
 
 A failed read is no damage: the file may be intact behind a network that fails for a moment.
 """
 
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+CHECKPOINTS = "checkpoints"
+
+MANIFEST = "manifest.json"
+DRIVER = "driver.json"
+STATE = "state"
+
+PARTIAL = ".partial"
+REMOVED = ".removed"
+
+DAMAGED = "damaged_"
+SUPERSEDED = "superseded_"
+
+_STEP = "step_([0-9]{8}|[1-9][0-9]{8,17})"
+_HIDDEN = rf"\.{_STEP}(?:{re.escape(PARTIAL)}|{re.escape(REMOVED)})"
+_ANY = re.compile(f"(?:{DAMAGED}|{SUPERSEDED})?{_STEP}|{_HIDDEN}")
 
 # Seconds between the attempts to read something.
 PAUSES_S = (0.2, 1.0, 3.0)
@@ -24,11 +47,7 @@ class UnreadableFile(OSError):
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync a file; the caller syncs its folder.
-
-    Raises:
-        OSError: the disk is full, read-only or broken.
-    """
+    """Write and fsync a file; the caller syncs its folder."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -36,11 +55,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Fsync a file.
-
-    Raises:
-        OSError: fsync failed.
-    """
+    """Fsync a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,11 +64,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Fsync the names in a folder.
-
-    Raises:
-        OSError: fsync failed.
-    """
+    """Fsync the names in a folder."""
     try:
         sync_file(path)
     except OSError as error:
@@ -71,9 +82,6 @@ def remove(path: Path) -> None:
     """Remove a folder with its content, a file or a link, if it exists.
 
     Other processes may remove the same path concurrently.
-
-    Raises:
-        OSError: something in it cannot be removed.
     """
     while exists(path):
         try:
@@ -107,10 +115,7 @@ def retried(
 ) -> _T:
     """Return `read(path)`, retried for some seconds after an OSError.
 
-    Args:
-        read: reads a file or folder, from its beginning.
-        path: of it.
-        wait: waits the given seconds until the next attempt; an exception from it ends them.
+    An exception from `wait`, called between the attempts with the seconds to wait, ends them.
 
     Raises:
         FileNotFoundError: the name does not exist.
@@ -136,3 +141,42 @@ def names_in(folder: Path) -> list[str]:
         return retried(os.listdir, folder)
     except FileNotFoundError:
         return []
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return run_dir / CHECKPOINTS
+
+
+def step_name(step: int) -> str:
+    """Return the name of a complete checkpoint; names sort as steps do."""
+    assert 0 <= step < 10**18, f"no step has the number {step}"
+    return f"step_{step:08d}"
+
+
+def hidden_name(step: int, suffix: str) -> str:
+    """Return the name of a checkpoint in transition: PARTIAL or REMOVED."""
+    return f".{step_name(step)}{suffix}"
+
+
+def step_of(name: str) -> int | None:
+    """Parse the name of a complete checkpoint; None for any other name."""
+    found = re.fullmatch(_STEP, name)
+    return int(found[1]) if found else None
+
+
+def promised_step(name: str) -> int | None:
+    """Parse the name of a checkpoint, also in transition or quarantine; None for any other name."""
+    found = _ANY.fullmatch(name)
+    return int(found[1] or found[2]) if found else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """List the steps of complete checkpoints, ascending; empty if the folder does not exist."""
+    return sorted(s for s in map(step_of, names_in(folder)) if s is not None)
+
+
+def hidden_in(folder: Path, suffix: str) -> list[Path]:
+    """List the checkpoints in transition with this suffix."""
+    found = ((name, promised_step(name)) for name in names_in(folder))
+    return [folder / name for name, step in found if step is not None and name.endswith(suffix)]

@@ -5,36 +5,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hybridrl.checkpoint import verification
-from hybridrl.checkpoint.files import exists
-from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
-from hybridrl.checkpoint.names import (
+from hybridrl.checkpoint.files import (
     CHECKPOINTS,
     MANIFEST,
-    REPLACED,
     STATE,
     checkpoints_folder,
-    hidden_name,
-    hidden_steps_in,
+    exists,
     promised_step,
     step_name,
     steps_in,
 )
-from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
+from hybridrl.checkpoint.manifest import DamagedCheckpoint, Manifest
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Found:
-    """Checkpoint that was found.
-
-    Attributes:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        damaged: newer ones that were skipped, newest first.
-    """
+    """Checkpoint that was found; `damaged` are newer ones that were skipped, newest first."""
 
     folder: Path
     manifest: Manifest
@@ -55,11 +45,7 @@ class UnreadableCheckpoint(ConfigError):
 
 @contextmanager
 def as_unreadable() -> Iterator[None]:
-    """Convert an OSError to an error for the user.
-
-    Raises:
-        UnreadableCheckpoint: the block raised an OSError.
-    """
+    """Convert an OSError of the block to UnreadableCheckpoint."""
     try:
         yield
     except OSError as error:
@@ -72,83 +58,52 @@ def as_unreadable() -> Iterator[None]:
         ) from error
 
 
-def newest_good(
-    run_dir: Path,
-    *,
-    verify: bool = True,
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
-) -> Found | None:
+@as_unreadable()
+def newest_good(run_dir: Path, verify: Verify = verification.verify) -> Found | None:
     """Find the newest intact checkpoint of a run, by step; None if the run has no checkpoint.
 
     Nothing is written, so the run may still be training.
-
-    Args:
-        run_dir: the run's directory.
-        verify: compare checksums, not only names and sizes.
-        watch, confirm: see `verification.verify`.
 
     Raises:
         NoWholeCheckpoint: all are damaged; each is named.
         UnreadableCheckpoint: a file cannot be read.
     """
-    with as_unreadable():
-        return _newest_in(checkpoints_folder(run_dir), _Verify(verify, watch, confirm))
+    return _newest_in(checkpoints_folder(run_dir), verify)
 
 
-def named(
-    path: Path,
-    *,
-    key: str = "resume",
-    verify: bool = True,
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
-) -> Found:
+@as_unreadable()
+def named(path: Path, *, key: str = "resume", verify: Verify = verification.verify) -> Found:
     """Find the checkpoint at a user's path.
 
-    Args:
-        path: a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
-            intact one.
-        key: the setting that holds the path, for messages.
-        verify, watch, confirm: as for `newest_good`.
+    `path` is a checkpoint's folder; or a run's directory, or its checkpoints folder, for the newest
+    intact one. `key` is the setting that holds it, for messages.
 
     Raises:
         ConfigError: there is no checkpoint, the named one is damaged, or a file cannot be read.
     """
-    with as_unreadable():
-        return _named(path.expanduser(), key, _Verify(verify, watch, confirm))
-
-
-class _Verify(NamedTuple):
-    """Arguments of `verification.verify`."""
-
-    checksums: bool
-    watch: Watch
-    confirm: Confirm
-
-    def __call__(self, folder: Path) -> Manifest:
-        return verification.verify(
-            folder, checksums=self.checksums, watch=self.watch, confirm=self.confirm
-        )
-
-
-def _named(path: Path, key: str, verify: _Verify) -> Found:
+    path = path.expanduser()
     if not path.is_dir():
         what = "is a file, not a folder" if path.is_file() else "does not exist"
         raise _no_checkpoint(key, path, what)
     if _is_checkpoint(path):
-        return _explicit(path, key, verify)
-    for folder in (checkpoints_folder(path), path):
-        found = _newest_in(folder, verify)
-        if found is not None:
-            return found
-    where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
-    raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
+        try:
+            return Found(path, verify(path))
+        except DamagedCheckpoint as error:
+            raise ConfigError(
+                f"{key} = {path}: this checkpoint is damaged: {error.file} {error.reason}.\n"
+                f"Name another one, or the run's directory for the newest that is whole."
+            ) from error
+    found = _newest_in(checkpoints_folder(path), verify) or _newest_in(path, verify)
+    if found is None:
+        where = f"{CHECKPOINTS}/ in it" if checkpoints_folder(path).is_dir() else "it"
+        raise _no_checkpoint(key, path, f"is a folder, and {where} has no {step_name(0)[:-8]}...")
+    return found
 
 
-def _newest_in(folder: Path, verify: _Verify) -> Found | None:
+def _newest_in(folder: Path, verify: Verify) -> Found | None:
     damaged: list[DamagedCheckpoint] = []
-    for candidate in _candidates(folder):
+    for step in reversed(steps_in(folder)):
+        candidate = folder / step_name(step)
         try:
             manifest = verify(candidate)
         except DamagedCheckpoint as error:
@@ -160,28 +115,11 @@ def _newest_in(folder: Path, verify: _Verify) -> Found | None:
     return None
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """List candidates, newest first; a replaced one follows its successor."""
-    whole = {(step, 1): step_name(step) for step in steps_in(folder)}
-    aside = {(step, 0): hidden_name(step, REPLACED) for step in hidden_steps_in(folder, REPLACED)}
-    return [folder / name for _, name in sorted((whole | aside).items(), reverse=True)]
-
-
 def _is_checkpoint(path: Path) -> bool:
     """Return true for a checkpoint's folder; a run's directory has a manifest, too."""
     if promised_step(path.resolve().name) is not None:
         return True
     return exists(path / MANIFEST) and exists(path / STATE)
-
-
-def _explicit(folder: Path, key: str, verify: _Verify) -> Found:
-    try:
-        return Found(folder, verify(folder))
-    except DamagedCheckpoint as error:
-        raise ConfigError(
-            f"{key} = {folder}: this checkpoint is damaged: {error.file} {error.reason}.\n"
-            f"Name another one, or the run's directory for the newest that is whole."
-        ) from error
 
 
 def _no_checkpoint(key: str, path: Path, what: str) -> ConfigError:

@@ -11,20 +11,18 @@ import math
 import os
 import re
 import stat
-import sys
-from collections.abc import Callable, Mapping
+import typing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.files import retried, write_file
-from hybridrl.checkpoint.names import DRIVER, MANIFEST, STATE
+from hybridrl.checkpoint.files import DRIVER, MANIFEST, STATE, retried, write_file
 
 FORMAT = "hybridrl checkpoint 3"
+# Fields of the file that are not those of `Manifest`.
+_WRITTEN = {"format", "config_hash", "sha256"}
 
 _LARGEST = 64 * 2**20  # bytes: 400,000 files
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Paths stay inside the folder, and print as they are.
 _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+=@-]{1,255}"
 _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
@@ -33,10 +31,8 @@ _PATH = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
 class DamagedCheckpoint(ValueError):
     """Checkpoint that is not as it was written.
 
-    Attributes:
-        folder: of the checkpoint.
-        file: damaged file, by its path in the folder.
-        reason: value found and value expected; follows the file's name in messages.
+    `file` is the damaged one by its path in `folder`; `reason`, the value found and the value
+    expected, follows its name in messages.
     """
 
     def __init__(self, folder: Path, file: str, reason: str) -> None:
@@ -51,12 +47,7 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of a file as it was written.
-
-    Attributes:
-        size: bytes.
-        sha256: of its content, 64 lower-case hex digits.
-    """
+    """Size in bytes and checksum of a file's content as it was written."""
 
     size: int
     sha256: str
@@ -94,11 +85,7 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write and fsync a checkpoint's manifest.
-
-    Raises:
-        OSError: the disk is full, read-only or broken.
-    """
+    """Write and fsync a checkpoint's manifest."""
     write_file(folder / MANIFEST, encode(manifest))
 
 
@@ -136,20 +123,20 @@ def read(folder: Path) -> Manifest:
     try:
         body = json.loads(data)
         problem = _problem(body)
-        if problem is not None:
-            raise DamagedCheckpoint(folder, MANIFEST, problem)
-        manifest = _manifest(body)
-        unchanged = encode(manifest) == data
-    except RecursionError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, "is nested too deeply") from error
-    except DamagedCheckpoint:
-        raise
+        if problem is None:
+            fields = {field.name: body[field.name] for field in dataclasses.fields(Manifest)}
+            files = {name: FileRecord(**record) for name, record in body["files"].items()}
+            manifest = Manifest(**fields | {"files": files})
+            if encode(manifest) == data:
+                return manifest
+            problem = "is not as it was written: its own sha256 does not match"
+    except RecursionError:
+        problem = "is nested too deeply"
+    except OverflowError as error:
+        problem = f"has a metric that is no float: {error}"
     except ValueError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, f"is not JSON: {error}") from error
-    if not unchanged:
-        reason = "is not as it was written: its own sha256 does not match"
-        raise DamagedCheckpoint(folder, MANIFEST, reason)
-    return manifest
+        problem = f"is not JSON: {error}"
+    raise DamagedCheckpoint(folder, MANIFEST, problem)
 
 
 def _text(body: dict[str, Any]) -> bytes:
@@ -170,12 +157,6 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
-    fields = {field.name: body[field.name] for field in dataclasses.fields(Manifest)}
-    files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(**fields | {"files": files})
-
-
 def _problem(body: Any) -> str | None:
     """Return the problem with the shape of a manifest, or None."""
     if not isinstance(body, dict):
@@ -183,86 +164,36 @@ def _problem(body: Any) -> str | None:
     found = body.get("format")
     if found != FORMAT:
         return f'has format {_shown(found)}, this version of hybridrl reads "{FORMAT}"'
-    if body.keys() != _SHAPE.keys():
-        return f"has the fields {_shown(sorted(body))}, expected {sorted(_SHAPE)}"
-    for name, (is_right, expected) in _SHAPE.items():
-        if not is_right(body[name]):
-            return f"has {name} = {_shown(body[name])}, expected {expected}"
-    for name, record in body["files"].items():
-        if not _is_path(name):
+    hints = typing.get_type_hints(Manifest)
+    if body.keys() != hints.keys() | _WRITTEN:
+        return f"has the fields {_shown(sorted(body))}, expected {sorted(hints.keys() | _WRITTEN)}"
+    for name, hint in hints.items():
+        if not _fits(body[name], hint):
+            return f"has {name} = {_shown(body[name])}, expected {hint}"
+    for name in body["files"]:
+        if name == MANIFEST or not _PATH.fullmatch(name):
             return (
                 f"lists {_shown(name)}, expected {DRIVER}, {STATE}/... or another plain path "
                 f"inside the folder"
             )
-        if not _is_record(record):
-            return f"has {name} = {_shown(record)}, expected a size in bytes and a sha256"
     return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON has the type of a field."""
+    options = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        is_whole = isinstance(value, dict) and value.keys() == hints.keys()
+        return is_whole and all(_fits(value[name], hints[name]) for name in hints)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(one, options[1]) for one in value.values())
+    if options:
+        return any(_fits(value, option) for option in options)
+    return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 
 def _shown(value: Any) -> str:
     """Shorten an untrusted value to few, printable characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
-
-
-def _is_time(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
-        return False
-
-
-def _is_metric(value: Any) -> bool:
-    if value is None:
-        return True
-    # Not math.isfinite, which fails on integers that are no float.
-    limit = sys.float_info.max
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -limit <= value <= limit
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
-
-
-def _is_path(name: str) -> bool:
-    return name != MANIFEST and _PATH.fullmatch(name) is not None
-
-
-def _is_record(value: Any) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != {"size", "sha256"}:
-        return False
-    return _is_count(value["size"]) and _is_sha256(value["sha256"])
-
-
-def _is_table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
-
-
-def _is_fingerprint(value: Any) -> bool:
-    return _is_table(_is_sha256)(value) and all(re.fullmatch(_PART, name) for name in value)
-
-
-_SHAPE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "format": (_is_text, "text"),
-    "step": (_is_count, "a step's number"),
-    "created": (_is_time, "a time in ISO format with its zone"),
-    "world_size": (_is_count, "a number of ranks"),
-    "metrics": (_is_table(_is_metric), "finite numbers or null by name"),
-    "versions": (_is_table(_is_text), "texts by name"),
-    "config": (_is_table(lambda _: True), "an object"),
-    "config_hash": (_is_sha256, "64 hex digits"),
-    "models": (_is_table(_is_fingerprint), "64 hex digits by file by key"),
-    "files": (_is_table(lambda _: True), "size and sha256 by path"),
-    "sha256": (_is_sha256, "64 hex digits"),
-}

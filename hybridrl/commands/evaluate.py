@@ -28,8 +28,7 @@ from hybridrl.models.resolve import absolute_path, model_folder
 
 if TYPE_CHECKING:
     from hybridrl.commands.evaluation.session import Evaluation
-    from hybridrl.data.sources.prompt_sets import PromptSets
-    from hybridrl.data.sources.prompts import Prompt
+    from hybridrl.data.sources.prompts import Prompt, PromptSets
 
 LOG = "eval.log"
 

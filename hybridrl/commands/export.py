@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.app.process import EXIT_FAILED
+from hybridrl.checkpoint.files import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.names import CHECKPOINTS, STATE, promised_step, step_of
 from hybridrl.commands.running import (
     UsageError,
     argument_parser,

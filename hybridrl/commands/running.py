@@ -4,11 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hybridrl.app.process import EXIT_CONFIG, exit_codes, set_up_process
 from hybridrl.checkpoint.find import Found, NoWholeCheckpoint, as_unreadable, named
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.verification import verify
 from hybridrl.config.choices import Init
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
@@ -104,10 +106,11 @@ def report_removal(folder: Path) -> Iterator[None]:
 
 def _look(path: Path) -> Found:
     watch = VerificationProgress(lambda line: sys.stderr.write(f"{line}\n"))
+    shown = partial(verify, watch=watch)
     if not path.expanduser().exists():
         return named(path, key="PATH")  # raises
     with report_removal(path.expanduser()):
         try:
-            return named(path, key="PATH", watch=watch)
+            return named(path, key="PATH", verify=shown)
         except NoWholeCheckpoint:  # all may have been replaced meanwhile
-            return named(path, key="PATH", watch=watch)
+            return named(path, key="PATH", verify=shown)

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.annotations import Range, above_zero, at_least_one, at_least_zero, share
+from hybridrl.config.annotations import (
+    Range,
+    Section,
+    above_zero,
+    at_least_one,
+    at_least_zero,
+    share,
+)
 from hybridrl.config.choices import (
     Aggregation,
     CorrectionLevel,
@@ -18,36 +25,36 @@ MAX_RELATIVE_KL_ERROR = 0.2
 
 
 @dataclass(kw_only=True)
-class KLConfig:
+class KLConfig(Section):
     """conf/algorithm: kl."""
 
     placement: KLPlacement
     estimator: KLEstimator
-    coef: Annotated[float, Range(0, why="a negative penalty drives the policy away; 0 disables it")]
+    coef: Annotated[float, Range("a negative penalty drives the policy away; 0 disables it", 0)]
     target: Annotated[float | None, above_zero("the controller divides by it")]
     horizon: Annotated[int, at_least_one("the controller divides by it")]
 
 
 @dataclass(kw_only=True)
-class LossConfig:
-    """conf/algorithm/loss: the policy loss and its settings."""
+class FunctionConfig(Section):
+    """A function, built-in or the user's, and its settings."""
 
     function: str
     args: dict[str, Any]
 
 
 @dataclass(kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     """conf/algorithm: rollout_correction."""
 
     method: CorrectionMethod
     level: CorrectionLevel
-    low: Annotated[float, Range(0, why="it is a bound of ratios; 0 means none")]
+    low: Annotated[float, Range("it is a bound of ratios; 0 means none", 0)]
     high: Annotated[float, above_zero("it is a bound of ratios")]
 
 
 @dataclass(kw_only=True)
-class OverlongConfig:
+class OverlongConfig(Section):
     """conf/algorithm: overlong."""
 
     buffer_tokens: Annotated[int, at_least_zero("it counts tokens; 0 means no penalty")]
@@ -56,7 +63,7 @@ class OverlongConfig:
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """conf/algorithm."""
 
     advantage: str
@@ -64,7 +71,7 @@ class AlgorithmConfig:
     lam: Annotated[float, share("1 is Monte Carlo, 0 is one-step TD")]
     pass_k: Annotated[int, at_least_one("a set needs a response")]
     whiten_advantages: bool
-    loss: LossConfig
+    loss: FunctionConfig
     aggregation: Aggregation
     rollout_correction: RolloutCorrectionConfig
     overlong: OverlongConfig

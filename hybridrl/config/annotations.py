@@ -1,11 +1,12 @@
-"""Annotations of config fields: the range of a number, and FREE for keys that a resume may change.
+"""Base of config sections, and annotations of their fields.
 
-They stand in `typing.Annotated` at the field itself (schema.py); schema_keys.py collects them.
+Annotations are the range of a number, and FREE for keys that a resume may change. They stand in
+`typing.Annotated` at the field itself (schema.py); typed.py checks ranges.
 """
 
 import math
-from enum import Enum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.config.command.report import shown
 
@@ -15,29 +16,37 @@ LARGEST_COUNT = 2**48
 LONGEST_S = 1_814_400
 
 
-class Resume(Enum):
-    """Effect of a field on what a resumed run computes."""
-
-    free = "none, up to rounding"
+class Unusable(AttributeError):
+    """A value was read that has a problem; the problem is in the report."""
 
 
-FREE = Resume.free
+class Section:
+    """Base of config sections; one with problems lacks the attributes that have no usable value."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise Unusable(f"{type(self).__name__}.{name}")
+
+
+# A field without effect, up to rounding, on what a resumed run computes.
+FREE = object()
 
 
 class Range(NamedTuple):
     """Range of a number, or of each number of a list.
 
     Attributes:
+        why: the reason, for the message.
         low, high: the bounds.
         low_open, high_open: true excludes the bound itself.
-        why: the reason, for the message.
     """
 
-    low: float
+    why: str
+    low: float = -math.inf
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
-    why: str = ""
 
     def contains(self, value: float) -> bool:
         """Return whether `value` lies within; infinities and NaN do not."""
@@ -64,31 +73,14 @@ class Range(NamedTuple):
         return f"{key} = {shown(value)}, expected {expected}: {self.why}."
 
 
-def at_least_one(why: str) -> Range:
-    """Return the range of a count that must not be 0."""
-    return Range(1, high=LARGEST_COUNT, why=why)
+# Ranges to be called with the reason: of counts, numbers and times.
+at_least_one = partial(Range, low=1, high=LARGEST_COUNT)
+at_least_zero = partial(Range, low=0, high=LARGEST_COUNT)
+above_zero = partial(Range, low=0, low_open=True)
+share = partial(Range, low=0, high=1)
+seconds = partial(Range, low=0, high=LONGEST_S, low_open=True)
 
-
-def at_least_zero(why: str) -> Range:
-    """Return the range of a count that may be 0."""
-    return Range(0, high=LARGEST_COUNT, why=why)
-
-
-def above_zero(why: str) -> Range:
-    """Return the range of a positive number."""
-    return Range(0, low_open=True, why=why)
-
-
-def share(why: str, *, low_open: bool = False) -> Range:
-    """Return the range of a number from 0 to 1."""
-    return Range(0, high=1, low_open=low_open, why=why)
-
-
-def seconds(why: str) -> Range:
-    """Return the range of a timeout."""
-    return Range(0, high=LONGEST_S, low_open=True, why=f"{why}; the longest wait is 3 weeks")
-
-
-SEED = Range(0, high=2**63 - 1, why="random generators accept seeds of 63 bits")
+SEED = Range("random generators accept seeds of 63 bits", 0, 2**63 - 1)
 TEMPERATURE = above_zero("logits are divided by it")
-ANY = Range(-math.inf)
+BETWEEN_0_AND_1 = share("it is a share", low_open=True, high_open=True)
+ANY = Range("")

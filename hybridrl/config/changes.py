@@ -50,11 +50,9 @@ def changes(
     now: Mapping[str, Any],
     files: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Change]:
-    """Return the changes, those that matter first, sorted by key.
+    """Return the changes of resolved configs, those that matter first, sorted by key.
 
-    Args:
-        before, now: resolved configs as plain JSON.
-        files: changed files by the key of their folder's path.
+    `files` are changed files by the key of their folder's path.
     """
     old, new = _own_leaves(before), _own_leaves(now)
     differing = [
@@ -83,9 +81,8 @@ def changes(
 
 def _own_leaves(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves; those of shared nodes only once, outside of the roles."""
-    shared = {role: LINKS[role].keys() for role in LINKS}
     own = {
-        name: {key: value for key, value in section.items() if key not in shared.get(name, ())}
+        name: {key: value for key, value in section.items() if key not in LINKS.get(name, ())}
         if isinstance(section, Mapping)
         else section
         for name, section in config.items()

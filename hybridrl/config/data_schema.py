@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.annotations import at_least_one, at_least_zero
+from hybridrl.config.annotations import (
+    LARGEST_COUNT,
+    Range,
+    Section,
+    at_least_one,
+    at_least_zero,
+)
 from hybridrl.config.choices import Repeated, TooLongPrompts
 
 # Keys of conf/data that a mixture replaces by keys per data set.
@@ -11,7 +17,7 @@ SOURCE_KEYS = ("name", "train_files", "eval_files")
 
 
 @dataclass(kw_only=True)
-class MixturePart:
+class MixturePart(Section):
     """conf/data: one data set of the mixture; null means the value of conf/data.
 
     Attributes:
@@ -19,19 +25,19 @@ class MixturePart:
         name, train_files: source of the problems; exactly one is set.
     """
 
-    weight: float
+    weight: Annotated[float, Range("it is a share of prompts", 0, LARGEST_COUNT, low_open=True)]
     name: str | None
     train_files: Any
     eval_files: Any
     prompt_key: str | None
     answer_key: str | None
     solution_key: str | None
-    num_eval_problems: int | None
+    num_eval_problems: Annotated[int | None, at_least_one("null means data.num_eval_problems")]
     system_prompt: str | None
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """conf/data. Files are a path or a list of paths."""
 
     name: str

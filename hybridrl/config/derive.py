@@ -1,13 +1,16 @@
 """Derivation of config values that are null: GPUs, shards, sequences, processes."""
 
 import math
+from contextlib import suppress
 
-from hybridrl.config.checks.resources import gpu_count_problems, gpu_counts, gpus_on_each
-from hybridrl.config.checks.sizes import mesh_problems
+from hybridrl.config.annotations import Unusable
+from hybridrl.config.checks.resources import gpu_counts, gpus_on_each
+from hybridrl.config.checks.sizes import divisors, listed
 from hybridrl.config.choices import Accelerator
 from hybridrl.config.command.report import Report
+from hybridrl.config.errors import ConfigError
 from hybridrl.config.planner.machine import Machine
-from hybridrl.config.planner.world import world_size
+from hybridrl.config.planner.world import world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 MAX_REWARD_PROCESSES = 8
@@ -16,34 +19,28 @@ MAX_NUM_SEQS = 1024
 
 
 def derive(config: RunConfig, machine: Machine, report: Report) -> None:
-    """Replace nulls by numbers; add what cannot be derived to the report."""
-    cluster, fsdp = config.cluster, config.fsdp
-    _resolve_nodes(config, machine, report)
-    if cluster.gpus_per_node is None and report.usable(["cluster.gpus_per_node"]):
-        cluster.gpus_per_node = _slots(config, machine, report)
-        if cluster.gpus_per_node is None:
-            report.broken.add("cluster.gpus_per_node")
-    if fsdp.dp_shard is None and report.usable(
-        ["cluster.nodes", "cluster.gpus_per_node", "fsdp.dp_replicate", "fsdp.dp_shard"]
+    """Replace nulls by numbers; report and remove those that cannot be derived."""
+    with suppress(Unusable):
+        _set_slots(config, machine)
+    for section, name, rule in (
+        ("cluster", "gpus_per_node", _gpus),
+        ("fsdp", "dp_shard", _shards),
+        ("rollout", "max_num_seqs", _num_seqs),
+        ("reward", "num_processes", _processes),
     ):
-        if world_size(config) % fsdp.dp_replicate == 0:
-            fsdp.dp_shard = world_size(config) // fsdp.dp_replicate
-        else:
-            for problem in mesh_problems(config):
-                report.add(problem)
-            report.broken.add("fsdp.dp_shard")
-    if config.rollout.max_num_seqs is None:
-        config.rollout.max_num_seqs = _num_seqs(config, report)
-    if config.reward.num_processes is None:
-        config.reward.num_processes = max(1, min(MAX_REWARD_PROCESSES, machine.nodes[0].cores))
+        node = vars(config)[section]
+        if vars(node).get(name, 0) is None:
+            delattr(node, name)
+            with suppress(Unusable):
+                try:
+                    setattr(node, name, rule(config, machine))
+                except ConfigError as error:
+                    report.problems += error.problems
 
 
-def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:
+def _set_slots(config: RunConfig, machine: Machine) -> None:
     """Resolve placement.slots_on_nodes from unequal nodes, and gpus_per_node from it."""
     cluster, placement = config.cluster, config.placement
-    keys = ["cluster.nodes", "cluster.gpus_per_node", "placement", "rollout.tensor_parallel_size"]
-    if not report.usable([*keys, "hardware.accelerator"]):
-        return
     if placement.slots_on_nodes is None and cluster.gpus_per_node is None:
         counts = gpu_counts(machine, cluster.nodes)
         tp = 1 if placement.allow_straddle else config.rollout.tensor_parallel_size
@@ -54,24 +51,39 @@ def _resolve_nodes(config: RunConfig, machine: Machine, report: Report) -> None:
         cluster.gpus_per_node = max(placement.slots_on_nodes)
 
 
-def _num_seqs(config: RunConfig, report: Report) -> int:
-    """Return the responses per engine and step, at most MAX_NUM_SEQS; that also if unknown."""
-    ranks = ["cluster.nodes", "cluster.gpus_per_node", "rollout.tensor_parallel_size"]
-    if not report.usable([*ranks, "data.prompts_per_step", "rollout.responses_per_prompt"]):
-        return MAX_NUM_SEQS
-    engines = max(1, world_size(config) // config.rollout.tensor_parallel_size)
-    prompts = math.ceil(config.data.prompts_per_step / engines)
-    return min(MAX_NUM_SEQS, prompts * config.rollout.responses_per_prompt)
-
-
-def _slots(config: RunConfig, machine: Machine, report: Report) -> int | None:
-    """Return the default number of processes per node; None if it is unknown."""
-    if not report.usable(["hardware.accelerator", "cluster.nodes", "run.dry"]):
-        return None
+def _gpus(config: RunConfig, machine: Machine) -> int:
+    """Return one CPU slot, or the GPUs that each node has."""
     if config.hardware.accelerator is Accelerator.cpu:
         return 1
     if machine.gpus:
         return max(1, gpus_on_each(machine, config.cluster.nodes))
-    for problem in gpu_count_problems(config):
-        report.add(problem)
-    return None
+    if not config.run.dry:  # the missing GPUs have their own problem
+        raise Unusable("cluster.gpus_per_node")
+    raise ConfigError(
+        "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
+        "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
+    )
+
+
+def _shards(config: RunConfig, machine: Machine) -> int:
+    """Return the ranks that dp_replicate leaves."""
+    world, copies = world_size(config), config.fsdp.dp_replicate
+    if world % copies == 0:
+        return world // copies
+    raise ConfigError(
+        f"fsdp.dp_replicate = {copies} does not divide the {world_text(config)}: every copy needs "
+        f"the same number of ranks.\n"
+        f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
+    )
+
+
+def _num_seqs(config: RunConfig, machine: Machine) -> int:
+    """Return the responses per engine and step, at most MAX_NUM_SEQS."""
+    rollout = config.rollout
+    engines = max(1, world_size(config) // rollout.tensor_parallel_size)
+    prompts = math.ceil(config.data.prompts_per_step / engines)
+    return min(MAX_NUM_SEQS, prompts * rollout.responses_per_prompt)
+
+
+def _processes(config: RunConfig, machine: Machine) -> int:
+    return max(1, min(MAX_REWARD_PROCESSES, machine.nodes[0].cores))

@@ -5,18 +5,19 @@ decide whether a run has a critic, compares responses of a prompt, or adds greed
 registry holds paths, so that checks of a config do not import torch.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.user_code.classes import locate
+from hybridrl.config.user_code.classes import signature_of
+from hybridrl.config.user_code.importing import check_import
 
 # Parameters that an estimator may have: tensors, and keys of the algorithm section.
 TENSORS = ("rewards", "values", "response_mask", "loss_mask", "group_id", "baseline_rewards")
 SETTINGS = ("gamma", "lam", "pass_k")
+KEY = "algorithm.advantage"
 
 
 class Estimator(NamedTuple):
@@ -48,25 +49,22 @@ class Estimator(NamedTuple):
         return "baseline_rewards" in self.takes
 
 
-_ALONE = "hybridrl.algorithms.advantages"
-_GROUPS = "hybridrl.algorithms.group_advantages"
 _COMPARED = ("rewards", "response_mask", "group_id")
+_FUNCTIONS = (
+    Estimator("advantages.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
+    Estimator(
+        "advantages.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
+    ),
+    Estimator("advantages.remax", ("rewards", "response_mask", "baseline_rewards")),
+    Estimator("group_advantages.grpo", _COMPARED),
+    Estimator("group_advantages.dr_grpo", _COMPARED),
+    Estimator("group_advantages.rloo", _COMPARED),
+    Estimator("group_advantages.opo", _COMPARED),
+    Estimator("group_advantages.reinforce_plus_plus_baseline", _COMPARED, whitens=True),
+    Estimator("pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
+)
 BUILT_IN_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "gae": Estimator(f"{_ALONE}.gae", ("rewards", "values", "response_mask", "gamma", "lam")),
-        "reinforce_plus_plus": Estimator(
-            f"{_ALONE}.reinforce_plus_plus", ("rewards", "response_mask", "gamma"), whitens=True
-        ),
-        "remax": Estimator(f"{_ALONE}.remax", ("rewards", "response_mask", "baseline_rewards")),
-        "grpo": Estimator(f"{_GROUPS}.grpo", _COMPARED),
-        "dr_grpo": Estimator(f"{_GROUPS}.dr_grpo", _COMPARED),
-        "rloo": Estimator(f"{_GROUPS}.rloo", _COMPARED),
-        "opo": Estimator(f"{_GROUPS}.opo", _COMPARED),
-        "reinforce_plus_plus_baseline": Estimator(
-            f"{_GROUPS}.reinforce_plus_plus_baseline", _COMPARED, whitens=True
-        ),
-        "pass_at_k": Estimator("hybridrl.algorithms.pass_at_k.pass_at_k", (*_COMPARED, "pass_k")),
-    }
+    {e.path.split(".")[1]: e._replace(path=f"hybridrl.algorithms.{e.path}") for e in _FUNCTIONS}
 )
 
 
@@ -78,22 +76,12 @@ def estimator_of(advantage: str) -> Estimator:
     """
     if advantage in BUILT_IN_ESTIMATORS:
         return BUILT_IN_ESTIMATORS[advantage]
-    if "." not in advantage:
-        raise ConfigError(
-            f"algorithm.advantage = {advantage}, expected one of {', '.join(BUILT_IN_ESTIMATORS)} "
-            f"or a dotted path such as my_package.my_module.my_advantage."
-        )
-    function = locate("algorithm.advantage", advantage)
-    if not inspect.isfunction(function):
-        raise ConfigError(
-            f"algorithm.advantage = {advantage}, expected a function.\nSet the path of one."
-        )
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(KEY, advantage, BUILT_IN_ESTIMATORS, "algorithm")
     known = [*TENSORS, *SETTINGS]
     unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
     if unknown:
         raise ConfigError(
-            f"algorithm.advantage = {advantage} has unknown parameters {', '.join(unknown)}.\n"
+            f"{KEY} = {advantage} has unknown parameters {', '.join(unknown)}.\n"
             f"Use only {', '.join(known)}."
         )
     return Estimator(advantage, tuple(p.name for p in parameters if p.name in known))
@@ -107,6 +95,15 @@ def taking(setting: str) -> list[str]:
 def uses_critic(config: RunConfig) -> bool:
     """Return whether the run trains a value function."""
     return estimator_of(config.algorithm.advantage).uses_critic
+
+
+def estimator_problems(config: RunConfig) -> Iterator[str]:
+    """Check that the estimator exists and that its parameters are known."""
+    try:
+        check_import(KEY, config.algorithm.advantage)
+        estimator_of(config.algorithm.advantage)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def group_problems(config: RunConfig) -> Iterator[str]:

@@ -2,10 +2,17 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
 
 # Groups that are not in the defaults list.
 ADDED_GROUPS = ("recipe", "sweep")
+
+
+def raw_tree(cfg: DictConfig) -> dict[Any, Any]:
+    """Return a config as plain data, links unresolved."""
+    return cast(dict[Any, Any], OmegaConf.to_container(cfg, resolve=False))
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -48,9 +55,7 @@ def unknown_sibling(key: str, value: Any, names: Collection[str]) -> str:
 def did_you_mean(key: str, known: Collection[str]) -> str:
     """Return "Did you mean ...?", or the way to list all keys."""
     near = similar_keys(key, known)
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    return "Add --cfg job to list every key."
+    return f"Did you mean {' or '.join(near)}?" if near else "Add --cfg job to list every key."
 
 
 def nothing_reads(key: str, value: Any, known: Collection[str]) -> list[str]:

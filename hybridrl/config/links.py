@@ -3,20 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-# role -> key -> the node that it must link to
-LINKS: dict[str, dict[str, str]] = {
-    "actor": {
-        "model": "model",
-        "fsdp": "fsdp",
-        "lora": "lora",
-        "algorithm": "algorithm",
-    },
-    "critic": {"model": "model", "fsdp": "fsdp"},
-    "ref": {"model": "model", "fsdp": "fsdp", "lora": "lora"},
-    "rollout": {"model": "model", "lora": "lora"},
-    "reward_model": {"fsdp": "fsdp"},
+from hybridrl.config.keys import raw_tree
+
+# role -> keys that must link to the node of the same name
+LINKS = {
+    "actor": ("model", "fsdp", "lora", "algorithm"),
+    "critic": ("model", "fsdp"),
+    "ref": ("model", "fsdp", "lora"),
+    "rollout": ("model", "lora"),
+    "reward_model": ("fsdp",),
 }
 REASONS = {
     "model": "every role must start from the same weights",
@@ -33,33 +30,24 @@ def link_problems(cfg: DictConfig) -> Iterator[str]:
     `++role.fsdp.key=` override, replaces the link by a copy. Later changes of `fsdp` do not reach
     the copy, so even an equal copy is a problem.
     """
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(raw, dict)
+    raw = raw_tree(cfg)
     for role, links in LINKS.items():
         section = raw.get(role)
-        if not isinstance(section, dict):
-            continue
-        for name, target in links.items():
-            found = section.get(name)
-            if found is not None and found != f"${{{target}}}":
-                yield _problem(cfg, role, name, target, found)
+        for name in links:
+            found = section.get(name) if isinstance(section, dict) else None
+            if found is not None and found != f"${{{name}}}":
+                yield _problem(f"{role}.{name}", name, found, raw.get(name))
 
 
-def _problem(cfg: DictConfig, role: str, name: str, target: str, found: Any) -> str:
-    key = f"{role}.{name}"
-    if isinstance(found, str):
-        return (
-            f"{key} = {found}, expected the link ${{{target}}}.\n"
-            f"{REASONS[name].capitalize()}.\n"
-            f"Remove {key} from the recipe or command line and set {target}.* instead."
-        )
-    shared = OmegaConf.select(cfg, target, throw_on_resolution_failure=False)
-    values = OmegaConf.to_container(shared) if isinstance(shared, DictConfig) else {}
-    assert isinstance(values, dict)
-    own = found if isinstance(found, dict) else {}
-    differing = [f"{k}={own[k]} (shared: {values.get(k)})" for k in own if own[k] != values.get(k)]
+def _problem(key: str, target: str, found: Any, shared: Any) -> str:
+    what, keys = f"{key} = {found}, expected the link ${{{target}}}", key
+    if isinstance(found, dict) and isinstance(shared, dict):
+        differing = [
+            f"{k}={v} (shared: {shared.get(k)})" for k, v in found.items() if v != shared.get(k)
+        ]
+        values = ", ".join(differing) or "same values"
+        what, keys = f"{key} is a copy of the shared {target}: {values}", f"{key}.*"
     return (
-        f"{key} is a copy of the shared {target}: {', '.join(differing) or 'same values'}.\n"
-        f"{REASONS[name].capitalize()}.\n"
-        f"Remove {key}.* from the recipe or command line and set {target}.* instead."
+        f"{what}.\n{REASONS[target].capitalize()}.\n"
+        f"Remove {keys} from the recipe or command line and set {target}.* instead."
     )

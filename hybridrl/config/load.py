@@ -4,26 +4,31 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config import schema
+from hybridrl.config.annotations import Unusable
 from hybridrl.config.checks.reward_model import REWARD_MODEL_PATH, reward_model_shape
 from hybridrl.config.command.provenance import Provenance
 from hybridrl.config.command.report import Report
 from hybridrl.config.derive import derive
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads
+from hybridrl.config.keys import ADDED_GROUPS, leaves, nothing_reads, raw_tree
 from hybridrl.config.links import LINKS, link_problems
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.model_shape import ModelShape, model_shape
 from hybridrl.config.schema import RunConfig
-from hybridrl.config.schema_keys import RANGES, is_read, known_keys
-from hybridrl.config.typed import Builder, circular_links, optional_class
-from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
-from hybridrl.config.validate import Checks, run_checks
+from hybridrl.config.schema_keys import is_read, known_keys
+from hybridrl.config.typed import (
+    Builder,
+    optional_class,
+    partial_section,
+)
+from hybridrl.config.user_code.classes import OPTIONAL, role_classes
+from hybridrl.config.validate import run_checks
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def examine(
     machine: Machine,
     read_model: Callable[[str], dict[str, Any]],
     provenance: Provenance,
-    checks: Checks = run_checks,
+    trains: bool = True,
 ) -> Examined:
     """Type, resolve and check a composed config; collects problems instead of raising.
 
@@ -58,17 +63,21 @@ def examine(
         machine: nodes that the run may use.
         read_model: a model's path -> its config.json; may raise ConfigError.
         provenance: keys that the user set.
-        checks: checks of the typed config.
+        trains: false for an evaluation.
     """
     report = Report()
-    for problem in (*_top_level_problems(cfg), *link_problems(cfg)):
-        report.add(problem)
+    report.problems += [*_top_level_problems(cfg), *link_problems(cfg)]
     config = _typed(cfg, report)
-    _check_ranges(config, cfg, report)
     derive(config, machine, report)
-    shape = _shape(config, read_model, report)
-    reward_shape = _reward_shape(config, read_model, report)
-    checks(config, machine, shape, reward_shape, provenance, report)
+    shape = _read(lambda: model_shape(read_model(config.model.path)), report, broken="model.path")
+    reward_shape = _read(
+        lambda: (
+            config.reward_model and reward_model_shape(config.reward_model.model.path, read_model)
+        ),
+        report,
+        broken=REWARD_MODEL_PATH,
+    )
+    run_checks(config, machine, shape, reward_shape, provenance, report, trains=trains)
     return Examined(config, shape, reward_shape, report)
 
 
@@ -89,67 +98,32 @@ def load_resolved(config: Mapping[str, Any]) -> RunConfig:
 
 def _typed(cfg: DictConfig, report: Report) -> RunConfig:
     """Return the config as dataclasses; roles with their workers' config classes."""
-    classes = _role_classes(cfg, report)
-    known = known_keys(cfg, classes.values())
-    builder = Builder(report, known, circular_links(leaves(_raw_tree(cfg))))
+    classes, problems = role_classes(cfg)
+    report.problems += problems
+    builder = Builder(report, known_keys(cfg, classes))
     hints = typing.get_type_hints(RunConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
-        name = field.name
-        if name in LINKS:
-            continue
-        if optional := optional_class(hints[name]):
-            value = _at(cfg, name)
-            sections[name] = None if value is None else builder.section(optional, value, name)
-        elif not dataclasses.is_dataclass(hints[name]):
-            sections[name] = builder.field(field, hints[name], RunConfig, cfg, name)
+        name, hint = field.name, hints[field.name]
+        node = OmegaConf.select(cfg, name, throw_on_resolution_failure=False)
+        section = classes.get(name) or optional_class(hint) or hint
+        may_lack = name in OPTIONAL or optional_class(hint) is not None
+        if not dataclasses.is_dataclass(section):
+            with suppress(Unusable):
+                sections[name] = builder.field(field, RunConfig, cfg, name)
+        elif node is None and may_lack:
+            sections[name] = None
         else:
-            sections[name] = builder.section(hints[name], _at(cfg, name), name)
-    for role, cls in classes.items():
-        if role in OPTIONAL and _at(cfg, role) is None:
-            sections[role] = None
-            continue
-        shared = {name: _follow(sections, target) for name, target in LINKS[role].items()}
-        sections[role] = builder.section(cls, _at(cfg, role), role, shared)
-    return RunConfig(**sections)
-
-
-def _at(cfg: DictConfig, key: str) -> Any:
-    return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
-
-
-def _raw_tree(cfg: DictConfig) -> dict[Any, Any]:
-    """Return the config as plain data, links unresolved."""
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
-    return tree
-
-
-def _follow(sections: dict[str, Any], target: str) -> Any:
-    first, *rest = target.split(".")
-    value = sections[first]
-    for name in rest:
-        value = vars(value)[name]
-    return value
-
-
-def _role_classes(cfg: DictConfig, report: Report) -> dict[str, type[schema.RoleConfig]]:
-    """Return each role's dataclass; the built-in one if its worker cannot be imported."""
-    classes = {}
-    for role, (_, built_in) in BUILT_IN.items():
-        path = _at(cfg, f"{role}.worker")
-        try:
-            classes[role] = worker_config_class(role, path) if isinstance(path, str) else built_in
-        except ConfigError as error:
-            classes[role] = built_in
-            for problem in error.problems:
-                report.add(problem)
-    return classes
+            shared = {link: sections[link] for link in LINKS.get(name, ())}
+            sections[name] = builder.section(typing.cast(type, section), node, name, shared)
+    if report.broken and not report.problems:
+        report.add(f"{', '.join(sorted(report.broken))} link to each other.\nSet one of them.")
+    return partial_section(RunConfig, sections)
 
 
 def _top_level_problems(cfg: DictConfig) -> list[str]:
     """Find top-level keys that nothing reads; keys in links of other values are allowed."""
-    tree = _raw_tree(cfg)
+    tree = raw_tree(cfg)
     read = {field.name for field in dataclasses.fields(RunConfig)}
     text = str(tree)
     problems = []
@@ -166,44 +140,14 @@ def _top_level_problems(cfg: DictConfig) -> list[str]:
     return problems
 
 
-def _check_ranges(config: RunConfig, cfg: DictConfig, report: Report) -> None:
-    """Report numbers out of range; a role's link to a number is checked where the number is set."""
-    for key, allowed in RANGES.items():
-        parent, _, name = key.rpartition(".")
-        node = _at(cfg, parent) if parent else cfg
-        linked = (
-            isinstance(node, DictConfig) and name in node and OmegaConf.is_interpolation(node, name)
-        )
-        if node is None or linked or not report.usable([key]):
-            continue
-        value = _follow(vars(config), key)
-        if value is not None and (problem := allowed.problem(key, value)):
-            report.add(problem, broken=key)
-
-
-def _shape(
-    config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
+def _read(
+    read: Callable[[], ModelShape | None], report: Report, *, broken: str
 ) -> ModelShape | None:
-    """Return the model's sizes; None, with the reason in the report, if it cannot be read."""
-    if not report.usable(["model.path"]):
-        return None
-    try:
-        return model_shape(read_model(config.model.path))
-    except ConfigError as error:
-        for problem in error.problems:
-            report.add(problem, broken="model.path")
-        return None
-
-
-def _reward_shape(
-    config: RunConfig, read_model: Callable[[str], dict[str, Any]], report: Report
-) -> ModelShape | None:
-    """Return the reward model's sizes; None if there is none or it cannot be read."""
-    if config.reward_model is None or not report.usable([REWARD_MODEL_PATH]):
-        return None
-    try:
-        return reward_model_shape(config.reward_model.model.path, read_model)
-    except ConfigError as error:
-        for problem in error.problems:
-            report.add(problem, broken=REWARD_MODEL_PATH)
-        return None
+    """Return a model's sizes; None if it cannot be read, with the reason in the report."""
+    with suppress(Unusable):
+        try:
+            return read()
+        except ConfigError as error:
+            for problem in error.problems:
+                report.add(problem, broken=broken)
+    return None

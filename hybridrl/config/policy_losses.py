@@ -4,16 +4,16 @@ A policy loss is a function of named flat tensors and keyword settings (algorith
 holds paths, so that checks of a config do not import torch.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybridrl.config.algorithm_schema import LossConfig
-from hybridrl.config.annotations import Range
+from hybridrl.config.algorithm_schema import FunctionConfig
+from hybridrl.config.annotations import ANY, BETWEEN_0_AND_1, Range, above_zero, share
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import did_you_mean
-from hybridrl.config.user_code.classes import locate
+from hybridrl.config.schema import RunConfig
+from hybridrl.config.user_code.classes import signature_of
 from hybridrl.config.user_code.importing import check_import
 
 # Tensors that a policy loss may have as parameters.
@@ -56,65 +56,48 @@ class PolicyLoss(NamedTuple):
         return {**self.settings, **self.selection_settings}
 
 
-_SHARE = Range(0, high=1, low_open=True, why="it is a share of all tokens")
+_SHARE = share("it is a share of all tokens", low_open=True)
 _CLIP = {
-    "clip_low": Range(0, high=1, low_open=True, why="ratios are clipped to 1 - clip_low"),
-    "clip_high": Range(0, low_open=True, why="ratios are clipped to 1 + clip_high"),
+    "clip_low": share("ratios are clipped to 1 - clip_low", low_open=True),
+    "clip_high": above_zero("ratios are clipped to 1 + clip_high"),
 }
-_RATIO = Range(1, why="a ratio of 1 means no change")
+_TAU = above_zero("the gate is scaled by 4 / tau")
+_RATIO = Range("a ratio of 1 means no change", 1)
 _BASE = ("log_probs", "old_log_probs", "advantages", "response_mask")
 _SAMPLED = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
-_CLIPPED = "hybridrl.algorithms.clipped_losses"
-_TRUST = "hybridrl.algorithms.trust_region_losses"
-_COVARIANCE = "hybridrl.algorithms.covariance_losses"
-
+_FUNCTIONS = (
+    PolicyLoss("clipped_losses.ppo_clip", _BASE, _CLIP),
+    PolicyLoss("clipped_losses.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
+    PolicyLoss("clipped_losses.gspo", (*_BASE, "sequence_id"), _CLIP),
+    PolicyLoss("clipped_losses.cispo", _BASE, _CLIP),
+    PolicyLoss("trust_region_losses.sapo", _BASE, {"tau_positive": _TAU, "tau_negative": _TAU}),
+    PolicyLoss(
+        "trust_region_losses.dppo_tv",
+        _SAMPLED,
+        {"max_divergence": BETWEEN_0_AND_1, "max_ratio": _RATIO},
+    ),
+    PolicyLoss(
+        "trust_region_losses.dppo_kl",
+        _SAMPLED,
+        {"max_divergence": above_zero("a divergence is not negative"), "max_ratio": _RATIO},
+    ),
+    PolicyLoss(
+        "covariance_losses.clip_cov",
+        (*_BASE, "selected"),
+        _CLIP,
+        "hybridrl.algorithms.covariance_losses.some_in_band",
+        {"fraction": _SHARE, "cov_low": None, "cov_high": None},
+    ),
+    PolicyLoss(
+        "covariance_losses.kl_cov",
+        (*_BASE, "selected"),
+        {"coef": Range("a negative penalty drives the policy away", 0)},
+        "hybridrl.algorithms.covariance_losses.largest",
+        {"fraction": _SHARE},
+    ),
+)
 BUILT_IN_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
-    {
-        "ppo_clip": PolicyLoss(f"{_CLIPPED}.ppo_clip", _BASE, _CLIP),
-        "dual_clip": PolicyLoss(f"{_CLIPPED}.dual_clip", _BASE, {**_CLIP, "max_ratio": _RATIO}),
-        "gspo": PolicyLoss(f"{_CLIPPED}.gspo", (*_BASE, "sequence_id"), _CLIP),
-        "cispo": PolicyLoss(f"{_CLIPPED}.cispo", _BASE, _CLIP),
-        "sapo": PolicyLoss(
-            f"{_TRUST}.sapo",
-            _BASE,
-            {
-                "tau_positive": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
-                "tau_negative": Range(0, low_open=True, why="the gate is scaled by 4 / tau"),
-            },
-        ),
-        "dppo_tv": PolicyLoss(
-            f"{_TRUST}.dppo_tv",
-            _SAMPLED,
-            {
-                "max_divergence": Range(
-                    0, 1, low_open=True, high_open=True, why="probabilities differ by at most 1"
-                ),
-                "max_ratio": _RATIO,
-            },
-        ),
-        "dppo_kl": PolicyLoss(
-            f"{_TRUST}.dppo_kl",
-            _SAMPLED,
-            {
-                "max_divergence": Range(0, low_open=True, why="a divergence is not negative"),
-                "max_ratio": _RATIO,
-            },
-        ),
-        "clip_cov": PolicyLoss(
-            f"{_COVARIANCE}.clip_cov",
-            (*_BASE, "selected"),
-            _CLIP,
-            f"{_COVARIANCE}.some_in_band",
-            {"fraction": _SHARE, "cov_low": None, "cov_high": None},
-        ),
-        "kl_cov": PolicyLoss(
-            f"{_COVARIANCE}.kl_cov",
-            (*_BASE, "selected"),
-            {"coef": Range(0, why="a negative penalty drives the policy away")},
-            f"{_COVARIANCE}.largest",
-            {"fraction": _SHARE},
-        ),
-    }
+    {f.path.split(".")[1]: f._replace(path=f"hybridrl.algorithms.{f.path}") for f in _FUNCTIONS}
 )
 
 
@@ -127,16 +110,7 @@ def policy_loss_of(function: str) -> PolicyLoss:
     if function in BUILT_IN_LOSSES:
         return BUILT_IN_LOSSES[function]
     key = f"{KEY}.function"
-    if "." not in function:
-        raise ConfigError(
-            f"{key} = {function}, expected one of {', '.join(BUILT_IN_LOSSES)} or a dotted path "
-            f"such as my_package.my_module.my_loss.\n"
-            f"Set algorithm/loss=<name> for a built-in loss with its settings."
-        )
-    found = locate(key, function)
-    if not inspect.isfunction(found):
-        raise ConfigError(f"{key} = {function}, expected a function.\nSet the path of one.")
-    parameters = inspect.signature(found).parameters.values()
+    parameters = signature_of(key, function, BUILT_IN_LOSSES, "algorithm/loss")
     settings = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
     tensors = tuple(p.name for p in parameters if p.name not in settings)
     unknown = [name for name in tensors if name not in TENSORS]
@@ -148,8 +122,9 @@ def policy_loss_of(function: str) -> PolicyLoss:
     return PolicyLoss(function, tensors, settings)
 
 
-def loss_problems(config: LossConfig) -> Iterator[str]:
+def loss_problems(run: RunConfig) -> Iterator[str]:
     """Check the policy loss and its settings."""
+    config = run.algorithm.loss
     try:
         check_import(f"{KEY}.function", config.function)
         loss = policy_loss_of(config.function)
@@ -172,20 +147,21 @@ def loss_problems(config: LossConfig) -> Iterator[str]:
     yield from _value_problems(config, known)
 
 
-def _value_problems(config: LossConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
+def _value_problems(config: FunctionConfig, known: Mapping[str, Range | None]) -> Iterator[str]:
     """Check the ranges of a built-in loss's settings; a user's function checks its own."""
     if config.function not in BUILT_IN_LOSSES:
         return
     args = {name: value for name, value in config.args.items() if name in known}
-    broken = False
-    for name, value in args.items():
-        allowed = known[name] or Range(-float("inf"))
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and allowed.contains(value)):
-            broken = True
-            why = f": {allowed.why}" if allowed.why else ""
-            yield f"{KEY}.args.{name} = {value}, expected a number, {allowed}{why}."
-    if broken or known.keys() - args.keys():
+    ranges = {name: allowed or ANY for name, allowed in known.items()}
+    wrong = {
+        name: value
+        for name, value in args.items()
+        if type(value) not in (int, float) or not ranges[name].contains(value)
+    }
+    for name, value in wrong.items():
+        why = f": {ranges[name].why}" if ranges[name].why else ""
+        yield f"{KEY}.args.{name} = {value}, expected a number, {ranges[name]}{why}."
+    if wrong or known.keys() - args.keys():
         return
     if config.function == "dual_clip" and args["max_ratio"] <= 1 + args["clip_high"]:
         yield (

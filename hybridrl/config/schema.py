@@ -7,14 +7,15 @@ worker class names its dataclass as `config_class`; a subclass of both may add k
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridrl.config.algorithm_schema import AlgorithmConfig
+from hybridrl.config.algorithm_schema import AlgorithmConfig, FunctionConfig
 from hybridrl.config.annotations import (
-    ANY,
+    BETWEEN_0_AND_1,
     FREE,
     LONGEST_S,
     SEED,
     TEMPERATURE,
     Range,
+    Section,
     above_zero,
     at_least_one,
     at_least_zero,
@@ -37,7 +38,7 @@ from hybridrl.config.data_schema import DataConfig
 
 
 @dataclass(kw_only=True)
-class RunSection:
+class RunSection(Section):
     """conf/config.yaml: run."""
 
     name: str
@@ -45,7 +46,7 @@ class RunSection:
 
 
 @dataclass(kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Section):
     """conf/hardware: the device, and the reason for it."""
 
     accelerator: Accelerator
@@ -53,7 +54,7 @@ class HardwareConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """conf/model."""
 
     path: Annotated[str, FREE]
@@ -62,7 +63,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class FSDPConfig:
+class FSDPConfig(Section):
     """conf/fsdp: the one sharding spec.
 
     dp_shard may be null before `derive`, columns until the rollout engine is traced.
@@ -82,25 +83,29 @@ class FSDPConfig:
     offload: Annotated[Offload, FREE]
     compile: Annotated[bool, FREE]
 
+    @property
+    def shards(self) -> int:
+        """dp_shard, derived."""
+        assert self.dp_shard is not None
+        return self.dp_shard
+
 
 @dataclass(kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """conf/cluster. gpus_per_node may be null before `derive`."""
 
     nodes: Annotated[int, at_least_one("a run needs a node")]
-    gpus_per_node: Annotated[
-        int | None, at_least_one("a node needs a process; null means all GPUs")
+    gpus_per_node: Annotated[int | None, at_least_one("a node needs a process; null is all GPUs")]
+    rendezvous_ports: Annotated[list[int], Range("lower ports need root", 1024, high=65535)]
+    start_timeout_s: Annotated[
+        float, seconds("workers need time to start; the longest wait is 3 weeks")
     ]
-    rendezvous_ports: Annotated[list[int], Range(1024, high=65535, why="lower ports need root")]
-    start_timeout_s: Annotated[float, seconds("workers need time to start")]
-    stall_timeout_s: Annotated[
-        float, Range(0, high=LONGEST_S, why="it is a time; 0 disables the stall detector")
-    ]
+    stall_timeout_s: Annotated[float, Range("0 disables the stall detector", 0, LONGEST_S)]
     nvlink_multicast: NVLinkMulticast
 
 
 @dataclass(kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Section):
     """conf/placement. slots_on_nodes is null if all nodes are alike."""
 
     slots_on_nodes: Annotated[list[int] | None, at_least_one("each node runs a process")]
@@ -108,7 +113,7 @@ class PlacementConfig:
 
 
 @dataclass(kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Section):
     """conf/doctor."""
 
     checks: DoctorChecks
@@ -116,7 +121,7 @@ class DoctorConfig:
 
 
 @dataclass(kw_only=True)
-class LoRAConfig:
+class LoRAConfig(Section):
     """conf/lora: low-rank adapters of the actor."""
 
     rank: Annotated[int, at_least_one("lora=none trains without adapters")]
@@ -126,15 +131,13 @@ class LoRAConfig:
 
 
 @dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """conf/actor and conf/critic: optim."""
 
     lr: Annotated[float, share("AdamW needs a positive step; above 1 it diverges", low_open=True)]
-    betas: Annotated[
-        list[float], Range(0, high=1, high_open=True, why="they are decay rates of averages")
-    ]
+    betas: Annotated[list[float], Range("they are decay rates", 0, 1, high_open=True)]
     eps: Annotated[float, above_zero("it prevents a division by zero in AdamW")]
-    weight_decay: Annotated[float, Range(0, why="a negative decay makes weights grow")]
+    weight_decay: Annotated[float, Range("a negative decay makes weights grow", 0)]
     max_grad_norm: Annotated[float, above_zero("gradients are scaled down to it")]
     schedule: LRSchedule
     warmup_steps: Annotated[int, at_least_zero("0 means no warm-up")]
@@ -142,7 +145,7 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
-class RoleConfig:
+class RoleConfig(Section):
     """Common field of all roles: the worker class."""
 
     worker: str
@@ -162,7 +165,7 @@ class ActorConfig(RoleConfig):
     mini_batch_size: Annotated[int, at_least_one("an optimizer step needs responses")]
     epochs: Annotated[int, at_least_one("responses must be used at least once")]
     max_tokens_per_gpu: Annotated[int, at_least_one("a forward needs tokens"), FREE]
-    entropy_coef: Annotated[float, Range(0, why="a negative bonus punishes exploration")]
+    entropy_coef: Annotated[float, Range("a negative bonus punishes exploration", 0)]
     log_prob_chunk_tokens: Annotated[int, at_least_one("logits are computed chunk by chunk"), FREE]
     optim: OptimConfig
 
@@ -190,7 +193,7 @@ class ReferenceConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class ModelPathConfig:
+class ModelPathConfig(Section):
     """conf/reward_model: model."""
 
     path: Annotated[str, FREE]
@@ -202,7 +205,7 @@ class RewardModelConfig(RoleConfig):
 
     model: ModelPathConfig
     fsdp: FSDPConfig
-    weight: Annotated[float, ANY._replace(why="scores are multiplied by it")]
+    weight: Annotated[float, Range("scores are multiplied by it")]
 
 
 @dataclass(kw_only=True)
@@ -214,18 +217,12 @@ class RolloutConfig(RoleConfig):
     seed: Annotated[int, SEED]
     tensor_parallel_size: Annotated[int, at_least_one("1 means no tensor parallelism"), FREE]
     responses_per_prompt: Annotated[int, at_least_one("a prompt needs a response")]
-    temperature: Annotated[
-        float, above_zero("logits are divided by it; eval.greedy=true evaluates greedily")
-    ]
+    temperature: Annotated[float, above_zero("eval.greedy=true evaluates greedily")]
     top_p: Annotated[float, share("it is a share of probability; 1 means all", low_open=True)]
     max_prompt_tokens: Annotated[int, at_least_one("a prompt has tokens")]
     max_response_tokens: Annotated[int, at_least_one("a response has tokens")]
     dtype: DType
-    gpu_memory_utilization: Annotated[
-        float,
-        Range(0, 1, low_open=True, high_open=True, why="it is a share of the GPU's memory"),
-        FREE,
-    ]
+    gpu_memory_utilization: Annotated[float, BETWEEN_0_AND_1, FREE]
     kv_cache_mb: Annotated[int | None, at_least_one("vLLM needs a KV cache"), FREE]
     max_num_seqs: Annotated[int | None, at_least_one("vLLM decodes at least one sequence"), FREE]
     enforce_eager: Annotated[bool, FREE]
@@ -235,31 +232,25 @@ class RolloutConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(FunctionConfig):
     """conf/reward."""
 
-    function: str
-    args: dict[str, Any]
-    timeout_s: Annotated[float, seconds("a reward needs time"), FREE]
-    num_processes: Annotated[
-        int | None, Range(1, high=4096, why="each is a process of tens of megabytes"), FREE
-    ]
-    failed_score: Annotated[float, ANY._replace(why="NaN or infinity would spoil the whole batch")]
+    timeout_s: Annotated[float, seconds("a reward needs time; the longest wait is 3 weeks"), FREE]
+    num_processes: Annotated[int | None, Range("each takes tens of megabytes", 1, 4096), FREE]
+    failed_score: Annotated[float, Range("NaN or infinity would spoil the whole batch")]
 
 
 @dataclass(kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(FunctionConfig):
     """conf/environment: answers between the model's turns."""
 
-    function: str
-    args: dict[str, Any]
     max_turns: Annotated[int, at_least_one("a conversation needs a turn")]
     stop: list[str]
     role: str
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """conf/trainer."""
 
     total_steps: Annotated[int, at_least_one("a run needs a step"), FREE]
@@ -267,34 +258,22 @@ class TrainerConfig:
     max_log_prob_diff: Annotated[float, above_zero("it limits a mean of absolute values"), FREE]
     samples_every_steps: Annotated[int, at_least_zero("0 means never"), FREE]
     save_final_model: Annotated[bool, FREE]
-    max_skipped_steps: Annotated[
-        int, at_least_one("1 ends the run at the first skipped step"), FREE
-    ]
+    max_skipped_steps: Annotated[int, at_least_one("1 ends the run at the first one"), FREE]
     max_restarts: Annotated[int, at_least_zero("0 means no restart"), FREE]
-    profile_steps: Annotated[
-        list[int], at_least_one("steps are counted from 1; [] profiles none"), FREE
-    ]
+    profile_steps: Annotated[list[int], at_least_one("steps are counted from 1"), FREE]
 
 
 @dataclass(kw_only=True)
-class RuleConfig:
-    """conf/eval: one more reward function for completions."""
-
-    function: str
-    args: dict[str, Any]
-
-
-@dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """conf/eval."""
 
     every_steps: Annotated[int, at_least_zero("0 means only before and after training")]
     greedy: bool
-    rules: dict[str, RuleConfig]
+    rules: dict[str, FunctionConfig]
 
 
 @dataclass(kw_only=True)
-class TrackingConfig:
+class TrackingConfig(Section):
     """conf/tracking."""
 
     tensorboard: bool
@@ -303,15 +282,13 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """conf/checkpoint. on_sigterm is in seconds."""
 
     every_steps: Annotated[int, at_least_zero("0 means never")]
     keep_last: Annotated[int, at_least_zero("it counts checkpoints; 0 keeps all")]
     keep_best: str | None
-    on_sigterm: Annotated[
-        float, Range(0, high=LONGEST_S, why="it is a time; 0 ends the run at once")
-    ]
+    on_sigterm: Annotated[float, Range("it is a time; 0 ends the run at once", 0, LONGEST_S)]
     allow_config_changes: bool
 
 
@@ -327,7 +304,7 @@ class SaverConfig(RoleConfig):
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """Config of one run, resolved: no interpolations, no nulls that mean "derive it".
 
     Only fsdp.columns stays null until the rollout engine is traced. Role sections are instances of

@@ -4,115 +4,102 @@ import dataclasses
 import re
 import typing
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from enum import Enum
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.annotations import Range, Unusable
 from hybridrl.config.command.input_errors import reason_of
 from hybridrl.config.command.report import Report, shown
-from hybridrl.config.keys import nothing_reads
+from hybridrl.config.keys import nothing_reads, raw_tree
 
 T = TypeVar("T")
 LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
 class Builder:
-    """Builder of config sections; fields without a usable value are None and marked as broken.
+    """Builder of config sections, which lack the fields without a usable value.
 
     Args:
         report: collects problems and broken keys.
         known: all keys, for "did you mean".
-        circular: keys whose links lead back to themselves.
     """
 
-    def __init__(
-        self, report: Report, known: Collection[str], circular: Collection[str] = ()
-    ) -> None:
+    def __init__(self, report: Report, known: Collection[str]) -> None:
         self.report = report
         self.known = known
-        self.circular = circular
         # Cache for OmegaConf's conversions: building one per leaf doubled the time of all checks.
         self._structured: dict[type, DictConfig] = {}
 
     def section(
         self, cls: type[T], value: Any, path: str, shared: Mapping[str, Any] | None = None
     ) -> T:
-        """Build a section from a value that may not be one; then the section is broken."""
-        if isinstance(value, DictConfig):
-            return self.build(cls, value, path, shared)
-        self.report.add(
-            f"{path} = {shown(value)}, expected a section.\nSet {path}.<key>=<value>.",
-            broken=path,
-        )
-        return Builder(Report(), ()).build(cls, OmegaConf.create({}), path, shared)
+        """Build a section from a value that may not be one; then it has no field.
 
-    def build(
-        self, cls: type[T], node: DictConfig, path: str, shared: Mapping[str, Any] | None = None
-    ) -> T:
-        """Build an instance of `cls` from `node`, the section at the dotted key `path`.
-
-        Args:
-            cls: a dataclass of schema.py or a subclass of one.
-            node: the section of the composed config.
-            path: its dotted key.
-            shared: fields that link to shared nodes, already built.
+        `shared` are fields that link to shared nodes, already built.
         """
         values = dict(shared or {})
+        if not isinstance(value, DictConfig):
+            self.report.add(
+                f"{path} = {shown(value)}, expected a section.\nSet {path}.<key>=<value>.",
+                broken=path,
+            )
+            return partial_section(cls, values)
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        hints = typing.get_type_hints(cls)
-        for name in map(str, node):
+        for name in map(str, value):
             if name not in fields:
                 key = f"{path}.{name}"
-                for problem in nothing_reads(key, raw_value(node, name), self.known):
-                    self.report.add(problem)
+                self.report.problems += nothing_reads(key, raw_tree(value)[name], self.known)
         for name, field in fields.items():
             if name not in values:
-                values[name] = self.field(field, hints[name], cls, node, f"{path}.{name}")
-        return _instance(cls, values, path, self.report)
+                with suppress(Unusable):
+                    values[name] = self.field(field, cls, value, f"{path}.{name}")
+        if self.report.usable([path]):
+            try:
+                return cls(**values)
+            except (TypeError, ValueError) as error:  # a subclass's __post_init__
+                self.report.add(f"{path}: {error}", broken=path)
+        return partial_section(cls, values)
 
-    def field(
-        self, field: dataclasses.Field[Any], hint: Any, cls: type, node: DictConfig, key: str
-    ) -> Any:
-        """Return a field's converted value; None if it has none."""
-        if OmegaConf.is_missing(node, field.name):
-            self.report.add(f"{key} is missing.\nSet {key}=<{type_name(hint)}>.", broken=key)
-            return None
-        if field.name not in node:
-            return _default(cls, field, hint, key, self.report)
+    def field(self, field: dataclasses.Field[Any], cls: type, node: DictConfig, key: str) -> Any:
+        """Return a field's converted value.
+
+        Raises:
+            Unusable: it has none; the problem is in the report.
+        """
+        name, hint = field.name, typing.get_type_hints(cls)[field.name]
+        if OmegaConf.is_missing(node, name):
+            self._refuse(key, f"{key} is missing.\nSet {key}=<{type_name(hint)}>.")
+        if name not in node:
+            return self._default(cls, field, hint, key)
         try:
-            value = node[field.name]
+            value = node[name]
         except OmegaConfBaseException as error:
-            self.report.broken.add(key)
-            if key in self.circular or not self.is_link(node, field.name):
-                raw, reason = raw_value(node, field.name), reason_of(error)
-                self.report.add(f"{key} = {shown(raw)} cannot be resolved: {reason}.")
-            return None
+            raw = shown(raw_tree(node)[name])
+            problem = f"{key} = {raw} cannot be resolved: {reason_of(error)}."
+            to_itself = raw == f"${{{key}}}"
+            self._refuse(key, problem if to_itself or not self._is_link(node, name) else None)
         element = element_class(hint)
         if element is not None and isinstance(value, DictConfig):
             names = map(str, value)
-            return {name: self.element(element, value[name], f"{key}.{name}") for name in names}
-        if not dataclasses.is_dataclass(hint):
-            return self.leaf(cls, hint, node, field.name, key)
-        return self.section(typing.cast(type, hint), value, key)
+            return {name: self._element(element, value[name], f"{key}.{name}") for name in names}
+        if dataclasses.is_dataclass(hint):
+            return self.section(typing.cast(type, hint), value, key)
+        return self._leaf(cls, hint, node, name, key)
 
-    def element(self, cls: type[T], value: Any, path: str) -> T:
-        """Build an entry of a mapping; absent optional fields are None, as YAML cannot hold "
-        "defaults."""
+    def _element(self, cls: type[T], value: Any, path: str) -> T:
+        """Build an entry of a mapping; absent optional fields are None, as YAML has no defaults."""
         hints = typing.get_type_hints(cls)
         given = value if isinstance(value, DictConfig) else {}
         absent = [name for name in hints if name not in given and _may_be_null(hints[name])]
         return self.section(cls, value, path, dict.fromkeys(absent))
 
-    def is_link(self, node: DictConfig, name: str) -> bool:
-        """Return whether a value is only a link to a known key, which has its own report."""
-        link = LINK.fullmatch(str(raw_value(node, name)))
-        return link is not None and link[1] in self.known
-
-    def leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
-        """Return a leaf's value, converted to the field's type by OmegaConf's rules."""
+    def _leaf(self, cls: type, hint: Any, node: DictConfig, name: str, key: str) -> Any:
+        """Return a leaf's value, converted by OmegaConf's rules and within its range."""
         if cls not in self._structured:
             self._structured[cls] = OmegaConf.structured(cls)
         typed = self._structured[cls]
@@ -121,66 +108,57 @@ class Builder:
             if isinstance(value, DictConfig | ListConfig):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
             typed[name] = value
-            converted = typed[name]
-            if isinstance(converted, DictConfig | ListConfig):
-                return OmegaConf.to_object(converted)
-            return converted
+            found = typed[name]
+            if isinstance(found, DictConfig | ListConfig):
+                found = OmegaConf.to_object(found)
         except (OmegaConfBaseException, OverflowError):  # an integer too large for a float
-            self.report.broken.add(key)
-            if not self.is_link(node, name):
-                self.report.add(f"{key} = {shown(value)}, expected {type_name(hint)}.")
-            return None
+            problem = f"{key} = {shown(value)}, expected {type_name(hint)}."
+            self._refuse(key, None if self._is_link(node, name) else problem)
+        if found is not None and not OmegaConf.is_interpolation(node, name):
+            for note in annotations_of(cls, name):
+                if isinstance(note, Range) and (wrong := note.problem(key, found)):
+                    self._refuse(key, wrong)
+        return found
+
+    def _default(self, cls: type, field: dataclasses.Field[Any], hint: Any, key: str) -> Any:
+        """Return the default of a field; only users' subclasses have some."""
+        if field.default is not dataclasses.MISSING:
+            return field.default
+        if field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+        self._refuse(
+            key,
+            f"{key} is missing: {cls.__module__}.{cls.__qualname__} has no default for it.\n"
+            f"Set +{key}=<{type_name(hint)}>.",
+        )
+
+    def _is_link(self, node: DictConfig, name: str) -> bool:
+        """Return whether a value is only a link to a known key, which has its own report."""
+        link = LINK.fullmatch(str(raw_tree(node)[name]))
+        return link is not None and link[1] in self.known
+
+    def _refuse(self, key: str, problem: str | None) -> NoReturn:
+        self.report.broken.add(key)
+        if problem is not None:
+            self.report.add(problem)
+        raise Unusable(key)
 
 
-def _default(cls: type, field: dataclasses.Field[Any], hint: Any, key: str, report: Report) -> Any:
-    """Return the default of a dataclass; only users' subclasses have some."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    report.add(
-        f"{key} is missing: {cls.__module__}.{cls.__qualname__} has no default for it.\n"
-        f"Set +{key}=<{type_name(hint)}>.",
-        broken=key,
-    )
-    return None
-
-
-def _instance(cls: type[T], values: dict[str, Any], path: str, report: Report) -> T:
-    """Return `cls(**values)`; without __init__, and so without its checks, if values are "
-    "missing."""
-    if report.usable([path]):
-        try:
-            return cls(**values)
-        except (TypeError, ValueError) as error:  # a subclass's __post_init__
-            report.add(f"{path}: {error}", broken=path)
+def partial_section(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return an instance with only these fields, without __init__ and so without its checks."""
     instance = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
+    vars(instance).update(values)
     return instance
+
+
+def annotations_of(cls: Any, name: str) -> tuple[Any, ...]:
+    """Return the annotations of a dataclass's field."""
+    hint = typing.get_type_hints(cls, include_extras=True)[name]
+    return typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
 
 
 def _may_be_null(hint: Any) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
-
-
-def circular_links(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys whose links lead back to themselves.
-
-    Args:
-        values: unresolved, by dotted key.
-    """
-    matches = {key: LINK.fullmatch(value) for key, value in values.items() if type(value) is str}
-    links = {key: match[1] for key, match in matches.items() if match}
-    found = set()
-    for key, target in links.items():
-        seen = {key}
-        while target in links and target not in seen:
-            seen.add(target)
-            target = links[target]
-        if target == key:
-            found.add(key)
-    return found
 
 
 def element_class(hint: Any) -> Any:
@@ -194,13 +172,6 @@ def optional_class(hint: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, UnionType) else ()
     found = [option for option in options if dataclasses.is_dataclass(option)]
     return found[0] if found else None
-
-
-def raw_value(node: DictConfig, name: str) -> Any:
-    """Return the unresolved value of a key."""
-    tree = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(tree, dict)
-    return tree[name]
 
 
 def type_name(hint: Any) -> str:

@@ -13,14 +13,15 @@ Units:   log-probs in nats; scores, rewards, values, advantages and returns in t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.data.balance import balance
+from hybridrl.data.partition import balance
 from hybridrl.data.ragged import Ragged, concat
-from hybridrl.data.shardable import Shardable
+from hybridrl.data.shardable import Piece, Shardable
 
 
 @dataclass(frozen=True)
@@ -63,42 +64,28 @@ class PromptBatch(Shardable):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def shard(self, num_shards: int) -> list["PromptBatch"]:
+    def pieces(self, num_shards: int) -> list[list[Piece]]:
         """Return each engine's prompts: by `engine`, or in equal counts with balanced cost."""
-        return [self._select(part) for part in self._partition(num_shards)]
+        return [[partial(self._select, part)] for part in self._partition(num_shards)]
 
     def join(self, results: Sequence["Rollout"]) -> "Rollout":
         """Return the engines' responses, those of each prompt together, in order of `prompts`."""
-        parts = self._partition(len(results))
-        by_engine = [prompt for part in parts for prompt in part]
-        start = {prompt: k * self.responses_per_prompt for k, prompt in enumerate(by_engine)}
-        order = [
-            start[prompt] + sample
-            for prompt in range(len(self))
-            for sample in range(self.responses_per_prompt)
-        ]
+        each = self.responses_per_prompt
+        by_engine = [prompt for part in self._partition(len(results)) for prompt in part]
+        rows = torch.tensor([prompt * each + k for prompt in by_engine for k in range(each)])
         batches = [
             replace(result.batch, engine=torch.full((len(result.batch),), engine))
             for engine, result in enumerate(results)
         ]
         return Rollout(
-            RolloutBatch.concat(batches, torch.tensor(order)),
+            RolloutBatch.concat(batches, rows.argsort()),
             tuple(engine for result in results for engine in result.engines),
         )
 
     def _select(self, part: list[int]) -> "PromptBatch":
-        def of_part(field: Tensor | None) -> Tensor | None:
-            return None if field is None else field[part]
-
-        return replace(
-            self,
-            prompts=self.prompts.select(part),
-            prompt_id=self.prompt_id[part],
-            expected_tokens=of_part(self.expected_tokens),
-            first_sample=of_part(self.first_sample),
-            max_tokens=of_part(self.max_tokens),
-            engine=of_part(self.engine),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        selected = {name: value[part] for name, value in tensors.items()}
+        return replace(self, prompts=self.prompts.select(part), **selected)
 
     def _partition(self, num_shards: int) -> list[list[int]]:
         if self.engine is not None:
@@ -218,13 +205,12 @@ class RolloutBatch:
     def select(self, indices: Sequence[int]) -> "RolloutBatch":
         """Return the responses `indices`, in that order, with all fields."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        present = {name: value for name, value in vars(self).items() if value is not None}
-        return RolloutBatch(
-            **{
-                name: value.select(rows) if isinstance(value, Ragged) else value[rows]
-                for name, value in present.items()
-            }
-        )
+        selected = {
+            name: value.select(rows) if isinstance(value, Ragged) else value[rows]
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return RolloutBatch(**selected)
 
     def adding(self, **new: Ragged) -> "RolloutBatch":
         """Return this batch with fields filled in.

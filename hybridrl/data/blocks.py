@@ -6,6 +6,7 @@ A block holds whole rows of similar length, to keep padding small.
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybridrl.data.ragged import Ragged, joined, padded
@@ -17,29 +18,15 @@ CHUNK_ELEMENTS = 2**16
 
 
 def in_chunks(function: Callable[..., Tensor], *flat: Tensor) -> Tensor:
-    """Compute an element-wise `function(*flat)` [N] chunk by chunk, to keep temporaries small.
-
-    Args:
-        function: tensors [n] -> tensor [n].
-        flat: tensors [N].
-    """
+    """Compute an element-wise `function(*flat)` [N] chunk by chunk, to keep temporaries small."""
     chunks = zip(*(tensor.split(CHUNK_ELEMENTS) for tensor in flat), strict=True)
-    first = function(*next(chunks))
-    if len(first) == len(flat[0]):
-        return first
-    whole = first.new_empty(len(flat[0]))
-    whole[: len(first)] = first
-    for to, parts in zip(whole.split(CHUNK_ELEMENTS)[1:], chunks, strict=True):
-        to[:] = function(*parts)
-    return whole
+    return torch.cat([function(*parts) for parts in chunks])
 
 
 def row_chunks(lengths: Tensor, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield consecutive rows of about CHUNK_ELEMENTS in total: lengths [b] and fields [n].
 
-    Args:
-        lengths: [B] int64, of the rows, with sum N.
-        flat: fields [N].
+    `lengths` [B] are those of the rows of the fields `flat` [N].
     """
     chunk = lengths.cumsum(0) // CHUNK_ELEMENTS
     of_chunks = lengths.split(chunk.unique_consecutive(return_counts=True)[1].tolist())

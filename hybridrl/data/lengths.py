@@ -13,12 +13,7 @@ from hybridrl.data.batch import PromptBatch, RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Running mean of integers, exact in any order.
-
-    Attributes:
-        count: numbers so far.
-        total: their sum.
-    """
+    """Running mean of integers, exact in any order."""
 
     count: int = 0
     total: int = 0
@@ -33,6 +28,9 @@ class Mean:
         return self.total / self.count if self.count else 0.0
 
 
+NONE = Mean()
+
+
 def expected_tokens(
     prompt_lengths: Sequence[int],
     prompt_ids: Sequence[int],
@@ -43,23 +41,11 @@ def expected_tokens(
     """Predict the tokens that each prompt costs its engine: [P] float64.
 
     The prompt counts once (prefix caching). Each response is expected to have the mean length of
-    the prompt's earlier responses, or of all responses if the prompt is new.
-
-    Args:
-        prompt_lengths: tokens of each prompt.
-        prompt_ids: their ids.
-        seen: prompt id -> lengths of its responses so far.
-        overall: lengths of all responses so far.
-        responses_per_prompt: samples of each prompt.
+    the prompt's earlier responses (`seen`), or of all responses (`overall`) if the prompt is new.
     """
     responses = [seen.get(prompt_id, overall).value for prompt_id in prompt_ids]
-    return torch.tensor(
-        [
-            prompt + responses_per_prompt * response
-            for prompt, response in zip(prompt_lengths, responses, strict=True)
-        ],
-        dtype=torch.float64,
-    )
+    means = torch.tensor(responses, dtype=torch.float64)
+    return torch.tensor(prompt_lengths) + responses_per_prompt * means
 
 
 @dataclass
@@ -76,17 +62,17 @@ class ResponseLengths:
     """
 
     seen: dict[int, Mean] = field(default_factory=dict)
-    overall: Mean = field(default_factory=Mean)
+    overall: Mean = NONE
 
     def __post_init__(self) -> None:
-        self._learned: dict[int, Mean] = {}
-        self._known = ChainMap(self._learned, self.seen)
         self._overall = self.overall
+        # Lengths since the last commit, then the others.
+        self._known = ChainMap[int, Mean]({}, self.seen)
 
     def commit(self) -> None:
         """Merge the lengths of a finished step into `seen` and `overall`."""
-        self.seen.update(self._learned)
-        self._learned.clear()
+        self.seen.update(self._known.maps[0])
+        self._known.maps[0].clear()
         self.overall = self._overall
 
     def state(self) -> dict[str, Any]:
@@ -113,8 +99,7 @@ class ResponseLengths:
 
     def learn(self, batch: RolloutBatch) -> None:
         """Add the lengths of responses."""
-        for prompt_id, length in zip(
-            batch.group_id.tolist(), batch.responses.lengths.tolist(), strict=True
-        ):
-            self._learned[prompt_id] = self._known.get(prompt_id, Mean()).plus(length)
+        lengths = batch.responses.lengths.tolist()
+        for prompt_id, length in zip(batch.group_id.tolist(), lengths, strict=True):
+            self._known[prompt_id] = self._known.get(prompt_id, NONE).plus(length)
             self._overall = self._overall.plus(length)

@@ -1,4 +1,4 @@
-"""Partition of a mini-batch over ranks and into micro-batches.
+"""Partition of items into parts of nearly equal cost: mini-batches over ranks, into micro-batches.
 
 A partitioner gives every rank the same number of micro-batches, none of them empty. Each fits the
 token budget, except that a single longer response is a micro-batch of its own. FSDP2 gathers
@@ -6,13 +6,14 @@ weights in every layer, by default again in every micro-batch. Where ranks synch
 costs must be balanced.
 """
 
+import heapq
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybridrl.config.choices import Accumulation
 from hybridrl.config.schema import FSDPConfig
-from hybridrl.data.balance import balance_totals, pack_evenly
 
 Micros = list[list[int]]
 # (mini-batch, cost by response, tokens by response, ranks, budget) -> each rank's micro-batches
@@ -42,11 +43,9 @@ def partition_by_micro_batch(
     Micro-batches are sorted by cost, most expensive first, and assigned to ranks in alternating
     direction.
     """
-    count = _fewest(mini, tokens, num_ranks, max_tokens)
-    micros = None
-    while micros is None:
-        micros = pack_evenly(mini, cost, tokens, num_ranks * count, max_tokens)
-        count += 1
+    counts = itertools.count(_fewest(mini, tokens, num_ranks, max_tokens))
+    packed = (pack_evenly(mini, cost, tokens, num_ranks * n, max_tokens) for n in counts)
+    micros = next(micros for micros in packed if micros is not None)
     micros.sort(key=lambda micro: -_sum(cost, micro))
     ranks: list[Micros] = [[] for _ in range(num_ranks)]
     for k, micro in enumerate(micros):
@@ -74,14 +73,10 @@ def partition_by_total(
         ranks = [micros for micros in packed if micros is not None]
         if len(ranks) == num_ranks:
             median = statistics.median(_sum(cost, micro) for micros in ranks for micro in micros)
-            return [_median_at_both_ends(micros, cost, median) for micros in ranks]
+            for micros in ranks:
+                micros.sort(key=lambda micro: abs(_sum(cost, micro) - median))
+            return [[*micros[1:], micros[0]] for micros in ranks]
         count += 1
-
-
-def _median_at_both_ends(micros: Micros, cost: Sequence[float], median: float) -> Micros:
-    """Sort micro-batches by distance from the median cost, the nearest moved to the end."""
-    nearest, *rest = sorted(micros, key=lambda micro: abs(_sum(cost, micro) - median))
-    return [*rest, nearest]
 
 
 def _fewest(mini: list[int], tokens: Sequence[int], num_ranks: int, max_tokens: int) -> int:
@@ -92,3 +87,108 @@ def _fewest(mini: list[int], tokens: Sequence[int], num_ranks: int, max_tokens: 
 
 def _sum(cost: Sequence[float], micro: list[int]) -> float:
     return sum(cost[i] for i in micro)
+
+
+def balance(items: Sequence[int], cost: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Partition items into parts of equal count (to 1) with nearly equal sums of `cost[item]`."""
+    counts = [len(items) // num_parts + (p < len(items) % num_parts) for p in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for item, part in _cheapest(items, cost, num_parts, lambda p, _: len(parts[p]) < counts[p]):
+        parts[part].append(item)
+    return parts
+
+
+def balance_totals(
+    items: Sequence[int], cost: Sequence[float], num_parts: int, at_least: int
+) -> list[list[int]]:
+    """Partition items into parts of nearly equal sums of `cost[item]`, with a minimum count.
+
+    Without the minimum, the largest sum is at most 4/3 - 1 / (3 num_parts) times the optimum. The
+    last items are reserved for parts below it. Items are at least num_parts * at_least.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    spare = len(items) - num_parts * at_least
+
+    def is_open(part: int, _: int) -> bool:
+        return spare > 0 or len(parts[part]) < at_least
+
+    for item, part in _cheapest(items, cost, num_parts, is_open):
+        spare -= len(parts[part]) >= at_least
+        parts[part].append(item)
+    return parts
+
+
+def pack_evenly(
+    items: Sequence[int],
+    cost: Sequence[float],
+    size: Sequence[int],
+    num_bins: int,
+    capacity: int,
+) -> list[list[int]] | None:
+    """Pack items into bins with nearly equal sums of cost, within capacity, no bin empty.
+
+    Each to the cheapest bin with room. If that fails, best fit decreasing: largest first, each to
+    the fullest bin with room. An item larger than the capacity gets its own bin. Items are at
+    least one per bin; cost and size are by item.
+
+    Returns:
+        The bins, or None if both rules fail.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    room = [capacity] * num_bins
+
+    def has_room(index: int, item: int) -> bool:
+        return not bins[index] or room[index] >= size[item]
+
+    for item, index in _cheapest(items, cost, num_bins, has_room):
+        bins[index].append(item)
+        room[index] -= size[item]
+    return bins if sum(map(len, bins)) == len(items) else _best_fit(items, size, num_bins, capacity)
+
+
+def _cheapest(
+    items: Sequence[int],
+    cost: Sequence[float],
+    num_parts: int,
+    is_open: Callable[[int, int], bool],
+) -> Iterator[tuple[int, int]]:
+    """Yield items, most expensive first, each with the cheapest part that is open to it.
+
+    It ends at the first item to which no part is open: `is_open(part, item)`.
+
+    Source: Graham 1969 (LPT)
+    """
+    heap = [(0.0, part) for part in range(num_parts)]
+    for item in sorted(items, key=lambda i: (-cost[i], i)):
+        closed = []
+        while heap and not is_open(heap[0][1], item):
+            closed.append(heapq.heappop(heap))
+        if not heap:
+            return
+        total, part = heapq.heappop(heap)
+        yield item, part
+        for entry in [*closed, (total + cost[item], part)]:
+            heapq.heappush(heap, entry)
+
+
+def _best_fit(
+    items: Sequence[int], size: Sequence[int], num_bins: int, capacity: int
+) -> list[list[int]] | None:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(items, key=lambda i: (-size[i], i)):
+        fitting = [index for index in range(len(bins)) if room[index] >= size[item]]
+        if fitting:
+            index = min(fitting, key=lambda i: room[i])
+        elif len(bins) < num_bins:
+            index = len(bins)
+            bins.append([])
+            room.append(capacity)
+        else:
+            return None
+        bins[index].append(item)
+        room[index] -= size[item]
+    while len(bins) < num_bins:
+        fullest = max(bins, key=len)
+        bins.append([fullest.pop()])
+    return bins

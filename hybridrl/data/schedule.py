@@ -24,8 +24,6 @@ from hybridrl.data.shardable import Piece, Shardable
 
 # indices[epoch][mini][micro] -> responses
 Epochs = list[list[list[list[int]]]]
-
-
 # [epoch][mini]
 EpochTotals = list[list[Totals]]
 # One rank's part of each optimizer step: its micro-batches, and the totals over all ranks by which
@@ -55,22 +53,19 @@ class RankBatch:
             for micro in mini:
                 yield self.batch.select(micro)
 
-    def mini_batches(self) -> MiniBatches:
-        """Yield (micro-batches, totals) of each optimizer step; all sampled tokens count."""
-        return self._mini_batches(self.sampled)
+    def mini_batches(self, totals: EpochTotals | None = None) -> MiniBatches:
+        """Yield (micro-batches, totals) of each optimizer step; by default all sampled tokens."""
+        for epoch, of_epoch in zip(self.epochs, totals or self.sampled, strict=True):
+            for mini, of_mini in zip(epoch, of_epoch, strict=True):
+                yield [self.batch.select(micro) for micro in mini], of_mini
 
     def policy_mini_batches(self) -> MiniBatches:
         """Yield the same for the policy loss, in which the tokens of loss_mask count."""
-        return self._mini_batches(self.counted)
+        return self.mini_batches(self.counted)
 
     def map_first_epoch(self, compute: Callable[[RolloutBatch], Ragged]) -> Ragged:
         """Concatenate `compute` of each micro-batch of the first epoch, rows in that order."""
         return concat([compute(micro) for micro in self.micro_batches(epoch=0)])
-
-    def _mini_batches(self, totals: EpochTotals) -> MiniBatches:
-        for epoch, of_epoch in zip(self.epochs, totals, strict=True):
-            for mini, of_mini in zip(epoch, of_epoch, strict=True):
-                yield [self.batch.select(micro) for micro in mini], of_mini
 
 
 @dataclass(frozen=True)
@@ -103,11 +98,7 @@ class ScheduledBatch(Shardable):
         return cls(batch, ranks, [rows for rows, _ in parts], pieces)
 
     def adding(self, **new: Ragged) -> "ScheduledBatch":
-        """Return the same schedule with fields filled in; only these are sent to the ranks.
-
-        Raises:
-            ValueError: a field's rows are not as long as the responses.
-        """
+        """Return the same schedule with fields filled in; only these are sent to the ranks."""
 
         def added(rows: list[int]) -> dict[str, Ragged]:
             return {name: value.select(rows) for name, value in new.items()}
@@ -140,10 +131,6 @@ class ScheduledBatch(Shardable):
         first, *added = contents
         fields = {name: value for more in added for name, value in more.items()}
         return replace(first, batch=first.batch.adding(**fields))
-
-    def shard(self, num_shards: int) -> list[RankBatch]:
-        """Return each rank's batch."""
-        return [self.assemble([piece() for piece in pieces]) for pieces in self.pieces(num_shards)]
 
     def join(self, results: Sequence[Ragged]) -> Ragged:
         """Return the ranks' results of `map_first_epoch` in the order of `batch`.
@@ -208,10 +195,7 @@ class UpdateSizes:
 def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> UpdateSizes:
     """Return the sizes of a run's updates; cost is the time of a forward and backward.
 
-    Args:
-        config: sizes, shared with the critic.
-        num_shards: ranks that train, or groups of fsdp.ulysses_size of them.
-        shape: the model's.
+    The shards are the ranks that train, or groups of fsdp.ulysses_size of them.
     """
     return UpdateSizes(
         num_shards=num_shards,
@@ -226,10 +210,7 @@ def update_sizes(config: ActorConfig, num_shards: int, shape: ModelShape) -> Upd
 def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -> ScheduledBatch:
     """Draw mini-batches from `batch` and partition them over ranks and micro-batches.
 
-    Args:
-        batch: [B] responses; B must be a multiple of sizes.mini_batch_size.
-        sizes: of the update.
-        seed, step: with the epoch they determine the order.
+    Seed, step and epoch determine the order.
 
     Raises:
         ValueError: the sizes do not divide.
@@ -244,7 +225,8 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
     cost = [sizes.cost(count) for count in tokens]
     ranks: list[Epochs] = [[] for _ in range(sizes.num_shards)]
     for epoch in range(sizes.epochs):
-        order = _shuffled(len(batch), seed, step, epoch)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
+        order = torch.randperm(len(batch), generator=generator).tolist()
         minis = [order[start : start + per_step] for start in range(0, len(order), per_step)]
         partitions = [
             sizes.partition(mini, cost, tokens, sizes.num_shards, sizes.max_tokens)
@@ -253,8 +235,3 @@ def schedule(batch: RolloutBatch, sizes: UpdateSizes, *, seed: int, step: int) -
         for rank, epochs in enumerate(ranks):
             epochs.append([per_rank[rank] for per_rank in partitions])
     return ScheduledBatch.of(batch, ranks)
-
-
-def _shuffled(size: int, seed: int, step: int, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed(derive_seed(seed, "mini_batches", step, epoch))
-    return torch.randperm(size, generator=generator).tolist()

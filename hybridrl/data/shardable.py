@@ -1,8 +1,7 @@
-"""Batches that are split over ranks: split, sent in pieces, results joined."""
+"""Batches that are split over ranks: split, sent in pieces, results joined; without torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 # Returns the content of one message to a rank. The object store keys on the function's identity
@@ -15,20 +14,16 @@ class Shardable(ABC):
     """An argument of a call that is split into shards, and the inverse for the results."""
 
     @abstractmethod
-    def shard(self, num_shards: int) -> Sequence[Any]:
-        """Return one part per shard."""
-
-    @abstractmethod
-    def join(self, results: Sequence[Any]) -> Any:
-        """Return the shards' results in the order of the whole."""
-
     def pieces(self, num_shards: int) -> Sequence[Sequence[Piece]]:
-        """Return for each shard the pieces of its part; by default one piece.
+        """Return for each shard the pieces of its part.
 
         A batch that goes into several calls returns the same pieces each time: those that were
         sent before are not sent again.
         """
-        return [[partial(_identity, part)] for part in self.shard(num_shards)]
+
+    @abstractmethod
+    def join(self, results: Sequence[Any]) -> Any:
+        """Return the shards' results in the order of the whole."""
 
     @staticmethod
     def assemble(contents: Sequence[Any]) -> Any:
@@ -36,6 +31,6 @@ class Shardable(ABC):
         (part,) = contents
         return part
 
-
-def _identity(content: Any) -> Any:
-    return content
+    def shard(self, num_shards: int) -> list[Any]:
+        """Return one part per shard."""
+        return [self.assemble([piece() for piece in one]) for one in self.pieces(num_shards)]

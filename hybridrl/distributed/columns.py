@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.config.choices import Layout
-from hybridrl.config.planner.shard_order import is_nested
+from hybridrl.config.planner.world import is_nested
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.distributed.regions import Region, Trace
 

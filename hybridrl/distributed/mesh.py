@@ -1,6 +1,6 @@
 """Training mesh: axes dp_replicate and dp_shard over all ranks.
 
-A replica of the weights is on consecutive ranks; config/planner/shard_order.py defines their order.
+A replica of the weights is on consecutive ranks; config/planner/world.py defines their order.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hybridrl.config.planner.shard_order import ranks_by_shard
+from hybridrl.config.planner.world import ranks_by_shard
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.distributed.torch_compat import ranks_as_given
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 # Files that transformers and vLLM read beside the weights; others only document the model.
@@ -24,12 +25,10 @@ _READERS = 8
 def fingerprint(folder: Path, *, weights: bool = True) -> dict[str, str]:
     """Return the SHA-256 of each file that transformers and vLLM read of a model, by name.
 
+    `weights` is false where they are drawn at random.
+
     Config, tokenizer and similar files are hashed whole. Of weights the size and sampled blocks are
     hashed, so a change between two blocks is missed: in a file of 5 GB blocks are 80 MB apart.
-
-    Args:
-        folder: folder of the model.
-        weights: hash the weights, too; false where they are drawn at random.
 
     Raises:
         OSError: a file cannot be read.
@@ -69,13 +68,12 @@ def _sha256(path: Path, *, is_sampled: bool) -> str:
 
 
 def _sha256_of_config(text: bytes) -> str:
-    try:
+    with suppress(ValueError):  # reported where the config is read
         config = json.loads(text)
-    except ValueError:  # reported where the config is read
-        return hashlib.sha256(text).hexdigest()
-    if isinstance(config, dict):
-        config.pop(_VERSION, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        if isinstance(config, dict):
+            config.pop(_VERSION, None)
+        text = json.dumps(config, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 def _block_starts(size: int) -> Iterable[int]:

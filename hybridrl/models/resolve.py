@@ -5,10 +5,13 @@
     a local path    used as it is
     anything else   a name on the hub: first its local cache, then a download
 
+Functions that take a model raise ConfigError if it does not exist or cannot be fetched.
 Imports neither torch nor transformers; only the first conversion of SmolLM2 does.
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from hybridrl.config.choices import Init
-from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.command.input_errors import expanded, is_address, parse_json, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.command.user_files import expanded, is_address, parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.models import smollm2
@@ -31,6 +33,8 @@ EMBEDDED_FOLDER = Path(__file__).with_name("tiny")
 PLAIN_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 # A hub folder may hold the same weights in further formats.
 _HUB_FILES = ["*.safetensors", *PLAIN_FILES]
+# Errors of a download; HfHubHTTPError is an OSError.
+HUB_ERRORS = (OSError, HFValidationError)
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin")
 # A tokenizer's vocabulary is in one of these.
@@ -44,28 +48,15 @@ _WAYS_OUT = (
 
 
 def resolve_model(path: str) -> Path:
-    """Return the absolute folder of a model, downloaded or converted if necessary.
-
-    Args:
-        path: model.path: `embedded`, `smollm2_135m`, a local folder or a name on the hub.
-
-    Raises:
-        ConfigError: the model does not exist, or cannot be fetched.
-    """
-    if path == EMBEDDED:
-        return EMBEDDED_FOLDER
-    if path == smollm2.NAME:
-        return smollm2.converted_folder()
-    if _is_local(path):
-        return _local_folder(path)
-    return _hub_folder(path, _HUB_FILES)
+    """Return the absolute folder of a model.path, downloaded or converted if necessary."""
+    return _folder(path, _HUB_FILES)
 
 
 def model_folder(model: ModelConfig) -> Path:
     """Return the absolute folder of a model; with weights unless model.init=random.
 
     Raises:
-        ConfigError: the model does not exist, cannot be fetched, or has no weights.
+        ConfigError: there are none.
     """
     if model.init is Init.random:
         return plain_folder(model.path)
@@ -79,21 +70,13 @@ def model_folder(model: ModelConfig) -> Path:
 
 
 def name_or_folder(model: ModelConfig) -> str:
-    """Return the name or path for libraries: the name on the hub, or the absolute folder.
-
-    Raises:
-        ConfigError: as for `model_folder`.
-    """
+    """Return the name or path for libraries: the name on the hub, or the absolute folder."""
     return model.path if is_on_hub(model.path) else str(model_folder(model))
 
 
 def plain_folder(path: str) -> Path:
-    """Return the absolute folder of a model's config.json and tokenizer; weights may be missing.
-
-    Raises:
-        ConfigError: the model does not exist, or cannot be fetched.
-    """
-    return _hub_folder(path, PLAIN_FILES) if is_on_hub(path) else resolve_model(path)
+    """Return the absolute folder of a model's config.json and tokenizer; weights may be missing."""
+    return _folder(path, PLAIN_FILES)
 
 
 def absolute_path(path: str) -> str:
@@ -106,10 +89,9 @@ def read_model_config(path: str) -> dict[str, Any]:
     """Return the model's config.json. Of a model on the hub only this file is fetched.
 
     Raises:
-        ConfigError: the model does not exist, cannot be fetched, or the file is no JSON object.
+        ConfigError: the file is no JSON object.
     """
-    folder = _hub_folder(path, [_CONFIG]) if is_on_hub(path) else resolve_model(path)
-    file = folder / _CONFIG
+    file = _folder(path, [_CONFIG]) / _CONFIG
     try:
         config = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -125,6 +107,15 @@ def is_on_hub(path: str) -> bool:
     return path not in (EMBEDDED, smollm2.NAME) and not _is_local(path)
 
 
+def _folder(path: str, files: list[str]) -> Path:
+    """Return the absolute folder of a model; of one on the hub, with `files`."""
+    if path == EMBEDDED:
+        return EMBEDDED_FOLDER
+    if path == smollm2.NAME:
+        return smollm2.converted_folder()
+    return _local_folder(path) if _is_local(path) else _hub_folder(path, files)
+
+
 def _is_local(path: str) -> bool:
     """Return whether `path` is local; hub names are `name` or `owner/name`."""
     looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or path == "."
@@ -133,46 +124,61 @@ def _is_local(path: str) -> bool:
 
 def _local_folder(path: str) -> Path:
     if is_address(path):
-        raise ConfigError(
-            f"model.path = {path} is an address, expected a folder, or a name on the hub such as "
-            f"Qwen/Qwen2.5-0.5B.\n{_WAYS_OUT}"
-        )
+        raise _no_model(path, "an address, not a folder or a name such as Qwen/Qwen2.5-0.5B")
     try:
         folder = expanded(path).resolve()
         there, is_folder = folder.exists(), folder.is_dir()
         has_config = (folder / _CONFIG).is_file()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path = {shown(path)}: it cannot be read: {reason_of(error)}.\n{_WAYS_OUT}"
-        ) from error
+        raise _no_model(shown(path), f"it cannot be read: {reason_of(error)}") from error
     if not is_folder:
         found = "is a file, not a folder" if there else "does not exist"
-        raise ConfigError(f"model.path = {path}: {folder} {found}.\n{_WAYS_OUT}")
+        raise _no_model(path, f"{folder} {found}")
     if not has_config:
-        raise ConfigError(f"model.path = {path}: {folder} has no {_CONFIG}.\n{_WAYS_OUT}")
+        raise _no_model(path, f"{folder} has no {_CONFIG}")
     return folder
+
+
+def _no_model(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"model.path = {path}: {reason}.\n{_WAYS_OUT}")
+
+
+def hub_snapshot(
+    name: str,
+    patterns: list[str],
+    is_complete: Callable[[Path], bool],
+    repo_type: str | None = None,
+) -> Path:
+    """Return the cached files of a repository on the hub, downloaded unless they are complete.
+
+    Raises:
+        HUB_ERRORS: they cannot be fetched.
+    """
+    fetch = partial(snapshot_download, name, repo_type=repo_type, allow_patterns=patterns)
+    try:
+        cached = Path(fetch(local_files_only=True))
+        if is_complete(cached):
+            return cached
+    except (FileNotFoundError, HFValidationError):
+        # Not cached, or no valid name: the second call reports which.
+        pass
+    return Path(fetch())
 
 
 def _hub_folder(name: str, files: list[str]) -> Path:
     """Return the cached snapshot of a hub model, downloaded only if the cache lacks `files`."""
     try:
-        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
-        if _is_complete(folder, files):
-            return folder
-    except (FileNotFoundError, HFValidationError):
-        # Not cached, or no valid name: the second call reports which.
-        pass
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=files))
-    except (OSError, HFValidationError) as error:
+        folder = hub_snapshot(name, files, lambda cached: _is_complete(cached, files))
+    except HUB_ERRORS as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"model.path = {name}: no such local folder, not in the Hugging Face cache, and the "
-            f"hub does not give it ({type(error).__name__}: {reason}).\n{_WAYS_OUT}"
+        raise _no_model(
+            name,
+            "no such local folder, not in the Hugging Face cache, and the hub does not give it "
+            f"({type(error).__name__}: {reason})",
         ) from error
     if not _is_complete(folder, files):
         lacks = "tokenizer" if files == PLAIN_FILES else "*.safetensors"
-        raise ConfigError(f"model.path = {name}: no {_CONFIG} or {lacks} there.\n{_WAYS_OUT}")
+        raise _no_model(name, f"no {_CONFIG} or {lacks} there")
     return folder
 
 

@@ -10,8 +10,6 @@ import importlib.util
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.config.errors import ConfigError
@@ -35,7 +33,8 @@ def converted_folder() -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # also ends with the process
         # Another process may have made it while this one waited.
         if not folder.is_dir():
             _make(gguf, folder)
@@ -56,14 +55,6 @@ def _gguf_file() -> Path:
     return Path(package.origin).with_name(_GGUF_FILE)
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `file`, which also ends with the process."""
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def _make(gguf: Path, folder: Path) -> None:
     """Convert next to `folder` and rename, so that `folder` is whole or absent."""
     prefix = f".{folder.name}."
@@ -71,21 +62,13 @@ def _make(gguf: Path, folder: Path) -> None:
         # Under the lock no other process converts: a killed process left it.
         shutil.rmtree(left_behind)
     log.info("Converting %s into %s, once", gguf.name, folder)
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    try:
-        _convert(gguf, temporary)
-        _make_readable(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
-
-
-def _make_readable(folder: Path) -> None:
-    """Make files readable for all users; mkdtemp and safetensors restrict them to the owner."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as temporary:
+        new = Path(temporary) / folder.name
+        new.mkdir()
+        _convert(gguf, new)
+        for file in new.iterdir():  # safetensors restricts its files to the owner
+            file.chmod(0o644)
+        new.rename(folder)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

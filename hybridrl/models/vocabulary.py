@@ -1,7 +1,6 @@
 """Check that policy and reward model assign the same token ids."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from hybridrl.config.checks.reward_model import (
     OTHER_WAYS,
@@ -9,7 +8,7 @@ from hybridrl.config.checks.reward_model import (
     as_reward_model,
     named,
 )
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.models.resolve import plain_folder
 
@@ -20,10 +19,6 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
     """Yield a problem if the reward model lacks tokens of the policy or has other ids for them.
 
     Further tokens of the reward model, such as one for padding, are no problem.
-
-    Args:
-        policy_path: model.path, which exists.
-        reward_path: path of the reward model.
     """
     try:
         policy = read_vocabulary(policy_path)
@@ -44,11 +39,7 @@ def vocabulary_problems(policy_path: str, reward_path: str) -> Iterator[str]:
 
 
 def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
-    """Return every token of a model's tokenizer.json by its id.
-
-    Args:
-        path: path of the model.
-        key: the config key of the path, for messages.
+    """Return every token of a model's tokenizer.json by its id; `key` is that of the path.
 
     Raises:
         ConfigError: the model or the file does not exist or cannot be read.
@@ -65,19 +56,14 @@ def read_vocabulary(path: str, key: str = "model.path") -> dict[int, str]:
         )
     try:
         content = parse_json(file.read_bytes())
-        return {index: token for token, index in _tokens(content)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or []
+        # Unigram: a list of [token, log-probability], the id is the place.
+        is_list = isinstance(vocabulary, list)
+        tokens = [token for token, _ in vocabulary] if is_list else vocabulary
+        ids = range(len(vocabulary)) if is_list else vocabulary.values()
+        return dict(zip(ids, tokens, strict=True)) | {one["id"]: one["content"] for one in added}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{key} = {path}: {file} is no tokenizer's ({type(error).__name__}: {error}).\n"
             f"Copy that of the model."
         ) from error
-
-
-def _tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield every token and its id, added tokens included."""
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, Mapping):
-        yield from vocabulary.items()
-    else:  # Unigram: [token, log-probability], the id is the place
-        yield from ((token, index) for index, (token, _) in enumerate(vocabulary))
-    yield from ((token["content"], token["id"]) for token in content.get("added_tokens") or [])

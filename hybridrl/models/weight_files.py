@@ -9,8 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.user_files import parse_json
+from hybridrl.config.command.input_errors import parse_json, reason_of
 from hybridrl.config.planner.model_shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,12 +24,7 @@ MAX_NAMED = 3
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """Yield the problems of the weights in a folder, each with the file's path.
-
-    Args:
-        folder: folder of the model.
-        shape: shape of the model in its config.json.
-    """
+    """Yield the problems of the weights in a model's folder, each with the file's path."""
     tensors: dict[str, list[int]] = {}
     try:
         files = weight_files(folder)
@@ -51,11 +45,7 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 def weight_files(folder: Path, single: str = SINGLE, indexed: str = INDEX) -> list[Path]:
     """Return the weight files of a model in one format, by default safetensors; [] if it has none.
 
-    Args:
-        folder: folder of the model.
-        single: name of the file that holds all weights.
-        indexed: name of the index of several files.
-
+    They are the file `single`, or those that the index `indexed` names.
 
     Raises:
         OSError: the index cannot be read.
@@ -129,10 +119,7 @@ def _differences(
 
 
 def _expected(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the matrices of a model and their shapes, without an untied head.
-
-    A reward model has another head.
-    """
+    """Yield the matrices of a model and their shapes; no head, which reward models replace."""
     yield EMBEDDING, (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         for name, sides in shape.linear_layers.items():

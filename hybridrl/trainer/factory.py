@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.data.sources.prompt_sets import PromptSets
+from hybridrl.data.sources.prompts import PromptSets
 from hybridrl.data.sources.tokenizer import Decode
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.rewards.scorer import RewardScorer

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.files import DRIVER
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.names import DRIVER
 from hybridrl.data.lengths import ResponseLengths
 from hybridrl.data.sources.prompt_source import PromptSource
 from hybridrl.trainer.hybrid_engine import HybridEngine

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.checkpoint.names import STATE
+from hybridrl.checkpoint.files import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.ragged import Ragged

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.names import STATE
+from hybridrl.checkpoint.files import STATE
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import SaverConfig
 from hybridrl.distributed import position

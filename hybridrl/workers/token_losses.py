@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hybridrl.algorithms.token_loss import TokenLoss
-from hybridrl.config.algorithm_schema import LossConfig
+from hybridrl.config.algorithm_schema import FunctionConfig
 from hybridrl.config.policy_losses import KEY, policy_loss_of
 from hybridrl.config.user_code.classes import locate
 from hybridrl.data.batch import RolloutBatch
@@ -22,7 +22,7 @@ class TokenLosses:
         config: the loss and its settings, validated.
     """
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: FunctionConfig) -> None:
         loss = policy_loss_of(config.function)
         self._function = locate(f"{KEY}.function", loss.path)
         self._tensors = loss.tensors

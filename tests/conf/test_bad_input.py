@@ -136,7 +136,7 @@ ONE_PROBLEM = [
     ),
     (
         ["cluster.gpus_per_node=2", "fsdp.tensor_parallel_size=2"],
-        ["fsdp.tensor_parallel_size = 2", "which is 1", "set rollout.tensor_parallel_size"],
+        ["fsdp.tensor_parallel_size = 2", "set rollout.tensor_parallel_size", "parallel_size = 1"],
     ),
     (
         ["cluster.gpus_per_node=2", "rollout.tensor_parallel_size=2", "fsdp.columns=3"],
@@ -218,8 +218,8 @@ def test_all_mistakes_of_a_mixture_are_in_one_report():
         "+data.mixture.a-b={weight: 1, name: y}",
     )
     expected = [
-        "data.mixture.one_step.weight = 0.0, expected a number above 0",
-        "data.mixture.two_steps.weight = nan, expected a number above 0",
+        "data.mixture.one_step.weight = 0.0, expected above 0",
+        "data.mixture.two_steps.weight = nan, expected above 0",
         "data.mixture.three_steps and data.mixture.one_step read the same training problems",
         "data.mixture.nothing has neither of name and train_files",
         "data.mixture.both has both of name and train_files",

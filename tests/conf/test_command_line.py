@@ -105,20 +105,6 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path, content, words):
     assert found.startswith("+recipe=mine: ") and words in found
 
 
-@pytest.mark.parametrize("more", [[], ["-m", "seed=1,2"]])
-def test_numbers_too_long_to_be_written_are_named_by_their_keys(tmp_path, more):
-    """YAML reads hexadecimal integers of any length; Python limits decimal ones."""
-    (tmp_path / "recipe").mkdir()
-    number = f"0x{'f' * 5000}"
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        f"# @package _global_\ntrainer: {{total_steps: {number}}}\n"
-        f"actor: {{optim: {{betas: [0.9, {number}]}}}}\n"
-    )
-    found = overrides_of("hardware=cpu", "--config-dir", str(tmp_path), "+recipe=mine", *more)
-    digits = "a number has more than 4,300 digits"
-    assert sorted(found) == [f"actor.optim.betas: {digits}", f"trainer.total_steps: {digits}"]
-
-
 def test_all_wrong_overrides_are_named_at_once():
     found = overrides_of("hardware=cpu", "a.b=1", "fsdp=nope", "trainer.steps=3", "seed=2")
     assert [problem.split(":")[0] for problem in found] == ["fsdp=nope", "a.b=1", "trainer.steps=3"]

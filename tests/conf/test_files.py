@@ -9,8 +9,9 @@ from composing import GPU_NODE, LAPTOP, REPO, composed, examined
 from omegaconf import OmegaConf
 
 from hybridrl.config import schema
+from hybridrl.config.annotations import Range
 from hybridrl.config.keys import leaves
-from hybridrl.config.schema_keys import RANGES
+from hybridrl.config.schema_keys import fields_along
 from hybridrl.config.typed import optional_class
 from hybridrl.config.user_code.classes import BUILT_IN
 from tests.model_shapes import QWEN, REWARD_MODEL
@@ -150,16 +151,13 @@ def test_every_number_has_a_range():
     number |= {list[float], list[int], list[int] | None}
     shared = re.compile(r"^(actor|critic|ref|rollout|reward_model)\.(model|fsdp|lora|algorithm)\.")
 
-    def hint_of(key: str) -> object:
-        cls: typing.Any = schema.RunConfig
-        for name in key.split("."):
-            is_role = cls is schema.RunConfig and name in BUILT_IN
-            hint = typing.get_type_hints(cls)[name]
-            cls = BUILT_IN[name][1] if is_role else optional_class(hint) or hint
-        return cls
-
-    keys = {key for key in _schema_keys(schema.RunConfig) if not shared.match(key)}
-    assert {key for key in keys if hint_of(key) in number} == set(RANGES)
+    fields = {
+        key: [*fields_along(key)][-1]
+        for key in _schema_keys(schema.RunConfig)
+        if not shared.match(key)
+    }
+    with_range = {k for k, f in fields.items() if any(isinstance(n, Range) for n in f.notes)}
+    assert {key for key, field in fields.items() if field.hint in number} == with_range
 
 
 def test_the_command_line_beats_the_recipe_and_the_recipe_beats_the_hardware(tmp_path):

@@ -89,15 +89,15 @@ def test_memory_of_an_update_is_the_sum_of_its_parts():
 def test_activations_and_logits_of_half_a_billion_parameters():
     """16,384 tokens of Qwen2.5-0.5B, eager, by hand from hidden 896, MLP 4864, 14 + 2 heads of 64.
 
-    A layer keeps, per token: norms 16 x 896 + 8, attention 4 x 16 x 64 + 4 x 14, MLP 8 x 4864.
-    Beside 24 layers: rotary tables and ids 4 x 64 + 8, the last norm 6 x 896 + 4, and of every
-    response token its state and that one's gradient, 4 x 896, and 20. Logits: 2 x 151,936.
+    A layer keeps, per token: norms 16 x 896, attention 4 x 16 x 64, MLP 8 x 4864. Beside 24 layers:
+    the last norm 6 x 896, and of every response token its state and that one's gradient, 4 x 896.
+    Logits: 2 x 151,936.
     """
     config = examined(["hardware=gpu", "actor.mini_batch_size=1024"], machine=GPU_NODE).config
     assert workload(config).micro_batches == 8  # 128 responses of 1024 tokens on each of 8 ranks
     parts = gpu_phases("actor.mini_batch_size=1024", "fsdp.compile=false")["update actor"]
-    layer = 14_344 + 4_152 + 38_912
-    assert parts["activations"] == 16_384 * (24 * layer + 264 + 5_380 + 3_604)
+    layer = 14_336 + 4_096 + 38_912
+    assert parts["activations"] == 16_384 * (24 * layer + 5_376 + 3_584)
     assert parts["logits"] == 16_384 * 303_872
     assert parts["gradients"] == 4 * model_shape(QWEN).parameters  # accumulation=full
     assert parts["gradient of the head"] == 4 * 151_936 * 896

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import distributed as dist
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.shardable import Shardable
+from hybridrl.data.shardable import Piece, Shardable
 from hybridrl.workers.base import Worker
 from hybridrl.workers.dispatch import Dispatch, on_all_ranks
 
@@ -37,8 +38,8 @@ class Numbers(Shardable):
 
     values: list[int]
 
-    def shard(self, num_shards: int) -> list["Numbers"]:
-        return [Numbers(self.values[k::num_shards]) for k in range(num_shards)]
+    def pieces(self, num_shards: int) -> list[list[Piece]]:
+        return [[partial(Numbers, self.values[k::num_shards])] for k in range(num_shards)]
 
     def join(self, results: Sequence["Numbers"]) -> "Numbers":
         joined = [0] * len(self.values)

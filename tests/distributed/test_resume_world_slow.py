@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.checkpoint.files import STATE, checkpoints_folder, step_name
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import STATE, checkpoints_folder, step_name
 from hybridrl.trainer.tracking.tracker import read_metrics
 from tests.end_to_end.kill_and_resume import (
     assert_same_bits,

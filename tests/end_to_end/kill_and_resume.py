@@ -14,8 +14,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, steps_in
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, steps_in
 from tests.end_to_end.runs import SMALL, Run, started
 from tests.whole_weights import read_whole
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
+from hybridrl.checkpoint.files import checkpoints_folder
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import checkpoints_folder
 from tests.end_to_end.kill_and_resume import steps_logged, wait_until
 from tests.end_to_end.on_own_disk import opened, resize
 from tests.end_to_end.runs import SMALL, launched

@@ -12,8 +12,8 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hybridrl.checkpoint.files import checkpoints_folder, steps_in
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import checkpoints_folder, steps_in
 from tests.end_to_end.faults import (
     RANKS,
     STALL_S,

@@ -16,11 +16,11 @@ import pytest
 
 from hybridrl.app.session import read_inputs
 from hybridrl.checkpoint import manifest as manifests
+from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.checkpoint.find import NoWholeCheckpoint
-from hybridrl.checkpoint.names import DRIVER, STATE, checkpoints_folder, step_of
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import PromptSets, examine_prompts
+from hybridrl.data.sources.prompts import PromptSets, examine_prompts
 from hybridrl.models.resolve import EMBEDDED_FOLDER
 from hybridrl.trainer.checkpointing.resume import Resume
 from hybridrl.trainer.tracking.provenance import versions
@@ -255,7 +255,7 @@ def test_nothing_is_set_aside_before_the_run_is_sure_to_begin(copied):
     before = sorted(folder.iterdir())
     resume = taken_up(run_config(*CONFIG, f"resume={folder / f'step_{first:08d}'}"), copied)
     assert sorted(folder.iterdir()) == before
-    assert resume.quarantine(copied) == resume
+    resume.quarantine(copied)
     assert steps_in(copied) == [first]
     assert (folder / f"superseded_step_{last:08d}").is_dir()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridrl.config.choices import Layout
-from hybridrl.config.planner.shard_order import is_nested, ranks_by_shard
+from hybridrl.config.planner.world import is_nested, ranks_by_shard
 from hybridrl.distributed.columns import choose_columns
 from hybridrl.distributed.regions import Region, Trace, TracedCopy
 from hybridrl.rollout.trace import trace_loader

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridrl.data.sources.prompt_sets import DataSetSummary
+from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.console import RunConsole, pick_samples
 from hybridrl.trainer.tracking.header import RunFacts, count_text, evaluation_steps, header_lines
 from hybridrl.trainer.tracking.rollout_log import RolloutRecord

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl.data.batch import EngineStats, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.turns import TurnTokens
+from hybridrl.data.sources.tokenizer import TurnTokens
 from hybridrl.environments.base import ResetRequest, StepRequest, StepResult, environment_task
 from hybridrl.environments.pool import EnvironmentReply
 from hybridrl.rewards.messages import FailureKind

@@ -8,10 +8,8 @@ import pytest
 
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.files import Columns, read_problems
-from hybridrl.data.sources.hub import Split, files_by_split
-from hybridrl.data.sources.mixture import load_problem_sets
-from hybridrl.data.sources.problem_sets import ProblemSets
+from hybridrl.data.sources.files import Columns, Split, files_by_split, read_problems
+from hybridrl.data.sources.problem_sets import ProblemSets, load_problem_sets
 from tests.data_configs import data_config, jsonl, sums
 
 COLUMNS = Columns("question", "answer")

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.few_shot import choose_examples, with_examples
-from hybridrl.data.sources.filters import question_of
-from hybridrl.data.sources.mixture import load_problem_sets
+from hybridrl.data.sources.problem_sets import choose_examples, load_problem_sets, question_of
 from hybridrl.data.sources.problems import train_problems
-from hybridrl.data.sources.prompt_sets import examine_prompts, load_prompts
+from hybridrl.data.sources.prompts import examine_prompts, load_prompts, with_examples
 from hybridrl.data.sources.rows import SourceProblem
 from hybridrl.data.sources.tokenizer import load_tokenizer
 from tests.data_configs import data_config, jsonl, sums

@@ -6,9 +6,13 @@ import pytest
 
 from hybridrl.config.choices import Repeated
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.filters import question_of, without, without_repeats
-from hybridrl.data.sources.mixture import load_problem_sets
-from hybridrl.data.sources.prompt_sets import load_prompts
+from hybridrl.data.sources.problem_sets import (
+    load_problem_sets,
+    question_of,
+    without,
+    without_repeats,
+)
+from hybridrl.data.sources.prompts import load_prompts
 from hybridrl.data.sources.rows import SourceProblem
 from tests.data_configs import data_config, jsonl, sums
 

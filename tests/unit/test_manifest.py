@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.checkpoint.find import Found
 from hybridrl.config.planner.machine import GPU, Machine, Node
-from hybridrl.data.sources.prompt_sets import DataSetSummary
+from hybridrl.data.sources.prompts import DataSetSummary
 from hybridrl.trainer.tracking.provenance import git_state, plain, versions, write_manifest
 from tests.run_configs import run_config
 

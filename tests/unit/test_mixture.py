@@ -8,9 +8,9 @@ import torch
 from hybridrl.config.choices import Repeated
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.mixture import load_problem_sets
-from hybridrl.data.sources.prompt_sets import examine_prompts, load_prompts, prompt_source
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.problem_sets import load_problem_sets
+from hybridrl.data.sources.prompt_source import prompt_source
+from hybridrl.data.sources.prompts import Prompt, examine_prompts, load_prompts
 from hybridrl.trainer.evaluate import tag_groups
 from hybridrl.trainer.rewarding import data_set_means
 from tests.data_configs import data_config, jsonl, part, sums

@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.choices import Accumulation
-from hybridrl.data.balance import balance_totals
-from hybridrl.data.partition import partition_by_micro_batch, partition_by_total, partitioner_for
+from hybridrl.data.partition import (
+    balance_totals,
+    partition_by_micro_batch,
+    partition_by_total,
+    partitioner_for,
+)
 from tests.long_tails import attention_cost, long_tailed
 from tests.role_configs import fsdp_config
 

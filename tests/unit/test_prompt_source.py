@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.data.seeds import derive_seed
-from hybridrl.data.sources.prompt_sets import load_prompts, prompt_source
-from hybridrl.data.sources.prompt_source import PromptSource
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.prompt_source import PromptSource, prompt_source
+from hybridrl.data.sources.prompts import Prompt, load_prompts
 from tests.data_configs import data_config
 
 MIXED = {"sums": 3.0, "words": 1.0}

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.config.choices import Repeated, TooLongPrompts
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.prompt_sets import examine_prompts, load_prompts
+from hybridrl.data.sources.prompts import examine_prompts, load_prompts
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from tests.data_configs import data_config
 from tests.tokenizer_folders import model_folder

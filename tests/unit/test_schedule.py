@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.balance import balance, pack_evenly
-from hybridrl.data.partition import partition_by_micro_batch, partition_by_total
+from hybridrl.data.partition import (
+    balance,
+    pack_evenly,
+    partition_by_micro_batch,
+    partition_by_total,
+)
 from hybridrl.data.ragged import Ragged
 from hybridrl.data.schedule import ScheduledBatch, UpdateSizes, schedule
 from tests.batches import batch_of

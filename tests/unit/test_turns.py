@@ -3,8 +3,7 @@
 import pytest
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.data.sources.tokenizer import load_tokenizer
-from hybridrl.data.turns import TurnTokens
+from hybridrl.data.sources.tokenizer import TurnTokens, load_tokenizer
 from tests.tokenizer_folders import model_folder
 
 END = 1  # of the embedded model: <|end|>

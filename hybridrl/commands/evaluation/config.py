@@ -23,7 +23,6 @@ from hybridrl.config.links import LINKS
 from hybridrl.config.load import Examined, examine
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.user_code.untrusted_code import refuse_untrusted_code
-from hybridrl.config.validate import run_evaluation_checks
 from hybridrl.models.resolve import read_model_config
 from hybridrl.trainer.tracking.provenance import HIDDEN
 
@@ -86,7 +85,7 @@ def evaluation_config(
         machine=machine,
         read_model=read_model_config,
         provenance=provenance_of(found.overrides, []),
-        checks=run_evaluation_checks,
+        trains=False,
     )
     weights = () if subject.checkpoint else stored_weight_problems(result, on_hub=False)
     for problem in (*_hidden_problems(found.cfg), *weights):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from hybridrl.checkpoint.files import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.checkpoint.find import Found
-from hybridrl.checkpoint.names import CHECKPOINTS, MANIFEST, step_of
 from hybridrl.commands.running import UsageError, argument_parser, checkpoint_at
 
 _MODEL = "config.json"

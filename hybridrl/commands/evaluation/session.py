@@ -20,8 +20,7 @@ from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup, start_roles
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.lengths import ResponseLengths
-from hybridrl.data.sources.prompt_sets import PromptSets
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.prompts import Prompt, PromptSets
 from hybridrl.data.sources.tokenizer import decoder, load_tokenizer
 from hybridrl.trainer.evaluate import Scored, request_of, score_by_rules
 from hybridrl.trainer.factory import generator_for, open_environment, open_rewards, open_rules

@@ -1,19 +1,12 @@
-"""Checks of conf/algorithm: KL penalty, rollout correction, overlong penalty, dynamic sampling."""
+"""Checks of conf/algorithm and conf/lora: penalties, corrections, sampling, adapters."""
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+import difflib
+from collections.abc import Iterator
 
 from hybridrl.config.algorithm_schema import MAX_RELATIVE_KL_ERROR
 from hybridrl.config.choices import CorrectionMethod, KLEstimator, KLPlacement
+from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.schema import RunConfig
-
-# Estimator with the gradient of k2 -> estimator with the same value.
-STRAIGHT_THROUGH: Mapping[KLEstimator, KLEstimator] = MappingProxyType(
-    {
-        KLEstimator.k1_straight_through: KLEstimator.k1,
-        KLEstimator.k3_straight_through: KLEstimator.k3,
-    }
-)
 
 
 def kl_problems(config: RunConfig) -> Iterator[str]:
@@ -28,8 +21,8 @@ def kl_problems(config: RunConfig) -> Iterator[str]:
             "Set algorithm.kl.estimator=k2 (its gradient is that of the KL), k1_straight_through "
             "(k1's value with that gradient) or k3, or algorithm.kl.placement=reward."
         )
-    base = STRAIGHT_THROUGH.get(kl.estimator)
-    if kl.placement is KLPlacement.reward and base is not None:
+    base = kl.estimator.removesuffix("_straight_through")
+    if kl.placement is KLPlacement.reward and base != kl.estimator:
         yield (
             f"algorithm.kl.estimator = {kl.estimator} with algorithm.kl.placement = reward: only "
             f"its gradient differs from that of {base}, and a reward has no gradient.\n"
@@ -50,18 +43,11 @@ def correction_problems(config: RunConfig) -> Iterator[str]:
     """Check that the bounds of importance ratios contain 1."""
     correction = config.algorithm.rollout_correction
     key = "algorithm.rollout_correction"
-    if correction.method is CorrectionMethod.none:
-        return
-    if correction.high < 1:
-        yield (
-            f"{key}.high = {correction.high}, expected at least 1, the ratio of a token on which "
-            f"vLLM and the trainer agree.\nSet {key}.high=2."
-        )
+    agree = "1, the ratio of a token on which vLLM and the trainer agree"
+    if correction.method is not CorrectionMethod.none and correction.high < 1:
+        yield f"{key}.high = {correction.high}, expected at least {agree}.\nSet {key}.high=2."
     if correction.method is CorrectionMethod.mask and correction.low > 1:
-        yield (
-            f"{key}.low = {correction.low}, expected at most 1, the ratio of a token on which vLLM "
-            f"and the trainer agree.\nSet {key}.low=0.5."
-        )
+        yield f"{key}.low = {correction.low}, expected at most {agree}.\nSet {key}.low=0.5."
 
 
 def overlong_problems(config: RunConfig) -> Iterator[str]:
@@ -84,4 +70,33 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.max_sampling_rounds = {rounds}, but rollout.responses_per_prompt = {each}: "
             f"dynamic sampling keeps prompts whose responses differ in reward.\n"
             f"Set rollout.responses_per_prompt=2 or more, or algorithm.max_sampling_rounds=1."
+        )
+
+
+def lora_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Find unknown layers and ranks above the size of a weight."""
+    lora, layers = config.lora, shape.linear_layers
+    if lora is None:
+        return
+    if not lora.target_modules:
+        yield (
+            "lora.target_modules = [], expected at least one linear layer: otherwise nothing is "
+            f"trained.\nUse some of {', '.join(layers)}, or set lora=none."
+        )
+    unknown = [name for name in lora.target_modules if name not in layers]
+    for name in unknown:
+        near = difflib.get_close_matches(name, layers, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        yield (
+            f"lora.target_modules contains {name}, which is not a linear layer of the decoder."
+            f"{meant}\nUse some of {', '.join(layers)}."
+        )
+    if unknown or not lora.target_modules:
+        return
+    smallest, name = min((min(layers[name]), name) for name in lora.target_modules)
+    if lora.rank > smallest:
+        yield (
+            f"lora.rank = {lora.rank}, expected at most {smallest}, the smaller dimension of "
+            f"{name}: a higher rank adds parameters without effect.\n"
+            f"Set lora.rank={smallest}, or remove {name} from lora.target_modules."
         )

@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hybridrl.config.command.input_errors import reason_of
-from hybridrl.config.command.user_files import expanded
+from hybridrl.config.command.input_errors import expanded, reason_of
 from hybridrl.config.schema import RunConfig
 
 # Values of `resume` besides a path.
@@ -34,10 +33,7 @@ def resume_problems(config: RunConfig) -> Iterator[str]:
 def auto_problem(config: RunConfig, hydra_overrides: Collection[str], key: str) -> str | None:
     """Return the problem of resume=auto without a fixed run directory.
 
-    Args:
-        config: the run.
-        hydra_overrides: overrides of Hydra's own config.
-        key: of the directory: hydra.run.dir, or hydra.sweep.dir in a sweep.
+    `key` is hydra.run.dir, or hydra.sweep.dir in a sweep.
     """
     given = any(text.lstrip("+").startswith(f"{key}=") for text in hydra_overrides)
     if config.resume != AUTO or given:
@@ -77,11 +73,18 @@ def retention_problems(config: RunConfig) -> Iterator[str]:
 def _evaluation_problems(config: RunConfig, name: str) -> Iterator[str]:
     """Check that evaluations give a metric, and that some fall on checkpoints."""
     key = f"checkpoint.keep_best = {config.checkpoint.keep_best}"
-    names = _evaluation_metrics(config)
-    if name not in names and not _may_be_of_a_tag(name):
-        ends = [known.removeprefix("eval/") for known in names]
-        near = difflib.get_close_matches(name.removeprefix("eval/"), ends, n=1)
-        hint = f"Did you mean eval/{near[0]}?" if near else f"Evaluations give {', '.join(names)}."
+    rules = ["", *(f"_{rule}" for rule in config.eval.rules)]
+    ways = ["", "_greedy"] if config.eval.greedy else [""]
+    ends = [f"{way}{rule}" for way in ways for rule in rules]
+    names = [f"{what}{end}" for what in ("accuracy", "ci95") for end in ends]
+    names += ["length_mean", "truncated_fraction", "failed"]
+    own = name.removeprefix("eval/")
+    # Accuracies of tags depend on the data.
+    may_be_of_a_tag = own.startswith("accuracy_") and own != "accuracy_greedy"
+    if own not in names and not may_be_of_a_tag:
+        near = difflib.get_close_matches(own, names, n=1)
+        given = ", ".join(f"eval/{known}" for known in names)
+        hint = f"Did you mean eval/{near[0]}?" if near else f"Evaluations give {given}."
         yield f"{key}: no evaluation gives this metric, so no checkpoint would be the best. {hint}"
     elif _only_the_last_is_evaluated(config):
         every = config.checkpoint.every_steps
@@ -89,24 +92,9 @@ def _evaluation_problems(config: RunConfig, name: str) -> Iterator[str]:
             f"{key} with eval.every_steps = {config.eval.every_steps} and "
             f"checkpoint.every_steps = {every}: of the checkpoints of "
             f"{config.trainer.total_steps} steps only the last is evaluated, so better ones would "
-            f"be "
-            f"removed.\n"
+            f"be removed.\n"
             f"Set eval.every_steps={every}, or checkpoint.keep_best to a metric of every step."
         )
-
-
-def _evaluation_metrics(config: RunConfig) -> list[str]:
-    """Return the metrics of an evaluation, except accuracies of tags, which depend on the data."""
-    rules = ["", *(f"_{name}" for name in config.eval.rules)]
-    ways = ["", "_greedy"] if config.eval.greedy else [""]
-    ends = [f"{way}{rule}" for way in ways for rule in rules]
-    of_rules = [f"eval/{what}{end}" for what in ("accuracy", "ci95") for end in ends]
-    return [*of_rules, "eval/length_mean", "eval/truncated_fraction", "eval/failed"]
-
-
-def _may_be_of_a_tag(name: str) -> bool:
-    """Return whether a metric may be the accuracy on the problems of a tag."""
-    return name.startswith("eval/accuracy_") and name != "eval/accuracy_greedy"
 
 
 def _only_the_last_is_evaluated(config: RunConfig) -> bool:

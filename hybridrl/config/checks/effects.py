@@ -1,19 +1,18 @@
 """Rejects user-set keys that have no effect with the other settings."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from hybridrl.config.choices import (
-    Accelerator,
-    CorrectionMethod,
-    Init,
-    Layout,
-    LRSchedule,
-)
+from hybridrl.config.annotations import Unusable
+from hybridrl.config.choices import Init, Layout
 from hybridrl.config.command.provenance import Provenance, Source
-from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig
+from hybridrl.config.command.report import shown
+from hybridrl.config.data_schema import SOURCE_KEYS
 from hybridrl.config.estimators import SETTINGS, estimator_of, taking, uses_critic
-from hybridrl.config.planner.shard_order import is_nested
+from hybridrl.config.planner.world import is_nested
 from hybridrl.config.policy_losses import policy_loss_of
 from hybridrl.config.schema import RunConfig
 
@@ -22,16 +21,128 @@ class Idle(NamedTuple):
     """Keys without effect, and the setting that causes it.
 
     Attributes:
-        keys: leaves or sections.
+        keys: leaves or sections, separated by spaces, with * for any name; the cause is none.
         cause: the key of that setting.
-        text: the cause and its value.
-        remedy: change that gives the keys an effect.
+        when: its value, or a function that returns whether the keys have no effect.
+        why: follows the cause and its value in the message.
+        remedy: change that gives the keys an effect; by default of the cause.
     """
 
-    keys: tuple[str, ...]
+    keys: str
     cause: str
-    text: str
-    remedy: str
+    when: Any
+    why: str = ""
+    remedy: str = ""
+
+    def applies(self, config: RunConfig) -> bool:
+        """Return whether the keys have no effect."""
+        if callable(self.when):
+            return bool(self.when(config))
+        return bool(attrgetter(self.cause)(config) == self.when)
+
+
+def _is_plain(config: RunConfig) -> bool:
+    """Return whether shards could be aligned to slices, and are not."""
+    return config.fsdp.layout is Layout.plain and config.rollout.tensor_parallel_size > 1
+
+
+def _lacks(setting: str) -> Callable[[RunConfig], bool]:
+    return lambda config: setting not in estimator_of(config.algorithm.advantage).takes
+
+
+_CORRECTION, _ADVANTAGE = "algorithm.rollout_correction", "algorithm.advantage"
+# A key is reported by the first rule that applies to it.
+RULES = (
+    Idle("ref algorithm.kl", "algorithm.kl.coef", 0, ", which disables the reference"),
+    Idle("algorithm.kl.horizon", "algorithm.kl.target", None),
+    *(
+        Idle(
+            f"algorithm.{name}",
+            _ADVANTAGE,
+            _lacks(name),
+            remedy=f"set {_ADVANTAGE}={' or '.join(taking(name))}",
+        )
+        for name in SETTINGS
+    ),
+    Idle(
+        "algorithm.whiten_advantages",
+        _ADVANTAGE,
+        lambda config: estimator_of(config.algorithm.advantage).whitens,
+        ", which always whitens",
+    ),
+    Idle(
+        "critic trainer.critic_warmup_steps",
+        _ADVANTAGE,
+        lambda config: not uses_critic(config),
+        ", which needs no critic",
+        "set algorithm=ppo",
+    ),
+    Idle("actor.optim.min_lr_ratio", "actor.optim.schedule", "constant"),
+    Idle("critic.optim.min_lr_ratio", "critic.optim.schedule", "constant"),
+    Idle(
+        _CORRECTION,
+        "algorithm.loss.function",
+        lambda config: policy_loss_of(config.algorithm.loss.function).is_against_rollout,
+        ", which uses the sampling probabilities itself",
+    ),
+    Idle(_CORRECTION, f"{_CORRECTION}.method", "none"),
+    Idle(
+        f"{_CORRECTION}.low",
+        f"{_CORRECTION}.method",
+        "truncate",
+        remedy=f"set {_CORRECTION}.method=mask",
+    ),
+    Idle("algorithm.overlong.penalty", "algorithm.overlong.buffer_tokens", 0),
+    Idle(
+        "ref.log_prob_chunk_tokens",
+        "lora.rank",
+        lambda config: config.lora is not None,
+        ": the reference is the actor's model without adapters",
+        "set actor.log_prob_chunk_tokens",
+    ),
+    Idle(
+        "rollout.gpu_memory_utilization",
+        "hardware.accelerator",
+        "cpu",
+        remedy="set rollout.kv_cache_mb",
+    ),
+    Idle("rollout.sleep", "hardware.accelerator", "cpu", ", where vLLM cannot free memory"),
+    Idle(
+        "cluster.gpus_per_node",
+        "placement.slots_on_nodes",
+        lambda config: config.placement.slots_on_nodes is not None,
+    ),
+    Idle("fsdp.columns", "fsdp.layout", _is_plain),
+    Idle(
+        "fsdp.layout fsdp.columns",
+        "rollout.tensor_parallel_size",
+        lambda config: not is_nested(config.fsdp) and not _is_plain(config),
+        remedy="set it to a divisor above 1 of fsdp.dp_shard",
+    ),
+    Idle(
+        "model.seed",
+        "model.init",
+        lambda config: config.model.init is Init.pretrained and not uses_critic(config),
+        " and no critic",
+        "set model.init=random",
+    ),
+    Idle(
+        " ".join(f"data.{key}" for key in SOURCE_KEYS),
+        "data.mixture",
+        lambda config: config.data.mixture,
+        ", whose data sets set these themselves",
+    ),
+    Idle("data.name", "data.train_files", lambda config: config.data.train_files),
+    Idle("data.solution_key data.mixture.*.solution_key", "data.few_shot", 0),
+    Idle("data.curriculum_steps", "data.curriculum", None),
+    Idle(
+        "reward.function reward.args",
+        "environment.function",
+        lambda config: config.environment is not None,
+        ", which gives the rewards",
+        "set environment=none",
+    ),
+)
 
 
 def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
@@ -40,198 +151,27 @@ def effect_problems(config: RunConfig, provenance: Provenance) -> Iterator[str]:
     Keys of a recipe are allowed if the command line is the cause: so a user can switch off a part
     of a recipe.
     """
-    for idle in _idle(config):
-        for key in sorted({found for prefix in idle.keys for found in provenance.under(prefix)}):
-            source = provenance.source(key)
-            if source >= Source.recipe and source >= provenance.source(idle.cause):
-                yield (
-                    f"{key} is set but has no effect with {idle.text}.\n"
-                    f"Remove {key}, or {idle.remedy}."
-                )
+    reported: set[str] = set()
+    for rule in RULES:
+        with suppress(Unusable):
+            if not rule.applies(config):
+                continue
+            for key in sorted(provenance.keys() - reported):
+                source = provenance.source(key)
+                if (
+                    source >= Source.recipe
+                    and source >= provenance.source(rule.cause)
+                    and not f"{rule.cause}.".startswith(f"{key}.")
+                    and any(fnmatch(f"{key}.", f"{idle}.*") for idle in rule.keys.split())
+                ):
+                    reported.add(key)
+                    yield (
+                        f"{key} is set but has no effect with {_setting(config, rule.cause)}"
+                        f"{rule.why}.\nRemove {key}, or {rule.remedy or f'change {rule.cause}'}."
+                    )
 
 
-def _idle(config: RunConfig) -> Iterator[Idle]:
-    kl = config.algorithm.kl
-    if kl.coef == 0:
-        others = ("placement", "estimator", "target", "horizon")
-        yield Idle(
-            ("ref", *(f"algorithm.kl.{name}" for name in others)),
-            "algorithm.kl.coef",
-            "algorithm.kl.coef = 0, which disables the reference",
-            "set algorithm.kl.coef above 0",
-        )
-    elif kl.target is None:
-        yield Idle(
-            ("algorithm.kl.horizon",),
-            "algorithm.kl.target",
-            "algorithm.kl.target = null",
-            "set algorithm.kl.target",
-        )
-    yield from _idle_estimator(config)
-    optims = {"actor": config.actor.optim}
-    if estimator_of(config.algorithm.advantage).uses_critic:
-        optims["critic"] = config.critic.optim
-    for role, optim in optims.items():
-        if optim.schedule is LRSchedule.constant:
-            yield Idle(
-                (f"{role}.optim.min_lr_ratio",),
-                f"{role}.optim.schedule",
-                f"{role}.optim.schedule = constant",
-                f"set {role}.optim.schedule=cosine or linear",
-            )
-    yield from _idle_loss(config)
-    yield from _idle_lora(config)
-    yield from _idle_rollout(config)
-    yield from _idle_layout(config)
-    if config.model.init is Init.pretrained and not uses_critic(config):
-        yield Idle(
-            ("model.seed",),
-            "model.init",
-            "model.init = pretrained and no critic",
-            "set model.init=random",
-        )
-    yield from _idle_data(config.data)
-    if config.environment is not None:
-        yield Idle(
-            ("reward.function", "reward.args"),
-            "environment",
-            f"environment.function = {config.environment.function}, which gives the rewards",
-            "set environment=none",
-        )
-
-
-def _idle_estimator(config: RunConfig) -> Iterator[Idle]:
-    """Yield keys that the advantage estimator does not use."""
-    advantage = config.algorithm.advantage
-    estimator = estimator_of(advantage)
-    cause, text = "algorithm.advantage", f"algorithm.advantage = {advantage}"
-    for name in SETTINGS:
-        if name not in estimator.takes:
-            others = " or ".join(taking(name))
-            yield Idle((f"algorithm.{name}",), cause, text, f"set algorithm.advantage={others}")
-    if estimator.whitens:
-        yield Idle(
-            ("algorithm.whiten_advantages",),
-            cause,
-            f"{text}, which always whitens",
-            "set another algorithm.advantage",
-        )
-    if not estimator.uses_critic:
-        yield Idle(
-            ("critic", "trainer.critic_warmup_steps"),
-            cause,
-            f"{text}, which needs no critic",
-            "set algorithm=ppo",
-        )
-
-
-def _idle_loss(config: RunConfig) -> Iterator[Idle]:
-    """Yield unused keys of the rollout correction and the overlong penalty."""
-    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    if policy_loss_of(config.algorithm.loss.function).is_against_rollout:
-        yield Idle(
-            (key,),
-            "algorithm.loss.function",
-            f"algorithm.loss.function = {config.algorithm.loss.function}, which uses the "
-            f"sampling probabilities itself",
-            "set another algorithm/loss",
-        )
-    elif correction.method is CorrectionMethod.none:
-        keys = (f"{key}.level", f"{key}.low", f"{key}.high")
-        yield Idle(keys, f"{key}.method", f"{key}.method = none", f"set {key}.method=truncate")
-    elif correction.method is CorrectionMethod.truncate:
-        text = f"{key}.method = truncate"
-        yield Idle((f"{key}.low",), f"{key}.method", text, f"set {key}.method=mask")
-    if config.algorithm.overlong.buffer_tokens == 0:
-        yield Idle(
-            ("algorithm.overlong.penalty",),
-            "algorithm.overlong.buffer_tokens",
-            "algorithm.overlong.buffer_tokens = 0",
-            "set algorithm.overlong.buffer_tokens",
-        )
-
-
-def _idle_lora(config: RunConfig) -> Iterator[Idle]:
-    """Yield keys of a separate reference, which a run with adapters does not have."""
-    if config.lora is not None:
-        yield Idle(
-            ("ref.log_prob_chunk_tokens",),
-            "lora.rank",
-            f"lora.rank = {config.lora.rank}: the reference is the actor's model without adapters",
-            "set actor.log_prob_chunk_tokens",
-        )
-
-
-def _idle_data(data: DataConfig) -> Iterator[Idle]:
-    """Yield unused keys of conf/data."""
-    if data.mixture:
-        yield Idle(
-            tuple(f"data.{key}" for key in SOURCE_KEYS),
-            "data.mixture",
-            "data.mixture, whose data sets set these themselves",
-            "set data.mixture.<name>.*",
-        )
-    elif data.train_files is not None:
-        yield Idle(
-            ("data.name",),
-            "data.train_files",
-            "data.train_files set",
-            "remove data.train_files",
-        )
-    if data.few_shot == 0:
-        solutions = (f"data.mixture.{name}.solution_key" for name in data.mixture)
-        yield Idle(
-            ("data.solution_key", *solutions),
-            "data.few_shot",
-            "data.few_shot = 0",
-            "set data.few_shot above 0",
-        )
-    if data.curriculum is None:
-        yield Idle(
-            ("data.curriculum_steps",),
-            "data.curriculum",
-            "data.curriculum = null",
-            "set data.curriculum=<column with the difficulty>",
-        )
-
-
-def _idle_layout(config: RunConfig) -> Iterator[Idle]:
-    """Yield unused keys of a layout without shards inside tensor-parallel slices."""
-    tp, dp_shard = config.rollout.tensor_parallel_size, config.fsdp.dp_shard
-    if dp_shard is None:  # reported elsewhere
-        return
-    if config.fsdp.layout is Layout.plain and tp > 1:
-        yield Idle(
-            ("fsdp.columns",), "fsdp.layout", "fsdp.layout = plain", "set fsdp.layout=aligned"
-        )
-    elif not is_nested(config.fsdp):
-        yield Idle(
-            ("fsdp.layout", "fsdp.columns"),
-            "rollout.tensor_parallel_size",
-            f"rollout.tensor_parallel_size = {tp}",
-            f"set it to a divisor above 1 of fsdp.dp_shard = {dp_shard}",
-        )
-
-
-def _idle_rollout(config: RunConfig) -> Iterator[Idle]:
-    """Yield keys that vLLM ignores on CPUs, and a replaced number of slots."""
-    if config.hardware.accelerator is Accelerator.cpu:
-        yield Idle(
-            ("rollout.gpu_memory_utilization",),
-            "hardware",
-            "hardware = cpu",
-            "set rollout.kv_cache_mb",
-        )
-        yield Idle(
-            ("rollout.sleep",),
-            "hardware",
-            "hardware = cpu, where vLLM cannot free memory",
-            "set hardware=gpu",
-        )
-    if config.placement.slots_on_nodes is not None:
-        yield Idle(
-            ("cluster.gpus_per_node",),
-            "placement.slots_on_nodes",
-            f"placement.slots_on_nodes = {config.placement.slots_on_nodes}",
-            "set placement.slots_on_nodes=null",
-        )
+def _setting(config: RunConfig, key: str) -> str:
+    """Return "key = value"; of a mapping only the key."""
+    value = attrgetter(key)(config)
+    return key if isinstance(value, Mapping) else f"{key} = {shown(value)}"

@@ -15,6 +15,8 @@ TESTED_ON_CPU = ("0.25.1", "0.32.0")
 OLDEST, TOO_NEW = (0, 25), (0, 34)
 # As in setup.cfg; a checkout on PYTHONPATH has no metadata.
 OLDEST_RAY = (2, 60)
+# Remedy for a `ray_problem`.
+RAY_ADVICE = "pip install 'ray>={}.{}'".format(*OLDEST_RAY)
 
 # Packages whose CUDA builds break `import transformers` beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -57,11 +59,7 @@ def check_installation(accelerator: Accelerator) -> str:
 
 
 def check_ray() -> None:
-    """Check the version of Ray.
-
-    Raises:
-        ConfigError: Ray is missing or too old.
-    """
+    """Raise a ConfigError unless a supported Ray is installed."""
     if problems := _problems_of_ray():
         raise ConfigError(*problems)
 
@@ -79,14 +77,9 @@ def ray_problem(version: str) -> str:
     return f"{found} is installed; this package needs {_dotted(OLDEST_RAY)} or newer"
 
 
-def ray_advice() -> str:
-    """Return the remedy for a `ray_problem`."""
-    return f"pip install 'ray>={_dotted(OLDEST_RAY)}'"
-
-
 def _problems_of_ray() -> list[str]:
     problem = ray_problem(ray_version())
-    return [f"{problem}.\nType: {ray_advice()}"] if problem else []
+    return [f"{problem}.\nType: {RAY_ADVICE}"] if problem else []
 
 
 def _version(distribution: str) -> str | None:

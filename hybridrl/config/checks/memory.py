@@ -1,8 +1,9 @@
 """Checks of predicted memory (planner/memory.py) against GPUs and nodes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
 
-from hybridrl.config.choices import Accelerator, Offload
+from hybridrl.config.choices import Accelerator
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.planner.memory import (
     REWARD_PHASE,
@@ -11,75 +12,51 @@ from hybridrl.config.planner.memory import (
     gib,
     host_parts,
     listed_parts,
-    node_peak,
-    node_ram,
-    pinned_bytes,
+    on_node,
     rank_phases,
-    staged_bytes,
 )
 from hybridrl.config.planner.memory_advice import MemoryCase, advice
 from hybridrl.config.planner.model_shape import ModelShape
 from hybridrl.config.planner.world import slots_on_nodes
 from hybridrl.config.schema import RunConfig
 
+# Keys that decide the memory of a phase; of others it is the model.
+DECISIVE = {
+    "rollout": "rollout.gpu_memory_utilization",
+    REWARD_PHASE: "reward_model.model.path",
+}
+
 
 def memory_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None = None
 ) -> Iterator[str]:
-    """Check that the run fits into GPU memory and RAM.
-
-    Args:
-        config: resolved.
-        shape: the model's.
-        machine: nodes that the run may use.
-        reward_shape: the reward model's, in a run with one whose sizes are known.
-    """
+    """Check that the run fits into GPU memory and RAM."""
     if config.hardware.accelerator is not Accelerator.gpu:
         phases = rank_phases(config, shape, None, reward_shape)
         yield from _slot_problems(config, phases, machine)
     elif machine.gpus:
         gpu_bytes = min(gpu.memory_bytes for gpu in machine.gpus)
-        smallest = min(machine.nodes, key=lambda node: node.memory_bytes)
-
-        def host_fits(changed: RunConfig) -> bool:
-            there = machine
-            if len(slots_on_nodes(changed)) > len(machine.nodes):
-                there = Machine((smallest,) * len(slots_on_nodes(changed)))
-            return not any(_host_problems(changed, shape, there, reward_shape))
-
-        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, host_fits))
+        node_bytes = min(node.memory_bytes for node in machine.nodes)
+        yield from _gpu_problems(MemoryCase(config, shape, reward_shape, gpu_bytes, node_bytes))
         yield from _host_problems(config, shape, machine, reward_shape)
 
 
-def _tightest(
-    config: RunConfig, machine: Machine, need: Callable[[int], int]
-) -> tuple[int, int, int]:
+def _tightest(config: RunConfig, machine: Machine, per_rank: int) -> tuple[int, int, int]:
     """Return (ranks, needed bytes, available bytes) of the node with the least spare memory.
 
     The largest demand is placed on the largest node.
     """
     demand = sorted(slots_on_nodes(config), reverse=True)
     largest = sorted((node.memory_bytes for node in machine.nodes), reverse=True)
-    pairs = [(slots, need(slots), there) for slots, there in zip(demand, largest, strict=False)]
+    nodes = zip(demand, largest, strict=False)
+    pairs = [(slots, on_node(config, per_rank, slots), there) for slots, there in nodes]
     return max(pairs, key=lambda pair: pair[1] - pair[2])
 
 
-def offload_problems(config: RunConfig) -> Iterator[str]:
-    """Check that only runs on GPUs offload."""
-    if config.hardware.accelerator is Accelerator.cpu and config.fsdp.offload is not Offload.none:
-        yield (
-            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu, where there "
-            f"is no GPU memory to free.\n"
-            f"Set fsdp.offload=none."
-        )
-
-
 def _slot_problems(config: RunConfig, phases: list[Phase], machine: Machine) -> Iterator[str]:
-    slots, needed, available = _tightest(
-        config, machine, lambda slots: node_peak(config, phases, slots)
-    )
+    worst = max(phases, key=lambda phase: phase.total)
+    slots, needed, available = _tightest(config, machine, worst.total)
     if needed > available:
-        worst = max(phases, key=lambda phase: phase.total)
         yield (
             f"cluster.gpus_per_node = {slots} CPU slots need at least "
             f"{gib(needed)} of RAM, the node has {gib(available)}: a slot's peak is "
@@ -99,9 +76,10 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
             worst = max(phases, key=lambda phase: phase.total)
             others = [f"{p.name} {gib(p.total)}" for p in phases if p is not worst]
             also = f"; also too large: {', '.join(others)}" if others else ""
+            key = DECISIVE.get(worst.name, "model.path")
             yield (
-                f"{_setting_of(config, worst)}: {worst.name} needs {describe(worst)}, the GPU has "
-                f"{gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
+                f"{key} = {attrgetter(key)(config)}: {worst.name} needs {describe(worst)}, the GPU "
+                f"has {gib(gpu_bytes)}{also}.\n{advice(case, worst)}"
             )
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
     weights = case.phases()[0].parts["rollout weights"]
@@ -113,44 +91,25 @@ def _gpu_problems(case: MemoryCase) -> Iterator[str]:
         )
 
 
-def _setting_of(config: RunConfig, phase: Phase) -> str:
-    """Return "key = value" of the setting that decides a phase's memory, mostly the model."""
-    if phase.name == "rollout":
-        return f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization}"
-    if phase.name == REWARD_PHASE:
-        return f"reward_model.model.path = {config.reward_model.model.path}"
-    return f"model.path = {config.model.path}"
-
-
 def _host_problems(
     config: RunConfig, shape: ModelShape, machine: Machine, reward_shape: ModelShape | None
 ) -> Iterator[str]:
-    slots, needed, available = _tightest(
-        config, machine, lambda slots: node_ram(config, shape, reward_shape, slots)
-    )
+    parts = host_parts(config, shape, reward_shape)
+    slots, needed, available = _tightest(config, machine, sum(parts.values()))
     if needed <= available:
         return
-    causes, remedies = [], []
-    if pinned := pinned_bytes(config, shape, reward_shape):
-        causes.append(f"fsdp.offload = {config.fsdp.offload} page-locks {gib(pinned)}")
-        remedies.append(f"Set fsdp.offload to none{_smaller_offload(config)}")
-    if staged := staged_bytes(config, shape):
-        every = config.checkpoint.every_steps
-        causes.append(f"checkpoint.every_steps = {every} page-locks {gib(staged)}")
-        remedies.append("Set checkpoint.every_steps to 0 (no checkpoints)")
-    parts = host_parts(config, shape, reward_shape)
-    if not causes:
-        slots_key = f"cluster.gpus_per_node = {slots}"
-        causes.append(f"{slots_key}: processes take {gib(sum(parts.values()))}")
-    remedies.append("lower cluster.gpus_per_node")
+    causes = [
+        f"{key} page-locks {gib(parts[part])}"
+        for key, part in (
+            (f"fsdp.offload = {config.fsdp.offload}", "offload"),
+            (f"checkpoint.every_steps = {config.checkpoint.every_steps}", "checkpoint staging"),
+        )
+        if parts[part]
+    ] or [f"cluster.gpus_per_node = {slots}: processes take {gib(sum(parts.values()))}"]
     yield (
         f"{' and '.join(causes)} of RAM for each of a node's {slots} GPUs; with the processes "
         f"that makes {gib(needed)} ({listed_parts(parts)} each), the node (or its cgroup) has "
         f"{gib(available)}.\n"
-        f"{', '.join(remedies)}, or spread the weights over more nodes (cluster.nodes, "
-        f"fsdp.dp_shard)."
+        f"Set a weaker fsdp.offload, checkpoint.every_steps=0 (no checkpoints), a lower "
+        f"cluster.gpus_per_node, or more nodes (cluster.nodes) to spread the weights over."
     )
-
-
-def _smaller_offload(config: RunConfig) -> str:
-    return " or idle_optimizer" if config.fsdp.offload is Offload.idle_all else ""

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.choices import Accelerator
-from hybridrl.config.command.input_errors import reason_of
+from hybridrl.config.choices import Accelerator, Offload
+from hybridrl.config.command.input_errors import is_address, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.command.user_files import is_address
 from hybridrl.config.planner.machine import Machine
 from hybridrl.config.schema import RunConfig
 
@@ -20,60 +19,49 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def node_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Check the number of nodes."""
-    nodes = config.cluster.nodes
-    if nodes > len(machine.nodes):
-        there = f"{len(machine.nodes)} node{'s' if len(machine.nodes) != 1 else ''}"
+    nodes, there = config.cluster.nodes, len(machine.nodes)
+    if nodes > there:
         yield (
-            f"cluster.nodes = {nodes}, expected at most {len(machine.nodes)}: there is {there} "
-            f"({machine.describe()}).\n"
-            f"Set cluster.nodes={len(machine.nodes)}, or start Ray on all nodes and set "
-            f"RAY_ADDRESS."
+            f"cluster.nodes = {nodes}, expected at most {there}: {machine.describe()}.\n"
+            f"Set cluster.nodes={there}, or start Ray on all nodes and set RAY_ADDRESS."
         )
 
 
 def slot_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Check the number of GPUs, or of cores for CPU slots, of each node."""
-    wanted = config.cluster.gpus_per_node
+    """Check the number of GPUs, or of cores for CPU slots, of each node, largest with largest."""
+    wanted, slots = config.cluster.gpus_per_node, config.placement.slots_on_nodes
     assert wanted is not None
-    if config.hardware.accelerator is Accelerator.gpu:
-        if config.placement.slots_on_nodes is not None:
-            yield from _uneven_problems(config.placement.slots_on_nodes, machine)
-            return
-        there = gpus_on_each(machine, config.cluster.nodes)
-        if machine.gpus and wanted > there:
+    key = f"cluster.gpus_per_node = {wanted}"
+    if config.hardware.accelerator is Accelerator.cpu:
+        cores = sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes]
+        most = SLOTS_PER_CORE * min(cores)
+        if wanted > most:
             yield (
-                f"cluster.gpus_per_node = {wanted}, expected at most {there}, the GPUs on each "
-                f"node ({machine.describe()}{_shows_no_more(machine)}).\n"
-                f"Set cluster.gpus_per_node={there} or less."
+                f"{key} CPU slots, expected at most {most}: {SLOTS_PER_CORE} for each of a node's "
+                f"{min(cores)} cores; more would be slower.\n"
+                f"Set cluster.gpus_per_node={most} or less."
             )
-        return
-    cores = min(sorted((n.cores for n in machine.nodes), reverse=True)[: config.cluster.nodes])
-    if wanted > SLOTS_PER_CORE * cores:
+    elif machine.gpus and slots is not None:
+        there = gpu_counts(machine, len(slots))
+        pairs = zip(sorted(slots, reverse=True), there, strict=False)
+        if any(count > found for count, found in pairs):
+            yield (
+                f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
+                f"({machine.describe()}).\n"
+                f"Set placement.slots_on_nodes={there} or less."
+            )
+    elif machine.gpus and wanted > (most := gpus_on_each(machine, config.cluster.nodes)):
         yield (
-            f"cluster.gpus_per_node = {wanted} CPU slots, expected at most "
-            f"{SLOTS_PER_CORE * cores}: {SLOTS_PER_CORE} for each of a node's {cores} cores; "
-            f"more would be slower.\n"
-            f"Set cluster.gpus_per_node={SLOTS_PER_CORE * cores} or less."
+            f"{key}, expected at most {most}, the GPUs on each node "
+            f"({machine.describe()}{_shows_no_more(machine)}).\n"
+            f"Set cluster.gpus_per_node={most} or less."
         )
 
 
 def _shows_no_more(machine: Machine) -> str:
-    """The variable that may hide GPUs, to stand behind those seen; empty where it is not set."""
+    """Return the variable that may hide GPUs, to stand behind those seen; empty if it is unset."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if len(machine.nodes) == 1 else None
     return "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows no more"
-
-
-def _uneven_problems(slots: list[int], machine: Machine) -> Iterator[str]:
-    """Check placement.slots_on_nodes against the nodes' GPUs, largest with largest."""
-    there = gpu_counts(machine, len(slots))
-    if machine.gpus and any(
-        wanted > found for wanted, found in zip(sorted(slots, reverse=True), there, strict=False)
-    ):
-        yield (
-            f"placement.slots_on_nodes = {slots}, but the nodes have {there} GPUs "
-            f"({machine.describe()}).\n"
-            f"Set placement.slots_on_nodes={there} or less."
-        )
 
 
 def gpu_counts(machine: Machine, nodes: int) -> list[int]:
@@ -90,47 +78,33 @@ def accelerator_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Check that hardware=gpu finds a GPU; a dry run may plan for another machine."""
     if config.hardware.accelerator is not Accelerator.gpu or machine.gpus:
         return
-    if config.run.dry:
-        return
-    if machine.gpu_error:
+    if not config.run.dry:
+        there = f"this machine has {machine.describe()}{_shows_no_more(machine)}"
         yield (
-            f"hardware = gpu, but {machine.gpu_error}.\n"
-            f"Repair the driver, set hardware=cpu, or add run.dry=true to plan for another machine."
-        )
-    else:
-        yield (
-            f"hardware = gpu, but this machine has {machine.describe()}{_shows_no_more(machine)}.\n"
+            f"hardware = gpu, but {machine.gpu_error or there}.\n"
             f"Set hardware=cpu, or add run.dry=true to plan for another machine."
         )
 
 
-def gpu_count_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a dry run for a machine without GPUs here sets their number."""
-    unknown = config.cluster.gpus_per_node is None
-    if unknown and config.run.dry and config.hardware.accelerator is Accelerator.gpu:
-        yield (
-            "cluster.gpus_per_node = null means all GPUs of a node, but this machine has none.\n"
-            "Set cluster.gpus_per_node to the GPUs of a node of the planned machine."
-        )
-
-
-def kv_cache_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a run without GPU sets the size of the KV cache."""
-    if config.hardware.accelerator is Accelerator.cpu and config.rollout.kv_cache_mb is None:
+def cpu_problems(config: RunConfig) -> Iterator[str]:
+    """Check that a run without GPU sets the size of the KV cache, and does not offload."""
+    if config.hardware.accelerator is not Accelerator.cpu:
+        return
+    if config.rollout.kv_cache_mb is None:
         yield (
             "rollout.kv_cache_mb = null, expected a size in MiB: without a GPU "
             "rollout.gpu_memory_utilization has no effect.\n"
             "Set rollout.kv_cache_mb=64 or more."
         )
+    if config.fsdp.offload is not Offload.none:
+        yield (
+            f"fsdp.offload = {config.fsdp.offload}, expected none with hardware = cpu, where there "
+            f"is no GPU memory to free.\nSet fsdp.offload=none."
+        )
 
 
 def file_problems(key: str, value: Any) -> Iterator[str]:
-    """Check that the files of data.train_files or data.eval_files can be read.
-
-    Args:
-        key: the config key.
-        value: a path, a list of paths or None.
-    """
+    """Check that the files of a path, a list of paths or None can be read."""
     if value is None:
         return
     paths = value if isinstance(value, list) else [value]

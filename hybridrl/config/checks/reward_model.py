@@ -7,7 +7,7 @@ models/vocabulary.py compares the two vocabularies.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.checks.sequences import splits_heads
+from hybridrl.config.checks.sizes import length_problems, sequence_head_problems
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.estimators import BUILT_IN_ESTIMATORS, estimator_of
 from hybridrl.config.planner.model_shape import SUPPORTED, ModelShape, model_shape
@@ -26,11 +26,7 @@ OTHER_WAYS = (
 
 
 def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -> ModelShape:
-    """Return the sizes of a reward model's backbone.
-
-    Args:
-        path: of the checkpoint.
-        read_model: path -> its config.json; may raise ConfigError.
+    """Return the sizes of a reward model's backbone; `read_model` gives its config.json.
 
     Raises:
         ConfigError: the model cannot be read, or its head does not give a single score.
@@ -40,9 +36,8 @@ def reward_model_shape(path: str, read_model: Callable[[str], dict[str, Any]]) -
         shape = model_shape(config)
     except ConfigError as error:
         raise ConfigError(*map(as_reward_model, error.problems)) from error
-    problems = list(_head_problems(path, config))
-    if problems:
-        raise ConfigError(*problems)
+    if problem := _head_problem(path, config):
+        raise ConfigError(problem)
     return shape
 
 
@@ -59,46 +54,40 @@ def as_reward_model(problem: str) -> str:
     )
 
 
-def _head_problems(path: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Check that the checkpoint has a head with one output."""
+def _head_problem(path: str, config: Mapping[str, Any]) -> str | None:
+    """Return the problem of a checkpoint without a head with one output."""
     names = config.get("architectures") or []
     if not any(str(name).endswith(ARCHITECTURE) for name in names):
         kinds = ", ".join(f"{kind.capitalize()}{ARCHITECTURE}" for kind in SUPPORTED)
-        yield (
+        return (
             f"{named(path)} is a {' or '.join(map(str, names)) or 'model without a class'}, "
             f"expected one of {kinds}: its score head gives the reward.\n"
             f"Set {REWARD_MODEL_PATH}=<such a checkpoint>. {OTHER_WAYS}."
         )
-        return
-    labels = config.get("id2label")
-    number = (
-        len(labels) if isinstance(labels, Mapping) else config.get("num_labels", DEFAULT_LABELS)
+    labels, number = config.get("id2label"), config.get("num_labels", DEFAULT_LABELS)
+    if isinstance(labels, Mapping):
+        number = len(labels)
+    if number == 1:
+        return None
+    return (
+        f"{named(path)} has {number} labels, expected 1: the score of its only label is the "
+        f"reward.\nSet {REWARD_MODEL_PATH}=<a checkpoint with num_labels = 1>. {OTHER_WAYS}."
     )
-    if number != 1:
-        yield (
-            f"{named(path)} has {number} labels, expected 1: the score of its only label is the "
-            f"reward.\n"
-            f"Set {REWARD_MODEL_PATH}=<a checkpoint with num_labels = 1>. {OTHER_WAYS}."
-        )
 
 
 def reward_model_problems(config: RunConfig) -> Iterator[str]:
     """Find runs without any score, and settings that need scores before the reward model runs."""
+    model = config.reward_model
     unrewarded = config.reward.function == NO_REWARD and config.environment is None
-    if config.reward_model is None:
-        if unrewarded:
-            yield (
-                f"reward.function = {NO_REWARD} gives every response the score 0, without a "
-                f"reward model: nothing could be learned.\n"
-                f"Set reward_model=default {REWARD_MODEL_PATH}=<checkpoint>, or another reward."
-            )
-        return
-    if config.reward_model.weight == 0 and unrewarded:
+    if unrewarded and (model is None or model.weight == 0):
+        without = "no reward model" if model is None else "reward_model.weight = 0"
         yield (
-            f"reward_model.weight = 0 and reward.function = {NO_REWARD}: every response scores 0, "
-            f"so nothing could be learned.\n"
-            f"Set reward_model.weight=1, or another reward."
+            f"reward.function = {NO_REWARD} with {without}: every response scores 0, so nothing "
+            f"could be learned.\n"
+            f"Set reward_model=default {REWARD_MODEL_PATH}=<checkpoint>, or another reward."
         )
+    if model is None:
+        return
     rounds = config.algorithm.max_sampling_rounds
     if rounds > 1:
         yield (
@@ -123,27 +112,12 @@ def reward_shape_problems(
     config: RunConfig, policy: ModelShape, reward: ModelShape
 ) -> Iterator[str]:
     """Check vocabulary, length and attention heads of the reward model against the policy's."""
-    path, rollout = config.reward_model.model.path, config.rollout
+    path = named(config.reward_model.model.path)
     if reward.vocab < policy.vocab:
         yield (
-            f"{named(path)} has {reward.vocab:,} token ids, expected at least the "
-            f"policy's {policy.vocab:,}: its input is the policy's token ids.\n"
+            f"{path} has {reward.vocab:,} token ids, expected at least the policy's "
+            f"{policy.vocab:,}: its input is the policy's token ids.\n"
             f"Set {REWARD_MODEL_PATH}=<a model with the policy's vocabulary>. {OTHER_WAYS}."
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if reward.max_positions is not None and longest > reward.max_positions:
-        yield (
-            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
-            f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {reward.max_positions}, max_position_embeddings of "
-            f"{named(path)}.\n"
-            f"Lower one of them, or set another {REWARD_MODEL_PATH}."
-        )
-    size = config.fsdp.ulysses_size
-    if not splits_heads(size, reward):
-        yield (
-            f"fsdp.ulysses_size = {size} does not divide the {reward.heads} attention heads and "
-            f"{reward.kv_heads} KV heads of {named(path)}: in attention, each rank of a "
-            f"sequence-parallel group computes the same number of heads.\n"
-            f"Set fsdp.ulysses_size=1, or another {REWARD_MODEL_PATH}."
-        )
+    yield from length_problems(config, reward, path)
+    yield from sequence_head_problems(config, reward, path)

@@ -1,30 +1,35 @@
-"""Checks of sizes against each other: ranks, shards, batches, lengths, tensor parallelism."""
+"""Checks of sizes against each other: ranks, shards, batches, lengths, parallelism."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.model_shape import ModelShape
-from hybridrl.config.planner.world import data_shards, world_size, world_text
+from hybridrl.config.planner.world import data_shards, slots_on_nodes, world_size, world_text
 from hybridrl.config.schema import RunConfig
 
 # vLLM pads the vocabulary to a multiple of this before it is split.
 VOCAB_PADDING = 64
+_DISTRIBUTION = "log-probs must be of the sampled distribution"
+# Keys, the keys that they link to by default, and why they must not differ.
+LINKED = (
+    ("actor.temperature", "rollout.temperature", _DISTRIBUTION),
+    ("ref.temperature", "rollout.temperature", _DISTRIBUTION),
+    (
+        "fsdp.tensor_parallel_size",
+        "rollout.tensor_parallel_size",
+        "with other slices than vLLM's every weight sync is slower",
+    ),
+)
 
 
 def mesh_problems(config: RunConfig) -> Iterator[str]:
     """Check dp_replicate * dp_shard against the number of ranks."""
     world, fsdp = world_size(config), config.fsdp
-    if fsdp.dp_shard is None:
-        if world % fsdp.dp_replicate:
-            yield (
-                f"fsdp.dp_replicate = {fsdp.dp_replicate} does not divide the "
-                f"{world_text(config)}: every copy needs the same number of ranks.\n"
-                f"Set fsdp.dp_replicate to one of {listed(divisors(world))}."
-            )
-    elif fsdp.dp_replicate * fsdp.dp_shard != world:
+    if fsdp.dp_replicate * fsdp.shards != world:
         yield (
             f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} make "
-            f"{fsdp.dp_replicate * fsdp.dp_shard}, expected the {world_text(config)}: every rank "
+            f"{fsdp.dp_replicate * fsdp.shards}, expected the {world_text(config)}: every rank "
             f"holds one shard.\n"
             f"Set fsdp.dp_shard=null to derive it, or change cluster.*."
         )
@@ -42,45 +47,31 @@ def uneven_problems(config: RunConfig) -> Iterator[str]:
 
 def engine_problems(config: RunConfig) -> Iterator[str]:
     """Check that vLLM engines fit onto each node, or with allow_straddle onto all together."""
-    tp, per_node = config.rollout.tensor_parallel_size, config.cluster.gpus_per_node
-    if config.placement.allow_straddle:
-        if world_size(config) % tp:
-            yield (
-                f"rollout.tensor_parallel_size = {tp} does not divide {world_text(config)}.\n"
-                f"Set it to one of {listed(divisors(world_size(config)))}."
-            )
-        return
-    if config.placement.slots_on_nodes is not None:
-        uneven = [slots for slots in config.placement.slots_on_nodes if slots % tp]
-        if uneven:
-            yield (
-                f"rollout.tensor_parallel_size = {tp} does not divide {uneven[0]} of "
-                f"placement.slots_on_nodes = {config.placement.slots_on_nodes}: the ranks of an "
-                f"engine must be on one node.\n"
-                f"Use multiples of {tp}, with idle GPUs, or set placement.allow_straddle=true, "
-                f"which is slow."
-            )
-        return
-    assert per_node is not None
-    if per_node % tp:
+    tp, placement = config.rollout.tensor_parallel_size, config.placement
+    ranks = next((n for n in slots_on_nodes(config) if n % tp), tp)
+    where, more = f"cluster.gpus_per_node = {ranks}", f", multiples of {tp} ranks on each node"
+    if placement.slots_on_nodes is not None:
+        where = f"{ranks} of placement.slots_on_nodes = {placement.slots_on_nodes}"
+    if placement.allow_straddle:
+        ranks, where = world_size(config), world_text(config)
+    else:
+        more += ", or placement.allow_straddle=true, which is slow"
+    if ranks % tp:
         yield (
-            f"rollout.tensor_parallel_size = {tp} does not divide cluster.gpus_per_node = "
-            f"{per_node}: the ranks of an engine must be on one node.\n"
-            f"Set rollout.tensor_parallel_size to one of {listed(divisors(per_node))}, or "
-            f"cluster.gpus_per_node to a multiple of {tp}."
+            f"rollout.tensor_parallel_size = {tp} does not divide {where}: an engine lies on one "
+            f"node.\nSet it to one of {listed(divisors(ranks))}{more}."
         )
 
 
-def layout_problems(config: RunConfig) -> Iterator[str]:
-    """Check that shards are aligned to vLLM's tensor-parallel slices."""
-    aligned_to, tp = config.fsdp.tensor_parallel_size, config.rollout.tensor_parallel_size
-    if aligned_to != tp:
-        yield (
-            f"fsdp.tensor_parallel_size = {aligned_to}, expected the link "
-            f"${{rollout.tensor_parallel_size}}, which is {tp}: with other "
-            f"slices than vLLM's every weight sync is slower.\n"
-            f"Remove fsdp.tensor_parallel_size and set rollout.tensor_parallel_size instead."
-        )
+def link_problems(config: RunConfig) -> Iterator[str]:
+    """Check that keys have the value of the key that they link to."""
+    for key, target, why in LINKED:
+        found, expected = attrgetter(key, target)(config)
+        if found != expected:
+            yield (
+                f"{key} = {found}, expected {target} = {expected}, its default: {why}.\n"
+                f"Remove {key}, and set {target} instead."
+            )
 
 
 def prompt_problems(config: RunConfig) -> Iterator[str]:
@@ -97,32 +88,35 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 
 def mini_batch_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a step's responses divide into mini-batches."""
+    """Check that responses divide into mini-batches, and these over ranks or their groups."""
     prompts, each = config.data.prompts_per_step, config.rollout.responses_per_prompt
-    mini = config.actor.mini_batch_size
+    mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
+    fitting = [n for n in divisors(prompts * each) if n % shards == 0]
     if prompts * each % mini:
-        fitting = [n for n in divisors(prompts * each) if n % data_shards(config) == 0]
         yield (
             f"actor.mini_batch_size = {mini} does not divide the {prompts * each} responses of a "
             f"step (data.prompts_per_step = {prompts} x rollout.responses_per_prompt = {each}): "
             f"every optimizer step needs the same number.\n"
             f"Set actor.mini_batch_size to one of {listed(fitting or divisors(prompts * each))}."
         )
-
-
-def mini_batch_rank_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a mini-batch divides over the ranks or sequence-parallel groups."""
-    mini, shards, size = config.actor.mini_batch_size, data_shards(config), config.fsdp.ulysses_size
     if mini % shards:
-        total = config.data.prompts_per_step * config.rollout.responses_per_prompt
-        fitting = [n for n in divisors(total) if n % shards == 0]
         ranks = world_text(config)
         over = ranks if size == 1 else f"{shards} groups of fsdp.ulysses_size = {size} of {ranks}"
+        remedy = f"one of {listed(fitting)}" if fitting else f"a multiple of {shards}"
         yield (
-            f"actor.mini_batch_size = {mini} does not divide over {over}: every "
-            f"{'rank' if size == 1 else 'group'} computes the same number of responses.\n"
-            f"Set actor.mini_batch_size to "
-            + (f"one of {listed(fitting)}." if fitting else f"a multiple of {shards}.")
+            f"actor.mini_batch_size = {mini} does not divide over {over}, each of which computes "
+            f"the same number of responses.\nSet actor.mini_batch_size to {remedy}."
+        )
+
+
+def sequence_problems(config: RunConfig) -> Iterator[str]:
+    """Check that whole sequence-parallel groups share a copy of the weights."""
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
+    if dp_shard % size:
+        yield (
+            f"fsdp.ulysses_size = {size} does not divide fsdp.dp_shard = {dp_shard}: the ranks of "
+            f"a sequence-parallel group hold shards of one copy of the weights.\n"
+            f"Set fsdp.ulysses_size to one of {listed(divisors(dp_shard))}."
         )
 
 
@@ -157,7 +151,7 @@ def warm_ups(config: RunConfig) -> dict[str, int]:
 
 
 def step_problems(config: RunConfig) -> Iterator[str]:
-    """Check that warm-ups end before the run does."""
+    """Check that warm-ups end before the run does, and that it has the steps to profile."""
     total = config.trainer.total_steps
     for key, steps in warm_ups(config).items():
         if steps >= total and steps > 0:
@@ -166,11 +160,6 @@ def step_problems(config: RunConfig) -> Iterator[str]:
                 f"end during the warm-up.\n"
                 f"Lower {key} or raise trainer.total_steps."
             )
-
-
-def profile_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the run has the steps to profile."""
-    total = config.trainer.total_steps
     never = [step for step in config.trainer.profile_steps if step > total]
     if never:
         yield (
@@ -180,46 +169,30 @@ def profile_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def temperature_problems(config: RunConfig) -> Iterator[str]:
-    """Check that log-probs have the temperature of sampling."""
-    for role, temperature in (("actor", config.actor.temperature), ("ref", config.ref.temperature)):
-        if temperature != config.rollout.temperature:
-            yield (
-                f"{role}.temperature = {temperature}, expected rollout.temperature = "
-                f"{config.rollout.temperature}: log-probs must be of the sampled "
-                f"distribution.\n"
-                f"Remove {role}.temperature, and set only rollout.temperature."
-            )
-
-
-def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Check the longest sequence against the model's positions."""
+def length_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[str]:
+    """Check the longest sequence against a model's positions."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if shape.max_positions is not None and longest > shape.max_positions:
         yield (
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} + "
             f"rollout.max_response_tokens = {rollout.max_response_tokens} make {longest} tokens, "
-            f"expected at most {shape.max_positions}, the model's max_position_embeddings.\n"
-            f"Lower one of them."
+            f"expected at most {shape.max_positions}, max_position_embeddings of {owner}.\n"
+            f"Lower one of them, or set another {owner.split()[0]}."
         )
 
 
 def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Check that the model divides into tensor-parallel slices."""
     tp = config.rollout.tensor_parallel_size
-    padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
-    wrong = []
-    if shape.heads % tp:
-        wrong.append(f"{shape.heads} attention heads")
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        wrong.append(f"{shape.kv_heads} KV heads (nor the other way round)")
-    if shape.intermediate % tp:
-        wrong.append(f"intermediate size {shape.intermediate}")
-    if padded % tp:
-        wrong.append(f"vocabulary of {shape.vocab} (padded to {padded})")
-    if wrong:
-        fitting = [n for n in range(1, shape.heads + 1) if _cuts(n, shape, padded)]
+    if wrong := _undivided_heads(tp, shape) + _undivided_widths(tp, shape):
+        fitting = [
+            n
+            for n in range(1, shape.heads + 1)
+            if not _undivided_heads(n, shape) + _undivided_widths(n, shape)
+        ]
         yield (
             f"rollout.tensor_parallel_size = {tp} does not divide the model's "
             f"{', '.join(wrong)}: the ranks of an engine hold slices of equal size.\n"
@@ -227,9 +200,34 @@ def tensor_parallel_problems(config: RunConfig, shape: ModelShape) -> Iterator[s
         )
 
 
-def _cuts(tp: int, shape: ModelShape, padded_vocab: int) -> bool:
-    kv = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-    return kv and shape.heads % tp == shape.intermediate % tp == padded_vocab % tp == 0
+def sequence_head_problems(
+    config: RunConfig, shape: ModelShape, owner: str = "model.path"
+) -> Iterator[str]:
+    """Check that attention heads divide over the ranks of a sequence-parallel group."""
+    size, dp_shard = config.fsdp.ulysses_size, config.fsdp.shards
+    if wrong := _undivided_heads(size, shape):
+        fitting = [n for n in divisors(dp_shard) if not _undivided_heads(n, shape)]
+        yield (
+            f"fsdp.ulysses_size = {size} does not divide the {', '.join(wrong)} of {owner}: in "
+            f"attention each rank of a sequence-parallel group computes the same number.\n"
+            f"Set fsdp.ulysses_size to one of {listed(fitting)}."
+        )
+
+
+def _undivided_heads(size: int, shape: ModelShape) -> list[str]:
+    found = [] if shape.heads % size == 0 else [f"{shape.heads} attention heads"]
+    if shape.kv_heads % size and size % shape.kv_heads:
+        found.append(f"{shape.kv_heads} KV heads (nor the other way round)")
+    return found
+
+
+def _undivided_widths(tp: int, shape: ModelShape) -> list[str]:
+    padded = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING
+    widths = {
+        f"intermediate size {shape.intermediate}": shape.intermediate,
+        f"vocabulary of {shape.vocab} (padded to {padded})": padded,
+    }
+    return [text for text, width in widths.items() if width % tp]
 
 
 def divisors(number: int) -> list[int]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -17,14 +17,13 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from hybridrl.config.command.input_errors import INPUT_ERRORS, long_numbers, problem_of, reason_of
+from hybridrl.config.command.input_errors import INPUT_ERRORS, problem_of, reason_of
 from hybridrl.config.command.report import shown
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import ADDED_GROUPS, did_you_mean
+from hybridrl.config.keys import ADDED_GROUPS, did_you_mean, leaves, raw_tree
 from hybridrl.config.schema_keys import known_keys
-from hybridrl.config.user_code.classes import BUILT_IN, OPTIONAL, worker_config_class
+from hybridrl.config.user_code.classes import OPTIONAL, role_classes
 
 CONFIG_NAME = "config"
 # Output directories of runs and sweeps.
@@ -34,15 +33,8 @@ DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir")
 Underlay = Callable[[DictConfig, Sequence[str]], None]
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """A parsed argv.
-
-    Attributes:
-        options: flags and their values, in order.
-        overrides: all other arguments.
-        args: Hydra's parse of them.
-    """
+class CommandLine(NamedTuple):
+    """A parsed argv: flags with their values, all other arguments, and Hydra's parse of them."""
 
     options: list[str]
     overrides: list[str]
@@ -50,14 +42,10 @@ class CommandLine:
 
     @property
     def composes(self) -> bool:
-        """True if Hydra will compose the config, to run or to show it."""
+        """True if Hydra will compose our config, to run or to show it; not if the user's own."""
         a = self.args
-        return not (a.hydra_help or a.shell_completion or a.experimental_rerun)
-
-    @property
-    def has_own_primary(self) -> bool:
-        """True if the user named another primary config."""
-        return self.args.config_name is not None or self.args.config_path is not None
+        own = a.config_name is not None or a.config_path is not None
+        return not (own or a.hydra_help or a.shell_completion or a.experimental_rerun)
 
 
 def parse_argv(argv: Sequence[str]) -> CommandLine:
@@ -84,8 +72,7 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-@dataclass(frozen=True)
-class Precomposed:
+class Precomposed(NamedTuple):
     """Result of composing a config before Hydra runs.
 
     Attributes:
@@ -104,10 +91,7 @@ def precompose(
 ) -> Precomposed:
     """Check every override and compose the usable ones.
 
-    Args:
-        line: the command line, without `has_own_primary`.
-        config_dir: folder of the primary config.
-        underlay: changes the config between groups and overrides of values.
+    `underlay` changes the config between groups and overrides of values.
     """
     problems: list[str] = []
     with initialize_config_dir(config_dir=str(config_dir), version_base="1.3"):
@@ -115,26 +99,34 @@ def precompose(
         parsed = _parsed(line.overrides, loader, problems)
         composer = _Composer(loader, _search_path(line, parsed))
         sweep = line.args.multirun or "hydra.mode=MULTIRUN" in line.overrides
-        usable = [o for o in parsed if _accept(composer.group_problem(o, sweep), problems)]
+        usable = _usable(parsed, lambda o: composer.problem(o, sweep), problems)
         groups = [o for o in usable if composer.is_group(o) or o.is_hydra_override()]
-        base = composer.compose(groups, problems)
-        if base is None:
+        cfg = composer.compose(groups, problems)
+        if cfg is None:
             return Precomposed(problems, None, [])
         if underlay is not None:
-            underlay(base, [o.key_or_group for o in groups])
-        usable = [o for o in usable if o in groups or _accept(_key_problem(o, base), problems)]
-        if underlay is None:
-            cfg = composer.compose(usable, problems)
-        else:
-            cfg = _with_values(base, [o for o in usable if o not in groups], problems)
+            underlay(cfg, [o.key_or_group for o in groups])
+        base = cfg
+        usable = _usable(usable, lambda o: None if o in groups else _key_problem(o, base), problems)
+        values = [_first_job(o) for o in usable if o not in groups]
+        try:
+            parsed = OverridesParser.create().parse_overrides(values)
+            ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+        except INPUT_ERRORS as error:
+            problems.append(problem_of(error))
+            cfg = None
     return Precomposed(problems, cfg, [str(o.input_line) for o in usable])
 
 
-def _accept(problem: str | None, problems: list[str]) -> bool:
-    """Return whether there is no problem; add one to `problems`."""
-    if problem is not None:
-        problems.append(problem)
-    return problem is None
+def _usable(
+    overrides: Sequence[Override],
+    problem_of_one: Callable[[Override], str | None],
+    problems: list[str],
+) -> list[Override]:
+    """Return the overrides without a problem; add the problems of others."""
+    found = [problem_of_one(override) for override in overrides]
+    problems += filter(None, found)
+    return [override for override, problem in zip(overrides, found, strict=True) if not problem]
 
 
 def _parsed(overrides: Sequence[str], loader: ConfigLoader, problems: list[str]) -> list[Override]:
@@ -170,8 +162,7 @@ def _reason_against(override: Override) -> str:
 
 
 def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
-    """Return an override of hydra.searchpath with --config-dir, which compose() does not "
-    "support."""
+    """Return an override of hydra.searchpath with --config-dir, which compose() lacks."""
     given = [o.value() for o in parsed if o.get_key_element() == "hydra.searchpath"]
     paths = [str(path) for path in given[0]] if given and isinstance(given[0], list) else []
     if line.args.config_dir is not None:
@@ -181,12 +172,7 @@ def _search_path(line: CommandLine, parsed: Sequence[Override]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Composer of groups and overrides, by Hydra.
-
-    Attributes:
-        loader: finds groups.
-        search_path: an override that adds the user's folders, or nothing.
-    """
+    """Composer of groups and overrides, by Hydra; `search_path` adds the user's folders."""
 
     loader: ConfigLoader
     search_path: list[str]
@@ -201,7 +187,7 @@ class _Composer:
         """Return whether an override chooses from a group."""
         return "." not in override.key_or_group and bool(self.options(override.key_or_group))
 
-    def group_problem(self, override: Override, sweep: bool) -> str | None:
+    def problem(self, override: Override, sweep: bool) -> str | None:
         """Return the problem of an override that shows without composing."""
         text = override.input_line
         if override.is_sweep_override() and not sweep:
@@ -214,8 +200,7 @@ class _Composer:
         if not self.is_group(override) or override.is_delete():
             return None
         group, options = override.key_or_group, self.options(override.key_or_group)
-        in_defaults = group not in ADDED_GROUPS
-        if not in_defaults and not override.is_add():
+        if group in ADDED_GROUPS and not override.is_add():
             return f"{text}: {group} is not in the defaults list.\nType +{text}"
         for value in _values(override):
             if isinstance(value, str) and value not in options:
@@ -227,21 +212,16 @@ class _Composer:
         return None
 
     def compose(self, overrides: Sequence[Override], problems: list[str]) -> DictConfig | None:
-        """Compose the config, of a sweep the first job; None, with the problem added, if that "
-        "fails."""
+        """Compose a sweep's first job, or the run; None, with the problem added, if that fails."""
         lines = [_first_job(o) for o in overrides if o.get_key_element() != "hydra.searchpath"]
         try:
-            cfg = compose(CONFIG_NAME, [*lines, *self.search_path])
-            too_long = [*long_numbers(cfg)]
+            return compose(CONFIG_NAME, [*lines, *self.search_path])
         except INPUT_ERRORS as error:
             problems.append(f"{self._choice_with(error, overrides)}{problem_of(error)}")
             return None
-        problems += too_long
-        return None if too_long else cfg
 
     def _choice_with(self, error: BaseException, overrides: Sequence[Override]) -> str:
-        """Return the choice of a group that raises the error alone: Python's errors name no "
-        "file."""
+        """Return the group's choice that raises the error alone: Python's errors name no file."""
         for override in overrides:
             if self.is_group(override) and override.key_or_group != "hardware":
                 alone = ["hardware=cpu", _first_job(override), *self.search_path]
@@ -252,18 +232,6 @@ class _Composer:
                 except INPUT_ERRORS:
                     continue
         return ""
-
-
-def _with_values(
-    base: DictConfig, overrides: Sequence[Override], problems: list[str]
-) -> DictConfig | None:
-    """Set values in a config as Hydra does; None, with the problem added, if that fails."""
-    try:
-        ConfigLoaderImpl._apply_overrides_to_config(list(overrides), base)
-    except INPUT_ERRORS as error:
-        problems.append(problem_of(error))
-        return None
-    return base
 
 
 def _values(override: Override) -> list[Any]:
@@ -282,42 +250,30 @@ def _first_job(override: Override) -> str:
 
 def _key_problem(override: Override, base: DictConfig) -> str | None:
     """Return the problem of an override's key, from the config without overrides of values."""
-    key, text = override.key_or_group, str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
-    tree: Any = OmegaConf.to_container(base, resolve=False)
-    names = key.replace("[", ".").replace("]", "").split(".")
-    for depth, name in enumerate(names):
-        if isinstance(tree, str) and tree.startswith("${"):
-            link, rest = ".".join(names[:depth]), ".".join(names[depth:])
-            target = tree[2:-1]
+    key, text = override.key_or_group.replace("[", ".").replace("]", ""), str(override.input_line)
+    for leaf, value in leaves(raw_tree(base)).items():
+        rest = key.removeprefix(f"{leaf}.")
+        if f"{leaf}.".startswith(f"{key}.") or (rest != key and isinstance(value, list)):
+            return None
+        if rest != key and str(value).startswith("${"):
+            target = value[2:-1]
             return (
-                f"{text}: {link} is a link to {target}, which roles share without copies.\n"
+                f"{text}: {leaf} is a link to {target}, which roles share without copies.\n"
                 f"Set {target}.{rest}={text.partition('=')[2]}"
             )
-        if isinstance(tree, list):
-            return None
-        if not isinstance(tree, dict) or name not in tree:
-            return _unknown_key(key, text, base)
-        tree = tree[name]
-    return None
+    return _unknown_key(override.key_or_group, text, base)
 
 
 def _unknown_key(key: str, text: str, base: DictConfig) -> str:
     """Return the problem of a key that is not in conf/; a user's worker may have it."""
-    if key.partition(".")[0] == "environment" and "environment" not in base:
-        return f"{text}: there is no environment, so nothing reads it.\nSet environment=calculator"
-    classes = {}
-    for role, (_, built_in) in BUILT_IN.items():
-        path = OmegaConf.select(base, f"{role}.worker")
-        try:
-            classes[role] = worker_config_class(role, path) if path is not None else built_in
-        except ConfigError:
-            classes[role] = built_in  # reported when the config is checked
-    known = known_keys(base, classes.values())
+    classes, _ = role_classes(base)  # their problems are reported when the config is checked
+    known = known_keys(base, classes)
     section = key.partition(".")[0]
-    if section in ("lora", *OPTIONAL) and section not in base:
-        return f"{text}: there is no {section}, so nothing reads it.\nSet {section}=default"
+    if section in ("lora", "environment", *OPTIONAL) and section not in base:
+        choice = "calculator" if section == "environment" else "default"
+        return f"{text}: there is no {section}, so nothing reads it.\nSet {section}={choice}"
     if key in known:
         return f"{text}: the worker reads {key}, but no file sets it.\nType +{text}"
     return f"{text}: unknown key, nothing reads it. {did_you_mean(key, [*ADDED_GROUPS, *known])}"

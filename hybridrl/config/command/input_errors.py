@@ -1,15 +1,16 @@
-"""Input errors: exceptions of Hydra, OmegaConf, YAML and the system, and their texts."""
+"""Paths and JSON of the user, and texts of the exceptions that wrong input raises."""
 
+import json
+import os
 import sys
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.command.report import shown
-from hybridrl.config.keys import leaves
 
 # Python raises ValueError for numbers of more digits than it reads, and for text that is not UTF-8.
 INPUT_ERRORS = (
@@ -50,18 +51,34 @@ def problem_of(error: BaseException) -> str:
     return f"{at}: {reason_of(error)}" if at else reason_of(error)
 
 
-def long_numbers(cfg: DictConfig) -> Iterator[str]:
-    """Integers with more digits than Python writes, which YAML reads in hexadecimal."""
-    tree = OmegaConf.to_container(cfg)
-    assert isinstance(tree, dict)
-    for key, value in leaves(tree).items():
-        try:
-            str(value)
-        except ValueError as error:
-            yield f"{key}: {reason_of(error)}"
-
-
 def _without_class(text: str) -> str:
     """Return the message of a resolver's error, without the class that OmegaConf adds."""
     raised, found, said = text.partition(_RAISED)
     return said.strip("\"'") if found and raised.isidentifier() else text
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address such as https://host/file."""
+    return "://" in path
+
+
+def expanded(path: str) -> Path:
+    """Return a path with ~ replaced by the home directory, if there is one."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises if there is none
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of JSON in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, or a number is too long, or it is nested too deeply.
+    """
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"not JSON: {error.msg} ({at}column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error.reason} (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not readable as JSON: {reason_of(error)}") from error

@@ -1,15 +1,13 @@
 """Provenance of the config's values: keys set on the command line or in a recipe, and defaults."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.keys import leaves
+from hybridrl.config.keys import leaves, raw_tree
 
 
 class Source(IntEnum):
@@ -20,67 +18,35 @@ class Source(IntEnum):
     command_line = 2
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Keys that the user set, with their sources; all other keys are defaults.
-
-    Attributes:
-        sources: dotted key of a leaf or section -> its source.
-    """
-
-    sources: Mapping[str, Source] = field(default_factory=dict)
+class Provenance(dict[str, Source]):
+    """Dotted key of a leaf or section that the user set -> its source; others are defaults."""
 
     def source(self, key: str) -> Source:
         """Return the last source that sets `key` or a section around it."""
         parts = key.split(".")
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        return max(self.sources.get(prefix, Source.default) for prefix in prefixes)
-
-    def under(self, prefix: str) -> list[str]:
-        """Return the keys set at or below `prefix`."""
-        return sorted(k for k in self.sources if k == prefix or k.startswith(f"{prefix}."))
+        return max(self.get(prefix, Source.default) for prefix in prefixes)
 
 
 def provenance_of(overrides: Sequence[str], recipes: Sequence[DictConfig]) -> Provenance:
-    """Return the provenance of a config.
-
-    Args:
-        overrides: as typed: "actor.epochs=2", "+recipe=x", "~a.b".
-        recipes: YAML of the chosen recipes, as in the files.
-    """
-    sources: dict[str, Source] = {}
+    """Return the provenance of a config from overrides as typed and YAML of chosen recipes."""
+    sources = Provenance()
     for recipe in recipes:
-        tree = OmegaConf.to_container(recipe, resolve=False)
-        assert isinstance(tree, dict)
+        tree = raw_tree(recipe)
         tree.pop("defaults", None)
         sources |= dict.fromkeys(leaves(tree), Source.recipe)
     for override in overrides:
         sources[override.split("=")[0].lstrip("+~")] = Source.command_line
-    return Provenance(sources)
+    return sources
 
 
 def recipe_files(choices: Mapping[str, Any], config_sources: Sequence[Any]) -> list[DictConfig]:
-    """Return the YAML of the chosen recipes.
-
-    Args:
-        choices: Hydra's `hydra.runtime.choices`.
-        config_sources: Hydra's `hydra.runtime.config_sources`, each with path and schema.
-    """
+    """Return the YAML of the chosen recipes, from choices and config_sources of hydra.runtime."""
     chosen = choices.get("recipe")
     names = [chosen] if isinstance(chosen, str) else list(chosen or [])
     found = []
     for name in names:
-        for source in config_sources:
-            if source.schema == "file":
-                text = Path(source.path, "recipe", f"{name}.yaml")
-            elif source.schema == "pkg" and source.provider != "hydra":
-                package, *folders = source.path.split("/")
-                text = Path(str(files(package).joinpath(*folders, "recipe", f"{name}.yaml")))
-            else:
-                continue
-            if text.is_file():
-                recipe = OmegaConf.load(text)
-                assert isinstance(recipe, DictConfig)
-                found.append(recipe)
-                break
-    return found
+        folders = [source.path for source in config_sources if source.schema == "file"]
+        texts = [Path(folder, "recipe", f"{name}.yaml") for folder in folders]
+        found += [OmegaConf.load(text) for text in texts if text.is_file()][:1]
+    return cast(list[DictConfig], found)

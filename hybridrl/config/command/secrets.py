@@ -50,12 +50,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def secrets_of(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Return secrets as they may appear in texts, longest first.
-
-    Args:
-        environment: variables.
-        arguments: of the command line, overrides included.
-    """
+    """Return secrets of variables and of a command line, longest first."""
     found = {value for name, value in environment.items() if is_secret_variable(name)}
     for argument in arguments:
         assigned = _ASSIGNMENT.match(argument)

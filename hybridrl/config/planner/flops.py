@@ -62,11 +62,7 @@ def forward_flops(shape: ModelShape, num_tokens: int, num_sequences: int) -> flo
 def sequence_cost(shape: ModelShape, num_tokens: int) -> float:
     """Return the relative time of forward and backward of one sequence.
 
-    In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token.
-
-    Args:
-        shape: the model's.
-        num_tokens: S, prompt included.
+    In operations in the weights: 6 N + 6 L h S ATTENTION_TIME per token; S = `num_tokens`.
     """
     attention = 6 * shape.layers * shape.hidden * num_tokens
     return num_tokens * (6 * shape.parameters + ATTENTION_TIME * attention)
@@ -80,12 +76,7 @@ def bf16_peak(name: str) -> float | None:
 def peak_per_rank(gpus: Iterable[GPU], dtype: DType) -> float | None:
     """Return the peak operations per second of one rank's GPU.
 
-    Args:
-        gpus: of the run.
-        dtype: of compute.
-
-    Returns:
-        None without GPUs, for unknown or several kinds, and for other types than bfloat16.
+    None without GPUs, for unknown or several kinds, and for other types than bfloat16.
     """
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or dtype is not DType.bfloat16:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.planner import nvidia_smi
-from hybridrl.config.planner.cgroup import cgroups
 
 GIB = 2**30
 
@@ -53,16 +52,6 @@ class Machine:
     nodes: tuple[Node, ...]
 
     @property
-    def cores(self) -> int:
-        """Cores of all nodes."""
-        return sum(node.cores for node in self.nodes)
-
-    @property
-    def memory_bytes(self) -> int:
-        """RAM of all nodes, in bytes."""
-        return sum(node.memory_bytes for node in self.nodes)
-
-    @property
     def gpus(self) -> tuple[GPU, ...]:
         """GPUs of all nodes, node by node."""
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
@@ -79,8 +68,9 @@ class Machine:
         names = sorted({f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in self.gpus})
         none = "GPUs unknown, as nvidia-smi failed" if self.gpu_error else "no NVIDIA GPU"
         gpus = f"{len(self.gpus)} x {' / '.join(names)}" if names else none
-        cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
-        return f"{nodes}{gpus}, {cores}, {self.memory_bytes / GIB:.0f} GiB RAM"
+        cores = sum(node.cores for node in self.nodes)
+        ram = sum(node.memory_bytes for node in self.nodes) / GIB
+        return f"{nodes}{gpus}, {cores} core{'s' if cores != 1 else ''}, {ram:.0f} GiB RAM"
 
 
 def local_machine() -> Machine:
@@ -91,8 +81,7 @@ def local_machine() -> Machine:
 
 
 def _usable_cores() -> int:
-    """Return the cores that this process may run on; CPU affinity counts, CPU shares do not."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0))  # CPU shares do not count
 
 
 def torch_threads(*, on_gpu: bool, processes: int) -> int:
@@ -108,6 +97,29 @@ def memory_limit(root: Path = Path("/")) -> int:
         int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")
     )
     return min([total, *_cgroup_limits(root)])
+
+
+def cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup (v1 or v2) and its parents.
+
+    `controller` is memory, pids or cpu, `root` that of the file system with /proc and /sys.
+    """
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's, of which only the root is mounted.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if folder.is_dir():
+                yield folder
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -1,16 +1,16 @@
 """Predicted memory of one rank in each phase of a step, on a GPU or in RAM.
 
-On GPUs weights, gradients, optimizer state and, for eager layers, activations are counted
-(training_memory.py); processes are measured constants, and compiled layers estimates. Target: 10 %
-of the peak of a full micro-batch, without the allocator's reserve. On CPUs activations are a lower
-bound: attention pads there.
+Weights and optimizer state are counted, activations and gradients estimated (training_memory.py),
+processes measured constants. Target: 15 % of the peak of a full micro-batch, without the
+allocator's reserve. On CPUs activations are a lower bound: attention pads there.
 
 Units: bytes, of one rank unless said otherwise.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hybridrl.config.choices import Accelerator, Offload, SleepMode
+from hybridrl.config.choices import Offload, SleepMode
 from hybridrl.config.estimators import uses_critic
 from hybridrl.config.planner.machine import GIB
 from hybridrl.config.planner.model_shape import ModelShape
@@ -29,6 +29,8 @@ GPU_PROCESS_BYTES = 2 * GIB
 GPU_PROCESS_RAM_BYTES = 4 * GIB
 # Separate phase of the reward model, whose activations differ from the policy's.
 REWARD_PHASE = "score reward_model"
+# vLLM's share of a GPU without its weights.
+LEFT_FOR_CACHE = "KV cache and vLLM's buffers"
 # Adam's two moments are float32.
 ADAM_BYTES = 8
 
@@ -46,31 +48,12 @@ class Phase:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class Role:
-    """A role with a model.
-
-    Attributes:
-        name: of the role.
-        parameters: elements on all ranks.
-        is_trained: true if it has an optimizer.
-        adapters: elements of adapters; if there are some, only they are trained.
-    """
+class Role(NamedTuple):
+    """A role with a model: elements on all ranks that are held, and that have AdamW moments."""
 
     name: str
-    parameters: int
-    is_trained: bool
-    adapters: int = 0
-
-    @property
-    def held(self) -> int:
-        """Elements of all weights."""
-        return self.parameters + self.adapters
-
-    @property
-    def trained(self) -> int:
-        """Elements with AdamW moments."""
-        return (self.adapters or self.parameters) if self.is_trained else 0
+    held: int
+    trained: int = 0
 
 
 def roles_of(
@@ -80,16 +63,16 @@ def roles_of(
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = shape.layers * shape.adapter_parameters(lora.rank, lora.target_modules)
-    roles = [Role("actor", shape.parameters, is_trained=True, adapters=adapters)]
+    roles = [Role("actor", shape.parameters + adapters, adapters or shape.parameters)]
     if uses_critic(config):
         # The backbone and a scalar head with bias.
-        roles.append(Role("critic", shape.backbone_parameters + shape.hidden + 1, is_trained=True))
+        parameters = shape.backbone_parameters + shape.hidden + 1
+        roles.append(Role("critic", parameters, parameters))
     if config.algorithm.kl.coef > 0 and not adapters:  # with adapters it is the actor without them
-        roles.append(Role("ref", shape.parameters, is_trained=False))
+        roles.append(Role("ref", shape.parameters))
     if reward_shape is not None:
         # The backbone and a scalar head without bias.
-        parameters = reward_shape.backbone_parameters + reward_shape.hidden
-        roles.append(Role("reward_model", parameters, is_trained=False))
+        roles.append(Role("reward_model", reward_shape.backbone_parameters + reward_shape.hidden))
     return roles
 
 
@@ -99,14 +82,7 @@ def rank_phases(
     gpu_bytes: int | None,
     reward_shape: ModelShape | None = None,
 ) -> list[Phase]:
-    """Predict one rank's memory in each phase.
-
-    Args:
-        config: resolved.
-        shape: the model's.
-        gpu_bytes: memory of the smallest GPU; None: a CPU slot.
-        reward_shape: the reward model's, in a run with one.
-    """
+    """Predict one rank's memory in each phase; `gpu_bytes` is None for a CPU slot."""
     roles = roles_of(config, shape, reward_shape)
     process = {"process": CPU_PROCESS_BYTES if gpu_bytes is None else GPU_PROCESS_BYTES}
     if gpu_bytes is None:
@@ -116,7 +92,7 @@ def rank_phases(
     weights = {"rollout weights": rollout["rollout weights"]}
     bucket = min(config.rollout.reshard_bucket_mb * MIB, rollout["rollout weights"])
     # vLLM's share of a GPU includes its process.
-    awake = rollout if "KV cache and vLLM's buffers" in rollout else process | rollout
+    awake = rollout if LEFT_FOR_CACHE in rollout else process | rollout
     work = workload(config)
     policy = TrainingMemory(config.fsdp, shape, work, has_head=True, lora=config.lora)
     resident = _resident(config, roles, "actor")
@@ -126,11 +102,11 @@ def rank_phases(
         Phase("score", resident | asleep | policy.score()),
     ]
     if reward_shape is not None:
-        scoring = TrainingMemory(config.fsdp, reward_shape, workload(config), has_head=False)
+        scoring = TrainingMemory(config.fsdp, reward_shape, work, has_head=False)
         parts = _resident(config, roles, "reward_model") | asleep | scoring.score()
         phases.append(Phase(REWARD_PHASE, parts))
     for role in sorted(roles, key=lambda role: role.name == "actor"):  # the critic comes first
-        if role.is_trained:
+        if role.trained:
             critic = TrainingMemory(config.fsdp, shape, work, has_head=False)
             training = policy if role.name == "actor" else critic
             parts = _resident(config, roles, role.name, updates=True) | asleep | training.update()
@@ -146,10 +122,8 @@ def workload(config: RunConfig) -> Workload:
     mini_batch = -(-config.actor.mini_batch_size * longest // world)
     return Workload(
         tokens=min(budget, mini_batch),
-        response_tokens=min(budget, mini_batch),
         micro_batches=-(-mini_batch // budget),
         chunk_tokens=config.actor.log_prob_chunk_tokens,
-        fused_logits=config.hardware.accelerator is Accelerator.gpu,
     )
 
 
@@ -157,24 +131,21 @@ def pinned_bytes(
     config: RunConfig, shape: ModelShape, reward_shape: ModelShape | None = None
 ) -> int:
     """Return the page-locked host memory of one rank for fsdp.offload."""
-    assert config.fsdp.dp_shard is not None
     total = 0
     for role in roles_of(config, shape, reward_shape):
         weights = role.held if config.fsdp.offload is Offload.idle_all else 0
         moments = role.trained if config.fsdp.offload is not Offload.none else 0
         for size in (MASTER_BYTES * weights, ADAM_BYTES * moments):
-            total += -(-size // config.fsdp.dp_shard // MIB) * MIB
+            total += -(-size // config.fsdp.shards // MIB) * MIB
     return total
 
 
 def staged_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the host memory of one rank's staging buffer for checkpoints; page-locked with "
-    "GPUs."""
-    assert config.fsdp.dp_shard is not None
+    """Return a rank's host memory of the checkpoints' staging buffer; page-locked with GPUs."""
     if not config.checkpoint.every_steps:
         return 0
     trained = sum(role.trained for role in roles_of(config, shape))
-    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.dp_shard
+    return (MASTER_BYTES + ADAM_BYTES) * trained // config.fsdp.shards
 
 
 def host_parts(
@@ -184,11 +155,10 @@ def host_parts(
 
     Model files are memory-mapped; only non-contiguous slices of one tensor at a time are copied.
     """
-    assert config.fsdp.dp_shard is not None
     largest = max(shape.embedding_parameters, shape.hidden * shape.intermediate)
     return {
         "process": GPU_PROCESS_RAM_BYTES,
-        "loading": MASTER_BYTES * largest // config.fsdp.dp_shard,
+        "loading": MASTER_BYTES * largest // config.fsdp.shards,
         "offload": pinned_bytes(config, shape, reward_shape),
         "checkpoint staging": staged_bytes(config, shape),
     }
@@ -200,31 +170,32 @@ def node_ram(
     reward_shape: ModelShape | None = None,
     slots: int | None = None,
 ) -> int:
-    """Return the RAM of GPU workers and driver on a node; by default the node with most slots."""
-    slots = config.cluster.gpus_per_node if slots is None else slots
-    assert slots is not None
-    return slots * sum(host_parts(config, shape, reward_shape).values()) + CPU_DRIVER_BYTES
+    """Return `on_node` of workers with GPUs."""
+    return on_node(config, sum(host_parts(config, shape, reward_shape).values()), slots)
 
 
 def node_peak(config: RunConfig, phases: list[Phase], slots: int | None = None) -> int:
-    """Return the RAM of CPU workers and driver on a node; by default the node with most slots."""
+    """Return `on_node` of workers without GPU."""
+    return on_node(config, max(phase.total for phase in phases), slots)
+
+
+def on_node(config: RunConfig, per_rank: int, slots: int | None) -> int:
+    """Return the RAM of workers and driver on a node; by default the node with most slots."""
     slots = config.cluster.gpus_per_node if slots is None else slots
     assert slots is not None
-    peak = max(phase.total for phase in phases)
-    return slots * peak + CPU_DRIVER_BYTES
+    return slots * per_rank + CPU_DRIVER_BYTES
 
 
 def _resident(
     config: RunConfig, roles: list[Role], active: str | None, *, updates: bool = False
 ) -> dict[str, int]:
     """Return the shards on the device while the `active` role (None: the rollout) runs."""
-    offload, shards = config.fsdp.offload, config.fsdp.dp_shard
-    assert shards is not None
+    offload, shards = config.fsdp.offload, config.fsdp.shards
     parts = {}
     for role in roles:
         if role.name == active or offload is not Offload.idle_all:
             parts[f"{role.name} weights"] = MASTER_BYTES * role.held // shards
-        if role.is_trained and (offload is Offload.none or (role.name == active and updates)):
+        if role.trained and (offload is Offload.none or (role.name == active and updates)):
             parts[f"{role.name} AdamW"] = ADAM_BYTES * role.trained // shards
     return parts
 
@@ -238,7 +209,7 @@ def _rollout(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> dic
     if gpu_bytes is None:
         return {"rollout weights": weights}
     budget = int(config.rollout.gpu_memory_utilization * gpu_bytes)
-    return {"rollout weights": weights, "KV cache and vLLM's buffers": max(0, budget - weights)}
+    return {"rollout weights": weights, LEFT_FOR_CACHE: max(0, budget - weights)}
 
 
 def _asleep(config: RunConfig, rollout: dict[str, int], gpu_bytes: int | None) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Sizes and parameter counts of a decoder, from its config.json."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +18,8 @@ REQUIRED = (
     "num_hidden_layers",
     "vocab_size",
 )
-
 # Sizes above 0; the last three may be absent or null.
 SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-# Types of other keys, if present and not null; transformers fails with other types.
-TYPES: dict[str, tuple[type, ...]] = {
-    "architectures": (list,),
-    "auto_map": (dict,),
-    "attention_bias": (bool,),
-    "attention_dropout": (int, float),
-    "id2label": (dict,),
-    "initializer_range": (int, float),
-    "mlp_bias": (bool,),
-    "rms_norm_eps": (int, float),
-    "rope_parameters": (dict,),
-    "rope_scaling": (dict,),
-    "rope_theta": (int, float),
-    "tie_word_embeddings": (bool,),
-}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "torch_dtype": ("float32", "bfloat16", "float16", "float64"),
-    "hidden_act": ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
-}
 
 
 @dataclass(frozen=True)
@@ -76,17 +55,15 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Elements of one decoder layer."""
-        h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = h * (q + 2 * kv) + q * h
-        if self.kind == "qwen2":
-            attention += q + 2 * kv
-        elif self.attention_bias:
-            attention += q + 2 * kv + h
-        if self.kind == "qwen3":
-            attention += 2 * self.head_dim  # q_norm and k_norm
-        mlp = 3 * h * self.intermediate
-        mlp += 2 * self.intermediate + h if self.mlp_bias else 0
-        return attention + mlp + 2 * h
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = sum(outputs * inputs for outputs, inputs in self.linear_layers.values())
+        biases = 0
+        if self.kind == "qwen2" or self.attention_bias:
+            biases += q + 2 * kv + (0 if self.kind == "qwen2" else self.hidden)
+        if self.mlp_bias:
+            biases += 2 * self.intermediate + self.hidden
+        head_norms = 2 * self.head_dim if self.kind == "qwen3" else 0
+        return weights + biases + head_norms + 2 * self.hidden
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -140,53 +117,36 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"config.json of model.path lacks {', '.join(missing)}.")
-    if wrong := [*_type_problems(config)] or [*_size_problems(kind, config)]:
+    sizes: dict[str, Any] = {key: config.get(key) for key in SIZES}
+    wrong = [
+        f"{key} = {shown(repr(size))}, expected an integer above 0"
+        for key, size in sizes.items()
+        if size is not None and (type(size) is not int or not 0 < size <= LARGEST_COUNT)
+    ]
+    # Absent keys have the defaults of transformers' configurations.
+    if not wrong:
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        kv_heads = sizes["num_key_value_heads"] or heads
+        head_dim = sizes["head_dim"] or (128 if kind == "qwen3" else hidden / heads)
+        if heads % kv_heads or head_dim % 1:
+            named = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+            wrong = [", ".join(f"{key} = {sizes[key]}" for key in named) + " do not divide"]
+    if wrong:
         raise ConfigError(
             f"config.json of model.path is wrong: {'; '.join(wrong)}.\n"
             f"Copy the config.json that belongs to the weights."
         )
-    heads = config["num_attention_heads"]
-    # Absent keys have the defaults of transformers' configurations.
     return ModelShape(
         kind=kind,
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=sizes["intermediate_size"],
+        layers=sizes["num_hidden_layers"],
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim")
-        or (128 if kind == "qwen3" else config["hidden_size"] // heads),
-        vocab=config["vocab_size"],
+        kv_heads=kv_heads,
+        head_dim=int(head_dim),
+        vocab=sizes["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=sizes["max_position_embeddings"],
     )
-
-
-def _type_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys whose values have a wrong type or are not sizes."""
-    for key in SIZES:
-        value = config.get(key)
-        is_size = type(value) is int and 0 < value <= LARGEST_COUNT
-        if value is not None and not is_size:
-            yield f"{key} = {shown(repr(value))}, expected an integer above 0"
-    for key, types in TYPES.items():
-        value = config.get(key)
-        if value is not None and type(value) not in types:
-            names = " or ".join(kind.__name__ for kind in types)
-            yield f"{key} = {shown(repr(value))}, expected {names}"
-    for key, choices in CHOICES.items():
-        value = config.get(key)
-        if value is not None and value not in choices:
-            yield f"{key} = {shown(repr(value))}, expected one of {', '.join(choices)}"
-
-
-def _size_problems(kind: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sizes that do not divide."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads")
-    if config.get("head_dim") is None and kind != "qwen3" and hidden % heads:
-        yield f"hidden_size = {hidden} does not divide into num_attention_heads = {heads}"
-    if kv_heads is not None and heads % kv_heads:
-        yield f"num_attention_heads = {heads} does not divide into num_key_value_heads = {kv_heads}"

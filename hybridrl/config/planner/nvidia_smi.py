@@ -12,9 +12,7 @@ NO_GPU = "No devices were found"
 def ask(fields: str, what: str = "gpu") -> tuple[str, str]:
     """Return the output of a query, a line of values per GPU or process, and an error line.
 
-    Args:
-        fields: separated by commas.
-        what: gpu or compute-apps.
+    `fields` are separated by commas; `what` is gpu or compute-apps.
     """
     # Popen's own search reports an unreadable folder on PATH instead.
     path = shutil.which("nvidia-smi")

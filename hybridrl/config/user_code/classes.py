@@ -1,15 +1,16 @@
 """Classes and functions that the config names by dotted path."""
 
-import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import schema
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import similar_siblings
-from hybridrl.config.user_code.importing import check_import, own_problems
+from hybridrl.config.user_code.importing import check_import, import_problem, own_problems
 
 # role -> its built-in worker and config class. A path instead of the class avoids importing torch.
 BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
@@ -25,21 +26,6 @@ BUILT_IN: dict[str, tuple[str, type[schema.RoleConfig]]] = {
 # Roles whose section a run may leave out.
 OPTIONAL = ("reward_model",)
 WORKER_BASE = "hybridrl.workers.base.Worker"
-# Errors that the import of a user's module may raise.
-IMPORT_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    SystemExit,
-    TypeError,
-    ValueError,
-)
 
 
 def locate(key: str, path: str) -> Any:
@@ -57,18 +43,35 @@ def locate(key: str, path: str) -> Any:
         )
     try:
         module = importlib.import_module(module_name)
-    except IMPORT_ERRORS as error:
-        raise ConfigError(
-            f"{key} = {path}, but importing {module_name} failed: "
-            f"{type(error).__name__}: {error}.\n"
-            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(import_problem(key, path, reason)) from error
     if name not in vars(module):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         raise ConfigError(
             f"{key} = {path}, but {module_name} has no {name}; it has {', '.join(names) or 'none'}."
         )
     return vars(module)[name]
+
+
+def signature_of(
+    key: str, path: str, built_in: Collection[str], group: str
+) -> list[inspect.Parameter]:
+    """Return the parameters of a user's function, named instead of a built-in one.
+
+    Raises:
+        ConfigError: it is neither a built-in name nor the path of a function.
+    """
+    if "." not in path:
+        raise ConfigError(
+            f"{key} = {path}, expected one of {', '.join(built_in)} or a dotted path such as "
+            f"my_package.my_module.my_function.\n"
+            f"Set {group}=<name> for a built-in one with its settings."
+        )
+    function = locate(key, path)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{key} = {path}, expected a function.\nSet the path of one.")
+    return list(inspect.signature(function).parameters.values())
 
 
 def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
@@ -96,12 +99,52 @@ def worker_config_class(role: str, path: str) -> type[schema.RoleConfig]:
             f"{key} = {path} has config_class {_full_name(config_class)}, expected a subclass of "
             f"{_full_name(expected)}: other code reads its keys."
         )
-    if not dataclasses.is_dataclass(config_class):
-        raise ConfigError(
-            f"{key} = {path}: its config_class is not a dataclass.\n"
-            f"Add @dataclass(kw_only=True) to it."
-        )
     return config_class
+
+
+def role_classes(cfg: DictConfig) -> tuple[dict[str, type[schema.RoleConfig]], list[str]]:
+    """Return each role's dataclass, the built-in one if its worker is wrong, and the problems."""
+    classes, problems = {}, []
+    for role, (_, built_in) in BUILT_IN.items():
+        classes[role] = built_in
+        path = OmegaConf.select(cfg, f"{role}.worker", throw_on_resolution_failure=False)
+        if isinstance(path, str):
+            try:
+                classes[role] = worker_config_class(role, path)
+            except ConfigError as error:
+                problems += error.problems
+    return classes, problems
+
+
+def reward_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check reward functions and the names of evaluation rules."""
+    functions = {"reward": config.reward} | {
+        f"eval.rules.{name}": rule for name, rule in config.eval.rules.items()
+    }
+    for name in config.eval.rules:
+        if not name.isidentifier() or name.partition("_")[0] in ("greedy", "sampled"):
+            yield (
+                f"eval.rules.{name}: expected a name of letters, digits and _ that does not begin "
+                f"with greedy or sampled: it is part of eval/accuracy_<name>.\nRename it."
+            )
+    for key, rule in functions.items():
+        try:
+            check_reward_function(key, rule.function, rule.args)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def environment_problems(config: schema.RunConfig) -> Iterator[str]:
+    """Check the section environment, if there is one."""
+    environment = config.environment
+    if environment is not None:
+        if not environment.role:
+            yield "environment.role is empty, expected a role of the chat template, such as user."
+        function, args = environment.function, environment.args
+        try:
+            check_call("environment", function, ({},), args, "(example, **args)")
+        except ConfigError as error:
+            yield from error.problems
 
 
 def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
@@ -112,14 +155,7 @@ def check_reward_function(key: str, path: str, args: dict[str, Any]) -> None:
 def check_call(
     key: str, path: str, inputs: tuple[Any, ...], args: dict[str, Any], call: str
 ) -> None:
-    """Check that `path` can be called with some inputs and the config's args.
-
-    Args:
-        key: the section with the keys `function` and `args`.
-        path: dotted path of a class or function.
-        inputs: example inputs.
-        args: keyword arguments.
-        call: the call, for messages.
+    """Check that `path`, of the section `key`, can be called with example inputs and its args.
 
     Raises:
         ConfigError: `path` cannot be imported or called so, or its own checks found problems.

@@ -49,12 +49,16 @@ def check_import(key: str, path: str) -> None:
     module = path.rpartition(".")[0]
     if not module or module in sys.modules or _is_ours(path):
         return
-    problem = _import_problem(module, tuple(sys.path))
-    if problem:
-        raise ConfigError(
-            f"{key} = {path}, but importing {module} failed: {problem}.\n"
-            f"Modules are searched in the current directory, PYTHONPATH and installed packages."
-        )
+    if reason := _tried_import(module, tuple(sys.path)):
+        raise ConfigError(import_problem(key, path, reason))
+
+
+def import_problem(key: str, path: str, reason: str) -> str:
+    """Return the problem of a module that cannot be imported."""
+    return (
+        f"{key} = {path}, but importing {path.rpartition('.')[0]} failed: {reason}.\n"
+        f"Modules are searched in the current directory, PYTHONPATH and installed packages."
+    )
 
 
 def own_problems(key: str, path: str, found: object, args: dict[str, Any]) -> list[str]:
@@ -78,7 +82,7 @@ def _is_ours(path: str) -> bool:
 
 
 @functools.cache  # wait only once for a module that hangs
-def _import_problem(module: str, import_path: tuple[str, ...]) -> str:
+def _tried_import(module: str, import_path: tuple[str, ...]) -> str:
     """Return the reason why a module cannot be imported; empty if it can."""
     told = _tried(module)
     return told if isinstance(told, str) else ""

@@ -31,29 +31,40 @@ SCORING = ("reward", "environment", "eval")
 VARIABLE_SUFFIX = "_env"
 
 
+def _names_code(key: str, value: str) -> bool:
+    is_path = key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
+    return is_path and "." in value and value not in ALLOWED
+
+
+def _reaches_out(key: str, value: str) -> bool:
+    section, *parts = key.split(".")
+    names_variable = value in os.environ or key.endswith(VARIABLE_SUFFIX)
+    return section in SCORING and "args" in parts and ("://" in value or names_variable)
+
+
+def _has_no_sandbox(key: str, value: str) -> bool:
+    return key.split(".")[0] in SCORING and key.endswith(".args.isolation") and value == "none"
+
+
+# Judgements of a key and its value, with their messages; the first alone if no reward runs.
+_KINDS = (
+    (_names_code, "names code outside hybridrl", "It would run with your rights."),
+    (
+        _reaches_out,
+        "names URLs or environment variables",
+        "Responses, and the values of these variables, could be sent to its author.",
+    ),
+    (
+        _has_no_sandbox,
+        "runs model-written programs without a sandbox",
+        "They would run with your rights.",
+    ),
+)
+
+
 def untrusted_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield key and dotted path of code that is not allowed without trust."""
-    for key, value in _texts(config):
-        is_path = key.rpartition(".")[2] in NAMES_CODE or key == ESTIMATOR
-        if is_path and "." in value and value not in ALLOWED:
-            yield key, value
-
-
-def outward(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield arguments of rewards and environments with a URL or the name of a variable."""
-    for key, value in _texts(config):
-        section, *parts = key.split(".")
-        is_argument = section in SCORING and "args" in parts
-        names_variable = value in os.environ or key.endswith(VARIABLE_SUFFIX)
-        if is_argument and ("://" in value or names_variable):
-            yield key, value
-
-
-def unconfined(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield arguments of rewards that switch off the sandbox of model-written programs."""
-    for key, value in _texts(config):
-        if key.split(".")[0] in SCORING and key.endswith(".args.isolation") and value == "none":
-            yield key, value
+    return ((key, value) for key, value in _texts(config) if _names_code(key, value))
 
 
 def refuse_untrusted_code(
@@ -75,38 +86,20 @@ def refuse_untrusted_code(
     Raises:
         ConfigError: the config needs trust.
     """
-    problems = []
-    if code := _not_overridden(untrusted_code(config), overrides):
-        problems.append(
-            f"{origin} names code outside hybridrl: {', '.join(code)}.\n"
-            f"It would run with your rights.\n"
-            f"If you trust its author, add --run-code."
-        )
-    if runs_rewards and (sent := _not_overridden(outward(config), overrides)):
-        problems.append(
-            f"{origin} names URLs or environment variables: {', '.join(sent)}.\n"
-            f"Responses, and the values of these variables, could be sent to its author.\n"
-            f"Set these keys on the command line (key=value), or, if you trust them, add "
-            f"--run-code."
-        )
-    if runs_rewards and (switched_off := _not_overridden(unconfined(config), overrides)):
-        problems.append(
-            f"{origin} runs model-written programs without a sandbox: {', '.join(switched_off)}.\n"
-            f"They would run with your rights.\n"
-            f"Set these keys on the command line (key=value), or, if you trust them, add "
-            f"--run-code."
-        )
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _not_overridden(found: Iterator[tuple[str, str]], overrides: Sequence[str]) -> list[str]:
-    """Return "key = value" of the keys that no override sets or removes."""
-    return [
-        f"{key} = {value}"
-        for key, value in found
+    own = [
+        (key, value)
+        for key, value in _texts(config)
         if not any(_replaces(override, key) for override in overrides)
     ]
+    problems = [
+        f"{origin} {what}: {', '.join(found)}.\n{why}\n"
+        f"Set these keys on the command line (key=value), or, if you trust its author, add "
+        f"--run-code."
+        for is_refused, what, why in _KINDS[: None if runs_rewards else 1]
+        if (found := [f"{key} = {value}" for key, value in own if is_refused(key, value)])
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _replaces(override: str, key: str) -> bool:

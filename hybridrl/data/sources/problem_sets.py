@@ -1,16 +1,24 @@
-"""Training and held-out problems of one data set: from files, the hub, or embedded."""
+"""Problems of a run's data sets, one or a weighted mixture: read, split, filtered."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+import random
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.data_schema import DataConfig
-from hybridrl.data.sources.files import read_problems
-from hybridrl.data.sources.hub import Split, hub_files
+from hybridrl.config.choices import Repeated
+from hybridrl.config.data_schema import SOURCE_KEYS, DataConfig, MixturePart
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.seeds import derive_seed
+from hybridrl.data.sources.files import Split, hub_files, read_problems
+from hybridrl.data.sources.order import most_drawn
 from hybridrl.data.sources.problems import Problem, held_out_problems, train_problems
 from hybridrl.data.sources.rows import Columns, Row, SourceProblem, problems_of
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 # Parts of the embedded problems, by the number of solution steps.
@@ -20,72 +28,158 @@ EMBEDDED_FOLDERS = ("steps_1", "steps_2", "steps_3")
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT = 500
 
+# Reasons in `ProblemSets.left_out`.
+HELD_OUT_AS_WELL, REPEATED, SHOWN = "held out as well", "repeated", "shown as examples"
+
+# Keys of data.* that each data set of a mixture may set for itself.
+_OWN_KEYS = [field.name for field in fields(MixturePart) if field.name != "weight"]
+_OWN_KEY = re.compile(rf"\bdata\.({'|'.join(_OWN_KEYS)})\b")
+
+# Normalised texts of a question: one per chat message, without system messages.
+Question = tuple[str, ...]
+
 
 @dataclass
 class ProblemSets:
     """Problems of one data set.
 
     Attributes:
-        train: problems to train on.
-        held_out: problems to evaluate on.
-        source: description of their origin, for the user.
+        name: in data.mixture; empty without a mixture.
+        config: conf/data with the data set's own keys.
+        share: of the prompts drawn in training, in (0, 1].
+        needed: training problems that a step may draw.
+        train, held_out: problems to train on and to evaluate on.
         notes: remarks on the split, for the user.
-        examples: few-shot examples.
         left_out: number of training problems left out, by reason.
     """
 
-    train: list[SourceProblem]
-    held_out: list[SourceProblem]
-    source: str
+    name: str
+    config: DataConfig
+    share: float
+    needed: int
+    train: list[SourceProblem] = field(default_factory=list)
+    held_out: list[SourceProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     examples: list[SourceProblem] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def source(self) -> str:
+        """Description of the problems' origin, for the user."""
+        files = _paths(self.config.train_files)
+        if files is None:
+            return self.config.name
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        return f"{files[0]}{more}" if files else "no files"
 
-def read_problem_sets(config: DataConfig) -> tuple[ProblemSets, list[str]]:
-    """Read one data set before filters; return it and messages for a ConfigError.
+    def with_own_keys(self, text: str) -> str:
+        """Rewrite data.<key> in a message to data.mixture.<name>.<key>, for keys of a data set."""
+        return _OWN_KEY.sub(rf"data.mixture.{self.name}.\1", text) if self.name else text
 
-    Args:
-        config: conf/data; its mixture is ignored.
+    def keep(self, kept: list[SourceProblem], reason: str) -> None:
+        """Train on `kept` alone; count the others."""
+        self.left_out[reason] = len(self.train) - len(kept)
+        self.train = kept
+
+
+def load_problem_sets(config: DataConfig) -> dict[str, ProblemSets]:
+    """Read the problems of all data sets by name and apply the filters.
+
+    Raises:
+        ConfigError: files, columns, rows or counts are wrong; lists all problems.
     """
-    faults: list[str] = _count_faults(config)
-    named = _Named(config, faults)
+    sets = _sets_of(config)
+    faults = []
+    for each in sets.values():
+        # Both splits report some of them.
+        faults += [each.with_own_keys(text) for text in dict.fromkeys(_read(each))]
+    if faults:
+        raise ConfigError(*faults)
+    held_out = {question_of(problem) for each in sets.values() for problem in each.held_out}
+    seen: set[Question] = set()
+    for each in sets.values():
+        _leave_out(each, held_out, seen)
+        each.held_out = _sample(each.held_out, each.config.num_eval_problems)
+        faults += [*_too_few_examples(each), *too_few(each, len(each.train))]
+    if faults:
+        raise ConfigError(*faults)
+    return sets
+
+
+def weights_of(config: DataConfig) -> dict[str, float]:
+    """Return the weight of each data set by name; the name is empty without a mixture."""
+    return {name: part.weight for name, part in config.mixture.items()} or {"": 1.0}
+
+
+def too_few(sets: ProblemSets, count: int) -> list[str]:
+    """Check that a data set of `count` training problems suffices for one step."""
+    if count >= sets.needed:
+        return []
+    reasons = left_out_text(sets.left_out)
+    text = (
+        (f"data.mixture.{sets.name} has" if sets.name else "there are")
+        + f" {count} training problems"
+        + (f" (left out: {reasons})" if reasons else "")
+        + f", but a step of data.prompts_per_step = {sets.config.prompts_per_step} draws up to "
+        f"{sets.needed} of them; problems of a step must be different.\nAdd problems"
+        + (", lower its weight," if sets.name else "")
+        + " or set a smaller data.prompts_per_step."
+    )
+    if HELD_OUT_AS_WELL in sets.left_out:
+        text += " To train on held-out problems as well: data.held_out_overlap=keep."
+    return [text]
+
+
+def left_out_text(left_out: dict[str, int]) -> str:
+    """Format the number of left-out problems by reason."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
+
+
+def _sets_of(config: DataConfig) -> dict[str, ProblemSets]:
+    """Return the data sets by name, without problems."""
+    weights = weights_of(config)
+    sets = {}
+    for index, (name, weight) in enumerate(weights.items()):
+        part = config
+        if name:
+            own = {key: vars(config.mixture[name])[key] for key in _OWN_KEYS}
+            changed = {k: v for k, v in own.items() if v is not None or k in SOURCE_KEYS}
+            part = replace(config, mixture={}, **changed)
+        needed = most_drawn(list(weights.values()), index, config.prompts_per_step)
+        sets[name] = ProblemSets(name, part, weight / sum(weights.values()), needed)
+    return sets
+
+
+def _read(sets: ProblemSets) -> list[str]:
+    """Read the problems of a data set before filters; return messages for a ConfigError."""
+    config = sets.config
     train_files, eval_files = _paths(config.train_files), _paths(config.eval_files)
-    sets = ProblemSets([], [], _source(config))
-    if train_files is None:
-        sets.train = named.problems(Split.train)
-    else:
-        sets.train = _read("data.train_files", train_files, _columns(config, Split.train), faults)
-    if eval_files is not None:
-        columns = _columns(config, Split.held_out)
-        sets.held_out = _read("data.eval_files", eval_files, columns, faults)
-    elif train_files is None:
-        sets.held_out = named.problems(Split.held_out)
-    elif not faults:
-        _hold_out_last(config, sets, faults)
-    return sets, list(dict.fromkeys(faults))  # both splits report some of them
-
-
-class _Named:
-    """Data set of data.name, loaded on first use."""
-
-    def __init__(self, config: DataConfig, faults: list[str]) -> None:
-        self._config = config
-        self._faults = faults
-        self._files: dict[Split, list[Path]] | None = None
-
-    def problems(self, split: Split) -> list[SourceProblem]:
-        """Read one split; add messages to the faults, those of the hub once."""
-        columns = _columns(self._config, split)
-        name, _, folder = self._config.name.partition("/")
-        if name == EMBEDDED:
-            return _embedded(split, folder, columns, self._faults)
-        if self._files is None:
-            self._files, faults = hub_files(self._config.name)
-            self._faults.extend(faults)
-        if split not in self._files or not self._files[split]:
-            return []
-        return _read("data.name", self._files[split], columns, self._faults)
+    name, _, folder = config.name.partition("/") if train_files is None else ("", "", "")
+    hub: dict[Split, list[Path]] = {}
+    faults: list[str] = []
+    if train_files is None and name != EMBEDDED:
+        hub, faults = hub_files(config.name)
+    # Rewards and accuracies tell the data sets of a mixture apart.
+    own = {"dataset": sets.name} if sets.name else {}
+    found: dict[Split, list[SourceProblem]] = {}
+    for split, key, files in (
+        (Split.train, "data.train_files", train_files),
+        (Split.held_out, "data.eval_files", eval_files),
+    ):
+        columns, wrong = _columns(config, split), list[str]()
+        problems: list[SourceProblem] = []
+        if files is not None:
+            problems, wrong = read_problems(key, files, columns)
+        elif name == EMBEDDED:
+            problems, wrong = _embedded(split, folder, columns)
+        elif hub.get(split):
+            problems, wrong = read_problems("data.name", hub[split], columns)
+        faults += wrong
+        found[split] = [replace(p, example=p.example | own, tags=p.tags | own) for p in problems]
+    sets.train, sets.held_out = found[Split.train], found[Split.held_out]
+    if train_files is not None and eval_files is None and not faults:
+        faults += _hold_out_last(sets)
+    return faults
 
 
 def _columns(config: DataConfig, split: Split) -> Columns:
@@ -97,9 +191,7 @@ def _columns(config: DataConfig, split: Split) -> Columns:
     return columns._replace(solution_key=solution, curriculum=config.curriculum)
 
 
-def _embedded(
-    split: Split, folder: str, columns: Columns, faults: list[str]
-) -> list[SourceProblem]:
+def _embedded(split: Split, folder: str, columns: Columns) -> tuple[list[SourceProblem], list[str]]:
     rows = [
         Row(
             f"embedded {split.name} problem {index}",
@@ -115,24 +207,13 @@ def _embedded(
     ]
     if not rows:
         expected = ", ".join(f"{EMBEDDED}/{name}" for name in EMBEDDED_FOLDERS)
-        faults.append(f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}.")
-        return []
-    problems, wrong = problems_of("data.name", EMBEDDED, rows, columns)
-    faults.extend(wrong)
-    return problems
+        return [], [f"data.name = {EMBEDDED}/{folder}, expected {EMBEDDED} or {expected}."]
+    return problems_of("data.name", EMBEDDED, rows, [], columns)
 
 
 @cache  # shared by the data sets of a mixture
 def _drawn(split: Split) -> Sequence[Problem]:
     return train_problems() if split is Split.train else held_out_problems()
-
-
-def _read(
-    key: str, paths: Sequence[Path], columns: Columns, faults: list[str]
-) -> list[SourceProblem]:
-    problems, wrong = read_problems(key, paths, columns)
-    faults.extend(wrong)
-    return problems
 
 
 def _paths(value: Any) -> list[Path] | None:
@@ -143,37 +224,93 @@ def _paths(value: Any) -> list[Path] | None:
     return [Path(name).expanduser() for name in names]
 
 
-def _source(config: DataConfig) -> str:
-    train_files = _paths(config.train_files)
-    if train_files is None:
-        return config.name
-    more = f" and {len(train_files) - 1} more" if len(train_files) > 1 else ""
-    return f"{train_files[0]}{more}" if train_files else "no files"
-
-
-def _count_faults(config: DataConfig) -> list[str]:
-    if config.num_eval_problems is None or config.num_eval_problems > 0:
-        return []
-    return [
-        f"data.num_eval_problems = {config.num_eval_problems}: expected 1 or more, or null for "
-        "all; held-out accuracy is measured before and after training."
-    ]
-
-
-def _hold_out_last(config: DataConfig, sets: ProblemSets, faults: list[str]) -> None:
-    """Move the last training problems to the held-out set."""
-    total = len(sets.train)
-    count = config.num_eval_problems
+def _hold_out_last(sets: ProblemSets) -> list[str]:
+    """Move the last training problems to the held-out set; return messages for a ConfigError."""
+    total, count = len(sets.train), sets.config.num_eval_problems
     if count is None:
         count = max(1, min(MAX_HELD_OUT, int(total * HELD_OUT_SHARE)))
     if count >= total:
-        faults.append(
+        return [
             f"data.eval_files = null holds out the last {count} of the {total} problems in "
             f"data.train_files, which leaves none to train on.\n"
             "Set data.eval_files, or a smaller data.num_eval_problems."
-        )
-        return
+        ]
     sets.train, sets.held_out = sets.train[:-count], sets.train[-count:]
     sets.notes.append(
         f"the last {count:,} problems of data.train_files are held out, not trained on"
     )
+    return []
+
+
+def _leave_out(sets: ProblemSets, held_out: Collection[Question], seen: set[Question]) -> None:
+    """Remove overlaps, duplicates and few-shot examples from the training problems; count them."""
+    config, clean = sets.config, without(sets.train, held_out)
+    if overlap := len(sets.train) - len(clean):
+        drops = config.held_out_overlap is Repeated.drop
+        what = "they are left out" if drops else "held-out accuracy will count them"
+        text = f"training problems held out as well: {overlap:,}; {what}"
+        log.warning("%s", f"{sets.name}: {text}" if sets.name else text)
+        if drops:
+            sets.keep(clean, HELD_OUT_AS_WELL)
+        else:
+            sets.notes.append(text)
+    if config.duplicates is Repeated.drop:
+        sets.keep(without_repeats(sets.train, seen), REPEATED)
+    if config.few_shot:
+        sets.examples = choose_examples(sets.train, held_out, config.few_shot)
+        shown = {question_of(example) for example in sets.examples}
+        sets.keep(without(sets.train, shown), SHOWN)
+
+
+def _too_few_examples(sets: ProblemSets) -> list[str]:
+    wanted = sets.config.few_shot
+    if len(sets.examples) == wanted:
+        return []
+    where = f"data.mixture.{sets.name}" if sets.name else "the data set"
+    return [
+        f"data.few_shot = {wanted}, but {where} has {len(sets.examples)} different "
+        f"training problems that are not held out.\nSet a smaller data.few_shot."
+    ]
+
+
+def _sample(problems: list[SourceProblem], count: int | None) -> list[SourceProblem]:
+    """Draw `count` problems in their order, the same in every run; None: all."""
+    if count is None or count >= len(problems):
+        return problems
+    drawn = random.Random(derive_seed("held_out_sample")).sample(range(len(problems)), count)
+    return [problems[index] for index in sorted(drawn)]
+
+
+def question_of(problem: SourceProblem) -> Question:
+    """Return the question for comparisons, with white space and case normalised."""
+    if isinstance(problem.prompt, str):
+        texts = [problem.prompt]
+    else:
+        texts = [m["content"] for m in problem.prompt if m["role"] != "system"]
+    return tuple(" ".join(text.split()).casefold() for text in texts)
+
+
+def without(
+    problems: Iterable[SourceProblem], questions: Collection[Question]
+) -> list[SourceProblem]:
+    """Return the problems whose question is not in `questions`."""
+    return [problem for problem in problems if question_of(problem) not in questions]
+
+
+def without_repeats(problems: Iterable[SourceProblem], seen: set[Question]) -> list[SourceProblem]:
+    """Return the first problem of each question not in `seen`; add these questions to `seen`."""
+    first: dict[Question, SourceProblem] = {}
+    for problem in problems:
+        first.setdefault(question_of(problem), problem)
+    new = first.keys() - seen
+    seen |= new
+    return [problem for question, problem in first.items() if question in new]
+
+
+def choose_examples(
+    problems: Sequence[SourceProblem], held_out: Collection[Question], number: int
+) -> list[SourceProblem]:
+    """Draw few-shot examples that are not held out, the same in every run; fewer if too few."""
+    usable = without_repeats(problems, set(held_out))
+    rng = random.Random(derive_seed("few_shot"))
+    return rng.sample(usable, min(number, len(usable)))

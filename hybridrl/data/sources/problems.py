@@ -1,16 +1,18 @@
 """Embedded data set: word problems in GSM8K's format, generated from a seed.
 
-A problem is a template below with random names, things and numbers. The hash of a question assigns
-it to the training or held-out split, so no question is in both. Some held-out problems have a
-number from a range without training questions; their tag "range" is "unseen".
+A problem is a template of word_problems.txt with random names, things and numbers. The hash of a
+question assigns it to the training or held-out split, so no question is in both. Some held-out
+problems have a number from a range without training questions; their tag "range" is "unseen".
 """
 
 import hashlib
+import itertools
 import operator
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 
 from hybridrl.data.seeds import derive_seed
 
@@ -63,81 +65,14 @@ class _Template:
         return [slot for slot in kind if f"{{{slot}}}" in self.question]
 
 
-TEMPLATES: Mapping[str, _Template] = {
-    "buy": _Template(
-        "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
-        ("a + b",),
-    ),
-    "give": _Template(
-        "{name} has {a} {things} and gives {b} to {friend}. How many {things} are left?",
-        ("a - b",),
-    ),
-    "boxes": _Template(
-        "{name} has {p} boxes with {q} {things} in each box. How many {things} are there?",
-        ("p * q",),
-    ),
-    "share": _Template(
-        "{name} shares {a} {things} equally among {p} friends. How many {things} does each get?",
-        ("a / p",),
-    ),
-    "earn": _Template(
-        "{name} earns {p} dollars a day. How many dollars does {name} earn in {q} days?",
-        ("p * q",),
-    ),
-    "find": _Template(
-        "{name} has {a} {things}, finds {b} and then buys {c}. "
-        "How many {things} does {name} have now?",
-        ("a + b", "x + c"),
-    ),
-    "lose": _Template(
-        "{name} fills {p} bags with {q} {things} each and loses {a}. How many {things} are left?",
-        ("p * q", "x - a"),
-    ),
-    "loose": _Template(
-        "{name} has {p} boxes with {q} {things} each and {a} loose {things}. "
-        "How many {things} are there?",
-        ("p * q", "x + a"),
-    ),
-    "together": _Template(
-        "{name} has {a} {things}. {friend} has {b} more than {name}. "
-        "How many {things} do they have together?",
-        ("a + b", "x + a"),
-    ),
-    "sell": _Template(
-        "{name} has {a} {things}, buys {b} more and sells {c}. How many {things} are left?",
-        ("a + b", "x - c"),
-    ),
-    "change": _Template(
-        "{name} has {a} dollars and buys {p} {things} for {q} dollars each. "
-        "How many dollars are left?",
-        ("p * q", "a - x"),
-    ),
-    "shop": _Template(
-        "A shop has {a} {things}. It sells {b} today and {c} the next day. "
-        "How many {things} are left?",
-        ("a - b", "x - c"),
-    ),
-    "split": _Template(
-        "{name} has {a} {things} and {friend} has {b}. They share them equally among {p} friends. "
-        "How many {things} does each get?",
-        ("a + b", "x / p"),
-    ),
-    "trade": _Template(
-        "{name} fills {p} bags with {q} {things} each, buys {a} more and sells {b}. "
-        "How many {things} are left?",
-        ("p * q", "x + a", "y - b"),
-    ),
-    "pair": _Template(
-        "{name} has {p} boxes with {q} {things} each. {friend} has {r} boxes with {s} {things} "
-        "each. How many {things} do they have together?",
-        ("p * q", "r * s", "x + y"),
-    ),
-    "spend": _Template(
-        "{name} earns {p} dollars a day for {q} days, spends {a} dollars and gives {b} dollars to "
-        "{friend}. How many dollars are left?",
-        ("p * q", "x - a", "y - b"),
-    ),
-}
+def _templates() -> dict[str, _Template]:
+    """Read word_problems.txt: name | solution steps | question."""
+    text = Path(__file__).with_name("word_problems.txt").read_text(encoding="ascii")
+    rows = (line.split(" | ") for line in text.splitlines())
+    return {name: _Template(question, tuple(steps.split(", "))) for name, steps, question in rows}
+
+
+TEMPLATES = _templates()
 
 
 def train_problem(seed: int, index: int) -> Problem:
@@ -152,11 +87,10 @@ def train_problem(seed: int, index: int) -> Problem:
 def train_problems(count: int = NUM_TRAIN, seed: int = 0) -> list[Problem]:
     """Return the first `count` distinct training problems of the series of `seed`."""
     distinct: dict[str, Problem] = {}
-    index = 0
+    series = (train_problem(seed, index) for index in itertools.count())
     while len(distinct) < count:
-        problem = train_problem(seed, index)
+        problem = next(series)
         distinct.setdefault(problem.question, problem)
-        index += 1
     return list(distinct.values())
 
 
@@ -188,15 +122,9 @@ def _draw(rng: random.Random, *, unseen: bool) -> Problem:
         solved = _solve(template.steps, numbers)
     person, friend = rng.sample(NAMES, 2)
     words = {"name": person, "friend": friend, "things": rng.choice(THINGS)}
-    lines, result = solved
-    tags = {
-        "template": name,
-        "steps": str(len(template.steps)),
-        "range": "unseen" if unseen else "seen",
-    }
-    return Problem(
-        template.question.format(**words, **numbers), "\n".join([*lines, f"#### {result}"]), tags
-    )
+    kind = "unseen" if unseen else "seen"
+    tags = {"template": name, "steps": str(len(template.steps)), "range": kind}
+    return Problem(template.question.format(**words, **numbers), solved, tags)
 
 
 def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict[str, int]:
@@ -209,10 +137,10 @@ def _draw_numbers(rng: random.Random, template: _Template, unseen: bool) -> dict
     return numbers
 
 
-def _solve(steps: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[list[str], int] | None:
-    """Return solution lines and result, or None if a step does not give a positive integer."""
+def _solve(steps: tuple[str, ...], numbers: Mapping[str, int]) -> str | None:
+    """Return the solution, or None if a step does not give a positive integer."""
     known = {slot: Fraction(number) for slot, number in numbers.items()}
-    lines = []
+    lines, result = [], Fraction()
     for step, result_slot in zip(steps, "xyz", strict=False):
         left, sign, right = step.split()
         result = _OPERATORS[sign](known[left], known[right])
@@ -220,4 +148,4 @@ def _solve(steps: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[list[str
             return None
         lines.append(f"{known[left]} {sign} {known[right]} = {result}")
         known[result_slot] = result
-    return lines, int(known[result_slot])
+    return "\n".join([*lines, f"#### {result}"])

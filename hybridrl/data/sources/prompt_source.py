@@ -9,9 +9,11 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import count
 
+from hybridrl.config.data_schema import DataConfig
 from hybridrl.data.seeds import derive_seed
 from hybridrl.data.sources.order import most_drawn, pacing, shares, shuffled, whole_weights
-from hybridrl.data.sources.prompts import Prompt
+from hybridrl.data.sources.problem_sets import weights_of
+from hybridrl.data.sources.prompts import Prompt, PromptSets
 
 # Weights without a mixture: the data set's name is empty.
 ONE_SET: Mapping[str, float] = {"": 1.0}
@@ -44,13 +46,13 @@ class PromptSource:
         weights: Mapping[str, float] = ONE_SET,
         curriculum: int = 0,
     ) -> None:
-        self._weights = weights
-        self._distinct = distinct
+        self._weights = list(weights.values())
         self._seed = seed
         self._curriculum = curriculum
         self._members = {name: [p for p in prompts if p.dataset == name] for name in weights}
-        for index, (name, members) in enumerate(self._members.items()):
-            most = most_drawn(list(weights.values()), index, distinct)
+        # Of each data set, the length of windows in which its prompts differ.
+        self._distinct = [most_drawn(self._weights, k, distinct) for k in range(len(weights))]
+        for most, (name, members) in zip(self._distinct, self._members.items(), strict=True):
             if not 0 < most <= len(members):
                 of_set = f" of {name}" if name else ""
                 raise ValueError(f"cannot draw {most} of {len(members)} prompts{of_set}")
@@ -93,16 +95,14 @@ class PromptSource:
         self.take(position - self._position)
 
     def _draw(self) -> Iterator[Prompt]:
-        turns = [self._of_set(name) for name in self._weights]
-        for index in shares(list(self._weights.values())):
+        turns = [self._of_set(index, name) for index, name in enumerate(self._members)]
+        for index in shares(self._weights):
             yield next(turns[index])
 
-    def _of_set(self, name: str) -> Iterator[Prompt]:
+    def _of_set(self, index: int, name: str) -> Iterator[Prompt]:
         """Return the infinite stream of one data set's prompts."""
-        members, weights = self._members[name], list(self._weights.values())
-        index = list(self._weights).index(name)
-        parts = whole_weights(weights)
-        distinct = most_drawn(weights, index, self._distinct)
+        members, distinct = self._members[name], self._distinct[index]
+        parts = whole_weights(self._weights)
         length = Fraction(self._curriculum * parts[index], sum(parts))
         if self._curriculum:
             ties = self._permutation(len(members), "ties", name)
@@ -117,3 +117,10 @@ class PromptSource:
         order = list(range(size))
         random.Random(derive_seed(self._seed, *what)).shuffle(order)
         return order
+
+
+def prompt_source(prompts: PromptSets, config: DataConfig, seed: int) -> PromptSource:
+    """Return the training prompts in sampling order; the prompts of a step are distinct."""
+    distinct = config.prompts_per_step
+    curriculum = config.curriculum_steps * distinct if config.curriculum is not None else 0
+    return PromptSource(prompts.train, distinct, seed, weights_of(config), curriculum)

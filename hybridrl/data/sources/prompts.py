@@ -1,14 +1,26 @@
-"""Rendered and tokenised prompts."""
+"""Prompts of a run: problems rendered by the chat template, tokenised and counted."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
+
+from jinja2 import TemplateError
 
 from hybridrl.config.choices import TooLongPrompts
 from hybridrl.config.data_schema import DataConfig
-from hybridrl.data.sources.few_shot import with_examples
+from hybridrl.config.errors import ConfigError
+from hybridrl.data.sources.problem_sets import (
+    ProblemSets,
+    left_out_text,
+    load_problem_sets,
+    too_few,
+)
 from hybridrl.data.sources.rows import Message, SourceProblem, first_faults
-from hybridrl.data.sources.tokenizer import Renderer
+from hybridrl.data.sources.tokenizer import Renderer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,32 +50,176 @@ class Prompt:
     where: str = ""
 
 
-def prompts_of(
-    problems: Sequence[SourceProblem],
-    examples: Sequence[SourceProblem],
-    config: DataConfig,
-    renderer: Renderer,
-    *,
-    dataset: str,
-    first_id: int,
-) -> tuple[list[Prompt], list[str]]:
-    """Render and tokenise problems; return prompts and messages for a ConfigError.
+@dataclass(frozen=True)
+class DataSetSummary:
+    """Origin and prompt counts of one data set of a run.
 
-    Args:
-        problems: of one data set.
-        examples: few-shot examples.
-        config: of the data set.
-        renderer: of the model.
-        dataset: name of the data set.
-        first_id: id of the first prompt; ids are consecutive.
+    Attributes:
+        name: in data.mixture; empty without a mixture.
+        source: description of its origin, for the user.
+        share: of the prompts drawn in training, in (0, 1].
+        train, held_out: number of prompts used.
+        left_out, held_out_left_out: number of prompts left out, by reason.
     """
-    # jinja2 is optional: only chat templates need it.
-    from jinja2 import TemplateError
 
+    name: str
+    source: str
+    share: float
+    train: int
+    held_out: int
+    left_out: dict[str, int] = field(default_factory=dict)
+    held_out_left_out: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts of a run.
+
+    Attributes:
+        train, held_out: prompts of all data sets.
+        data_sets: summary of each data set.
+        notes: remarks on splits and left-out problems, for the user.
+    """
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    data_sets: list[DataSetSummary]
+    notes: list[str] = field(default_factory=list)
+
+
+def load_prompts(config: DataConfig, model_path: str, max_prompt_tokens: int) -> PromptSets:
+    """Read, filter, render and tokenise a run's problems, with the model's chat template.
+
+    Raises:
+        ConfigError: files, rows, model path or lengths are wrong; lists all problems of a stage.
+    """
+    sets = load_problem_sets(config)
+    train, held_out = _rendered(config, sets, Renderer(load_tokenizer(model_path)))
+    summaries: list[DataSetSummary] = []
+    faults: list[str] = []
+    for one in sets.values():
+        halves = [[p for p in half if p.dataset == one.name] for half in (train, held_out)]
+        summaries.append(_summary(one, halves, max_prompt_tokens))
+        faults += [text for half in halves for text in too_long(half, config, max_prompt_tokens)]
+    if not faults:
+        faults = [
+            text for one in summaries for text in _too_few(one, sets[one.name], max_prompt_tokens)
+        ]
+    if faults:
+        raise ConfigError(*faults)
+    notes = [text for each in summaries for text in _notes(each, sets[each.name])]
+    for note in notes:
+        log.info("%s", note)
+    train, held_out = (
+        [prompt for prompt in half if len(prompt.token_ids) <= max_prompt_tokens]
+        for half in (train, held_out)
+    )
+    return PromptSets(train, held_out, summaries, notes)
+
+
+def examine_prompts(
+    config: DataConfig, model_path: str, max_prompt_tokens: int
+) -> tuple[PromptSets | None, list[str]]:
+    """Return a run's prompts, or None and messages for a ConfigError."""
+    try:
+        return load_prompts(config, model_path, max_prompt_tokens), []
+    except ConfigError as error:
+        return None, error.problems
+
+
+def _rendered(
+    config: DataConfig, sets: dict[str, ProblemSets], renderer: Renderer
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Render training and held-out prompts, of all data sets, with consecutive ids.
+
+    Raises:
+        ConfigError: the chat template raises, or a system prompt has no effect.
+    """
+    faults = _unused_system_prompts(config, sets)
+    halves: tuple[list[Prompt], list[Prompt]] = [], []
+    next_id = 0
+    for index, half in enumerate(halves):
+        for each in sets.values():
+            problems = (each.train, each.held_out)[index]
+            prompts, refused = prompts_of(each, problems, renderer, next_id)
+            next_id += len(problems)
+            half += prompts
+            faults += map(each.with_own_keys, refused)
+    if faults:
+        raise ConfigError(*faults)
+    return halves
+
+
+def _unused_system_prompts(config: DataConfig, sets: dict[str, ProblemSets]) -> list[str]:
+    """Report system prompts that no problem uses: a data set's own, or the shared one."""
+    sharing: dict[str, list[SourceProblem]] = {}
+    for name, each in sets.items():
+        has_own = name and config.mixture[name].system_prompt is not None
+        sharing.setdefault(name if has_own else "", []).extend(each.train + each.held_out)
+    faults: list[str] = []
+    for name, problems in sharing.items():
+        used = sets[name].config if name else config
+        if used.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
+            continue
+        text = (
+            f"data.system_prompt = {used.system_prompt!r} has no effect: data.prompt_key = "
+            f"{used.prompt_key} holds lists of chat messages, which are read as they are.\n"
+            "Set data.system_prompt=null, or put it into the messages."
+        )
+        faults.append(sets[name].with_own_keys(text) if name else text)
+    return faults
+
+
+def _summary(sets: ProblemSets, halves: list[list[Prompt]], limit: int) -> DataSetSummary:
+    """Count a data set's training and held-out prompts, without those longer than `limit`."""
+    longer, longer_held_out = (
+        sum(len(prompt.token_ids) > limit for prompt in half) for half in halves
+    )
+    reason = f"longer than {limit} tokens"
+    sets.left_out[reason] = longer
+    return DataSetSummary(
+        name=sets.name,
+        source=sets.source,
+        share=sets.share,
+        train=len(halves[0]) - longer,
+        held_out=len(halves[1]) - longer_held_out,
+        left_out=sets.left_out,
+        held_out_left_out={reason: longer_held_out},
+    )
+
+
+def _too_few(summary: DataSetSummary, sets: ProblemSets, limit: int) -> list[str]:
+    """Check that enough prompts are left after dropping too long ones."""
+    faults = too_few(sets, summary.train)
+    if not summary.held_out:
+        of_set = f" of data.mixture.{sets.name}" if sets.name else ""
+        faults.append(
+            f"data.too_long_prompts = drop leaves no held-out prompt{of_set} of at most "
+            f"rollout.max_prompt_tokens = {limit} tokens.\nRaise rollout.max_prompt_tokens."
+        )
+    return faults
+
+
+def _notes(summary: DataSetSummary, sets: ProblemSets) -> list[str]:
+    """Return remarks on a data set's split and left-out problems."""
+    halves = {"training": summary.left_out, "held-out": summary.held_out_left_out}
+    reasons = {half: left_out_text(left_out) for half, left_out in halves.items()}
+    notes = [sets.with_own_keys(note) for note in sets.notes]
+    notes += [f"{half} problems left out: {text}" for half, text in reasons.items() if text]
+    return [f"{sets.name}: {note}" if sets.name else note for note in notes]
+
+
+def prompts_of(
+    sets: ProblemSets, problems: Sequence[SourceProblem], renderer: Renderer, first_id: int
+) -> tuple[list[Prompt], list[str]]:
+    """Render and tokenise problems of a data set; return prompts and messages for a ConfigError.
+
+    Ids are consecutive from `first_id`.
+    """
     texts, refused = [], []
     for problem in problems:
         try:
-            messages = with_examples(_messages(problem, config.system_prompt), examples)
+            messages = with_examples(_messages(problem, sets.config.system_prompt), sets.examples)
             texts.append(renderer.render(messages))
         except TemplateError as error:
             refused.append(f"{problem.where}: {error}")
@@ -84,7 +240,7 @@ def prompts_of(
             problem.question,
             problem.example,
             problem.tags,
-            dataset,
+            sets.name,
             problem.difficulty,
             problem.where,
         )
@@ -92,33 +248,16 @@ def prompts_of(
     ], []
 
 
-def unused_system_prompt(config: DataConfig, problems: Sequence[SourceProblem]) -> list[str]:
-    """Report a system prompt that none of the problems uses."""
-    if config.system_prompt is None or any(isinstance(p.prompt, str) for p in problems):
-        return []
-    return [
-        f"data.system_prompt = {config.system_prompt!r} has no effect: data.prompt_key = "
-        f"{config.prompt_key} holds lists of chat messages, which are read as they are.\n"
-        "Set data.system_prompt=null, or put it into the messages."
-    ]
-
-
-def too_long(
-    prompts: Sequence[Prompt], problems: Sequence[SourceProblem], config: DataConfig, limit: int
-) -> list[str]:
+def too_long(prompts: Sequence[Prompt], config: DataConfig, limit: int) -> list[str]:
     """Report prompts of more than `limit` tokens, unless data.too_long_prompts = drop."""
-    lengths = [
-        (problem.where, len(prompt.token_ids))
-        for problem, prompt in zip(problems, prompts, strict=True)
-        if len(prompt.token_ids) > limit
-    ]
-    if not lengths or config.too_long_prompts is TooLongPrompts.drop:
+    longer = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    if not longer or config.too_long_prompts is TooLongPrompts.drop:
         return []
-    listed = first_faults([f"{where}: {length} tokens" for where, length in lengths])
-    longest = max(length for _, length in lengths)
+    listed = first_faults([f"{p.where}: {len(p.token_ids)} tokens" for p in longer])
+    longest = max(len(prompt.token_ids) for prompt in longer)
     examples = f" with the {config.few_shot} examples of data.few_shot" if config.few_shot else ""
     return [
-        f"rollout.max_prompt_tokens = {limit}, but {len(lengths)} of {len(prompts)} prompts "
+        f"rollout.max_prompt_tokens = {limit}, but {len(longer)} of {len(prompts)} prompts "
         f"are longer{examples}.\n{listed}\n"
         f"Set rollout.max_prompt_tokens={longest}, or drop these prompts: "
         "data.too_long_prompts=drop"
@@ -131,3 +270,22 @@ def _messages(problem: SourceProblem, system_prompt: str | None) -> list[Message
         return problem.prompt
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": problem.prompt}]
+
+
+def with_examples(messages: list[Message], examples: Sequence[SourceProblem]) -> list[Message]:
+    """Insert few-shot examples as earlier turns after the system messages."""
+    first = len(_system(messages))
+    turns = [turn for example in examples for turn in _turns(example)]
+    return [*messages[:first], *turns, *messages[first:]]
+
+
+def _turns(example: SourceProblem) -> list[Message]:
+    """Return a solved problem as a user turn and an assistant turn."""
+    solution = {"role": "assistant", "content": example.solution or example.answer}
+    asked = _messages(example, None)
+    return [*asked[len(_system(asked)) :], solution]
+
+
+def _system(messages: list[Message]) -> list[Message]:
+    """Return the system messages at the beginning."""
+    return list(takewhile(lambda message: message["role"] == "system", messages))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 Message = dict[str, str]
 
 MAX_FAULTS_SHOWN = 3
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,21 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-class _Fault(ValueError):
-    """Invalid row or value; the message describes it."""
-
-
 def problems_of(
-    key: str, source: Path | str, rows: list[Row], columns: Columns, faults: Sequence[str] = ()
+    key: str, source: Path | str, rows: list[Row], unreadable: Sequence[str], columns: Columns
 ) -> tuple[list[SourceProblem], list[str]]:
     """Convert rows to problems; return them and messages for a ConfigError.
 
-    Args:
-        key: the config key that names the source, for messages.
-        source: file or data set, for messages.
-        rows: of the source.
-        columns: names of the columns to read.
-        faults: messages on rows that could not be read.
+    Messages name the source by its config key and value, and list `unreadable` rows, too.
     """
     missing = _missing_columns(key, source, rows, columns)
     if missing:
         return [], missing
-    problems, faults = [], list(faults)
+    problems, faults = [], list(unreadable)
     for row in rows:
         try:
             problems.append(_problem(row, columns))
-        except _Fault as fault:
+        except ValueError as fault:
             faults.append(f"{row.where}: {fault}")
     if not faults:
         return problems, []
@@ -107,104 +99,85 @@ def first_faults(faults: Sequence[str]) -> str:
 
 def _missing_columns(key: str, source: Path | str, rows: list[Row], columns: Columns) -> list[str]:
     """Return a message for each mapped column that no row of the source has."""
-    problems = []
-    for name, column in columns._asdict().items():
-        if column is None or not rows or any(_has(row.values, column) for row in rows):
-            continue
-        there = ", ".join(_column_names(rows[0].values))
-        problems.append(
-            f"data.{name} = {column}: {source} (from {key}) has no such column.\n"
-            f"Its columns: {there}. Set data.{name} to one of them."
-        )
-    return problems
+    return [
+        f"data.{name} = {column}: {source} (from {key}) has no such column.\n"
+        f"Its columns: {', '.join(_column_names(rows[0].values))}. Set data.{name} to one of them."
+        for name, column in columns._asdict().items()
+        if column and rows and all(_lookup(row.values, column) is _ABSENT for row in rows)
+    ]
 
 
 def _problem(row: Row, columns: Columns) -> SourceProblem:
     """Convert one row.
 
     Raises:
-        _Fault: a value is missing, empty or of a wrong type.
+        ValueError: a value is missing, empty or of a wrong type.
     """
-    prompt = _prompt_of(_lookup(row.values, columns.prompt_key), columns.prompt_key)
-    answer = _answer_of(_lookup(row.values, columns.answer_key), columns.answer_key)
-    tagged = "tags" in row.values and isinstance(row.values["tags"], dict)
-    tags = row.values["tags"] if tagged else {}
-    solution, difficulty = "", 0.0
-    if columns.solution_key is not None:
-        column = columns.solution_key
-        solution = _answer_of(_lookup(row.values, column), column)
-    if columns.curriculum is not None:
-        difficulty = _number_of(_lookup(row.values, columns.curriculum), columns.curriculum)
+    values, solution, difficulty = row.values, columns.solution_key, columns.curriculum
+    prompt = _prompt_of(values, columns.prompt_key)
+    answer = _answer_of(values, columns.answer_key)
+    tags = values["tags"] if isinstance(values.get("tags"), dict) else {}
     return SourceProblem(
         prompt,
         answer,
-        row.values | {"answer": answer},
+        values | {"answer": answer},
         {name: str(value) for name, value in tags.items() if value is not None},
         row.where,
-        solution,
-        difficulty,
+        "" if solution is None else _answer_of(values, solution),
+        0.0 if difficulty is None else _number_of(values, difficulty),
     )
 
 
-def _prompt_of(value: Any, column: str) -> str | list[Message]:
+def _prompt_of(values: dict[str, Any], column: str) -> str | list[Message]:
+    value = _value(values, column)
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, list) and value and all(_is_message(message) for message in value):
-        return [{name: text for name, text in m.items() if text is not None} for m in value]
-    if isinstance(value, list) and value:
-        raise _Fault(f"`{column}` is a list, but not of messages with texts `role`, `content`")
-    raise _Fault(f"`{column}` is {kind_of(value)}")
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"`{column}` is {kind_of(value)}")
+    if not all(map(_is_message, value)):
+        raise ValueError(f"`{column}` is a list, but not of messages with texts `role`, `content`")
+    return [{name: text for name, text in m.items() if text is not None} for m in value]
 
 
-def _answer_of(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _Fault(f"`{column}` is {kind_of(value)}")
-    if isinstance(value, str) and not value.strip():
-        raise _Fault(f"`{column}` is {kind_of(value)}")
+def _answer_of(values: dict[str, Any], column: str) -> str:
+    value = _value(values, column)
+    if type(value) not in (str, int, float) or not str(value).strip():
+        raise ValueError(f"`{column}` is {kind_of(value)}")
     return str(value)
 
 
-def _number_of(value: Any, column: str) -> float:
+def _number_of(values: dict[str, Any], column: str) -> float:
+    value = _value(values, column)
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise _Fault(f"`{column}` is {kind_of(value)}, expected a number")
+        raise ValueError(f"`{column}` is {kind_of(value)}, expected a number")
     return number
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and {"role", "content"} <= value.keys()
-        and isinstance(value["role"], str)
-        and isinstance(value["content"], str)
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), str) for name in ("role", "content")
     )
 
 
-def _lookup(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column; a full match has precedence over a path with dots.
+def _value(values: dict[str, Any], column: str) -> Any:
+    found = _lookup(values, column)
+    if found is _ABSENT:
+        raise ValueError(f"there is no `{column}`")
+    return found
 
-    Raises:
-        _Fault: the row has no such column.
-    """
+
+def _lookup(values: dict[str, Any], column: str) -> Any:
+    """Return a column's value, or _ABSENT; a full match has precedence over a path with dots."""
     if column in values:
         return values[column]
     found: Any = values
     for part in column.split("."):
-        if not isinstance(found, dict) or part not in found:
-            raise _Fault(f"there is no `{column}`")
-        found = found[part]
+        found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
     return found
-
-
-def _has(values: dict[str, Any], column: str) -> bool:
-    try:
-        _lookup(values, column)
-    except _Fault:
-        return False
-    return True
 
 
 def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
@@ -218,12 +191,8 @@ def _column_names(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 def kind_of(value: Any) -> str:
     """Describe a value for messages."""
-    if value is None:
-        return "null"
-    if isinstance(value, str | list | dict) and not (
-        value.strip() if isinstance(value, str) else value
-    ):
+    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
         return "empty"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "a list", dict: "an object"}
-    return names[type(value)] if type(value) in names else f"a {type(value).__name__}"
+    names |= {list: "a list", dict: "an object", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,11 +1,23 @@
-"""Tokenizer and chat template of a model."""
+"""Tokenizer and chat template of a model: prompts, and the turns of conversations.
+
+Sampled tokens are never tokenised again. An environment's answer is tokenised by itself and
+appended:
+
+    turn ended with a stop string           the answer's text alone
+    turn ended with the model's end token   the answer as a message, with the text that the chat
+                                            template has between two assistant turns
+
+Without a chat template such a message follows a blank line and ends with a newline.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.command.user_files import parse_json
+from jinja2 import TemplateError
+
+from hybridrl.config.command.input_errors import parse_json
 from hybridrl.config.errors import ConfigError
 from hybridrl.data.sources.rows import Message
 from hybridrl.models.resolve import VOCABULARIES, plain_folder
@@ -21,6 +33,9 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Exceptions of a template's expressions.
 _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
+# Placeholders of a turn and its answer in the rendered chat template.
+_TURN, _ANSWER = "hybridrlturn", "hybridrlanswer"
+
 # Token ids of many responses -> their texts; ids are lists for one response at a time.
 Decode = Callable[[Iterable[list[int]]], list[str]]
 
@@ -32,9 +47,16 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         ConfigError: there is no such model, or its folder has no usable tokenizer.
     """
     folder = plain_folder(model_path)
+    config: dict[str, Any] = {}
     try:
-        _check_files(folder)
-        if _tokenizer_class(folder) in _PLAIN_CLASSES:
+        if (file := folder / "tokenizer_config.json").is_file():
+            config = parse_json(file.read_bytes())
+        # transformers makes an empty tokenizer of a folder without files.
+        if not any((folder / name).is_file() for name in VOCABULARIES):
+            raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
+        # Absent in folders whose class follows from config.json's model type.
+        named = config.get("tokenizer_class")
+        if named in _PLAIN_CLASSES and (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
@@ -42,7 +64,7 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception, transformers any class
-        if _brings_code(folder):
+        if "auto_map" in config:
             raise ConfigError(
                 f"model.path = {model_path}: the tokenizer in {folder} is custom code "
                 "(auto_map in tokenizer_config.json).\nCode of a checkpoint is never run. Use a "
@@ -56,41 +78,14 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         ) from error
 
 
-def _check_files(folder: Path) -> None:
-    """Check the vocabulary: transformers makes an empty tokenizer of a folder without files.
-
-    Raises:
-        OSError: no vocabulary, or tokenizer.json is damaged.
-    """
-    if not any((folder / name).is_file() for name in VOCABULARIES):
-        raise OSError(f"there is none of {', '.join(VOCABULARIES)}")
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        content = parse_json(path.read_bytes())
-        if not isinstance(content, dict) or "model" not in content:
-            raise OSError("tokenizer.json does not describe a tokenizer")
-
-
-def _brings_code(folder: Path) -> bool:
-    """Return true if the tokenizer's class is defined by a Python file of the folder."""
-    path = folder / "tokenizer_config.json"
-    try:
-        config = parse_json(path.read_bytes()) if path.is_file() else {}
-    except ValueError:
-        return False
-    return isinstance(config, dict) and "auto_map" in config
-
-
-def _tokenizer_class(folder: Path) -> str | None:
-    """Return the class in tokenizer_config.json, if it alone determines AutoTokenizer's choice."""
-    path = folder / "tokenizer_config.json"
-    if not (path.is_file() and (folder / "tokenizer.json").is_file()):
-        return None
-    # Absent in folders whose class follows from config.json's model type.
-    config = parse_json(path.read_bytes())
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json is not a JSON object")
-    return config.get("tokenizer_class")
+def token_ids(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool
+) -> list[list[int]]:
+    """Tokenise texts, with the tokenizer's special tokens or without."""
+    if not texts:
+        return []
+    encoded: Any = tokenizer(list(texts), add_special_tokens=special)
+    return encoded["input_ids"]
 
 
 class Renderer:
@@ -119,18 +114,13 @@ class Renderer:
                 messages, tokenize=False, add_generation_prompt=True
             )
         except _TEMPLATE_ERRORS as error:
-            from jinja2 import TemplateError
-
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         assert isinstance(text, str)
         return text
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts."""
-        if not texts:
-            return []
-        encoded: Any = self._tokenizer(list(texts), add_special_tokens=not self.has_template)
-        return encoded["input_ids"]
+        return token_ids(self._tokenizer, texts, special=not self.has_template)
 
 
 def _plain_text(messages: list[Message]) -> str:
@@ -149,3 +139,111 @@ def decoder(tokenizer: "PreTrainedTokenizerBase") -> Decode:
         return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     return decode
+
+
+class TurnTokens:
+    """Tokeniser of environment answers, and the stop tokens of turns.
+
+    Args:
+        tokenizer: of the model.
+        end_token_ids: tokens that end a response of the model.
+        stop: strings that also end a turn.
+        role: of an answer in the chat template.
+
+    Raises:
+        ConfigError: a stop string is not one token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_token_ids: Sequence[int],
+        stop: Sequence[str],
+        role: str,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids
+        self._role = role
+        self.stop_token_ids = stop_tokens(tokenizer, stop, end_token_ids)
+
+    def answers(self, texts: Sequence[str], last_tokens: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of answers to turns that ended with `last_tokens`.
+
+        Raises:
+            ConfigError: a turn ended with the model's end token, and the chat template cannot
+                render an answer.
+        """
+        stops = set(self.stop_token_ids)
+        framed = [
+            text if last in stops else self._frame[0] + text + self._frame[1]
+            for text, last in zip(texts, last_tokens, strict=True)
+        ]
+        return self.encode(framed)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise texts without adding special tokens."""
+        return token_ids(self._tokenizer, texts, special=False)
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """Text of the chat template before an answer (after the end token), and after it."""
+        if not self._tokenizer.chat_template:
+            return "\n\n", "\n"
+        messages = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": _TURN},
+            {"role": self._role, "content": _ANSWER},
+        ]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise self._template_error(str(error)) from error
+        assert isinstance(rendered, str)
+        behind = rendered.partition(_TURN)[2]
+        ends = [self._tokenizer.decode([token]) for token in self._end_token_ids]
+        end = next((text for text in ends if behind.startswith(text)), None)
+        before, found, after = behind.removeprefix(end or "").partition(_ANSWER)
+        if end is None or not found:
+            raise self._template_error(f"after a turn it renders {behind!r} without an end token")
+        return before, after
+
+    def _template_error(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"environment.role = {self._role}: the model's chat template cannot render an "
+            f"answer after a turn that ended with the model's end token ({reason}).\n"
+            "Set environment.role to a role of the template, or use an environment that ends the "
+            "conversation there."
+        )
+
+
+def stop_tokens(
+    tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], end_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """Return all tokens whose text, with or without trailing white space, ends with a stop string.
+
+    vLLM's engine core stops at tokens, not texts: a stop string must be a single token.
+
+    Raises:
+        ConfigError: a stop string is empty or several tokens.
+    """
+    if not stop:
+        return ()
+    counts = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in stop}
+    wrong = [
+        f"environment.stop has {text!r}, which is {count} tokens of this model; a turn can "
+        f"end at single tokens only.\nUse a shorter string (=, ?, ]), or only the model's "
+        f"end token: environment.stop=[]"
+        for text, count in counts.items()
+        if count != 1
+    ]
+    if wrong:
+        raise ConfigError(*wrong)
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    return tuple(
+        token
+        for token, text in enumerate(texts)
+        if token not in end_token_ids
+        and any(text.endswith(end) or text.rstrip().endswith(end) for end in stop)
+    )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.config.planner.cgroup import cgroups
+from hybridrl.config.planner.machine import cgroups
 
 ROOT = Path("/")
 # cgroup v1 shows "no limit" as a number near 2^63.

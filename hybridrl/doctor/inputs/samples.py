@@ -70,7 +70,7 @@ def check_tokenizer(node: str, path: str, shape: ModelShape) -> list[Finding]:
 
 def check_data(node: str, config: RunConfig) -> "tuple[list[Finding], list[Prompt]]":
     """Check inputs.data; return findings and training prompts to try."""
-    from hybridrl.data.sources.prompt_sets import examine_prompts
+    from hybridrl.data.sources.prompts import examine_prompts
 
     sets, problems = examine_prompts(
         config.data, config.model.path, config.rollout.max_prompt_tokens

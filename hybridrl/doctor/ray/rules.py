@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridrl.config.checks.installation import ray_advice, ray_problem
+from hybridrl.config.checks.installation import RAY_ADVICE, ray_problem
 from hybridrl.controller.ray.cluster_view import ClusterView, HeadReply
 from hybridrl.controller.ray.head import Connection
 from hybridrl.doctor.findings import Finding, Rule, fail, fails_if, first, ok, skipped, warns_if
@@ -29,7 +29,7 @@ def judge_versions(facts: Mapping[str, RayFacts]) -> list[Finding]:
     found = []
     for node, fact in facts.items():
         problem = ray_problem(fact.version)
-        advice = f"{ray_advice()} on {node}, then restart Ray there (ray stop)."
+        advice = f"{RAY_ADVICE} on {node}, then restart Ray there (ray stop)."
         rules: list[Rule] = [(fails_if(bool(problem)), problem or "", advice)]
         found.append(first("ray.version", node, rules, f"Ray {fact.version}"))
     return found

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hybridrl.checkpoint import commit, retention
+from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.commit import clean
-from hybridrl.checkpoint.files import write_file
+from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, step_of, write_file
 from hybridrl.checkpoint.find import Found
 from hybridrl.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
-from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_of
 from hybridrl.checkpoint.verification import digest
 from hybridrl.config.schema import RunConfig
 from hybridrl.controller.worker_group import WorkerGroup
@@ -90,7 +89,7 @@ class Checkpointer:
         self._saver = saver
         self._sync = sync
         self._warn = warn
-        self._removal = retention.Removal(run_dir)
+        self._removal = commit.Removal(run_dir)
         self._writing: PendingSave | None = None
         self._last: tuple[int, Row] = (-1, {})
         self._lacked_best = False
@@ -189,7 +188,7 @@ class Checkpointer:
         self._look_for_best(writing)
         try:
             keep_last, best = self._config.checkpoint.keep_last, self._config.checkpoint.keep_best
-            retention.prune(self._run_dir, keep_last, best)
+            commit.prune(self._run_dir, keep_last, best)
         except OSError as failure:
             self._not_removed(failure)
         self._removal.begin()

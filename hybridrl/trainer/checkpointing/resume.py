@@ -3,17 +3,16 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.checkpoint.commit import restore_replaced
-from hybridrl.checkpoint.files import retried
+from hybridrl.checkpoint import verification
+from hybridrl.checkpoint.commit import quarantine
+from hybridrl.checkpoint.files import DRIVER, checkpoints_folder, retried, steps_in
 from hybridrl.checkpoint.find import Found, as_unreadable, named, newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.names import DRIVER, checkpoints_folder, step_name, steps_in
-from hybridrl.checkpoint.retention import quarantine
-from hybridrl.checkpoint.verification import Confirm, Watch, unconfirmed, unwatched
+from hybridrl.checkpoint.verification import Verify
 from hybridrl.config.changes import MISSING, changes
 from hybridrl.config.checks.checkpoint import AUTO, NONE
 from hybridrl.config.errors import ConfigError
@@ -51,19 +50,14 @@ class Resume:
         known = [value for row in self.rows if (value := row.get("eval/accuracy")) is not None]
         return known[-1] if known else math.nan
 
-    def quarantine(self, run_dir: Path) -> "Resume":
+    def quarantine(self, run_dir: Path) -> None:
         """Quarantine the run's checkpoints that it will not descend from; after all checks.
-
-        Args:
-            run_dir: the run's directory.
-
-        Returns:
-            The same, with the checkpoint's final path.
 
         Raises:
             OSError: a rename failed.
         """
-        return replace(self, found=_quarantine(run_dir, self.found))
+        for moved in quarantine(run_dir, self.found):
+            log.warning("%s is kept; only resume=<path> uses it", moved)
 
     def lines(self) -> list[tuple[str, str]]:
         """Describe the checkpoint for the run's header."""
@@ -81,8 +75,7 @@ def find_resume(
     run_dir: Path,
     models: Fingerprints,
     prompts: Mapping[str, str],
-    watch: Watch = unwatched,
-    confirm: Confirm = unconfirmed,
+    verify: Verify = verification.verify,
 ) -> Resume | None:
     """Find and verify the checkpoint of `resume`; None for a new run. Nothing is written.
 
@@ -93,14 +86,14 @@ def find_resume(
         run_dir: its directory, which may not exist yet.
         models: fingerprints of the base models.
         prompts: fingerprints of the training prompts.
-        watch, confirm: see `verification.verify`.
+        verify: verifies a checkpoint.
 
     Raises:
         ConfigError: no checkpoint at the path, all damaged or unreadable, another format, a changed
             config, model or prompts that matter, or a new run in a directory with checkpoints.
     """
     with as_unreadable():
-        found = _find(config, run_dir, watch, confirm)
+        found = _find(config, run_dir, verify)
         if found is None:
             return None
         state = _state(found)
@@ -117,30 +110,17 @@ def find_resume(
     return Resume(found, state, rows, notes)
 
 
-def _find(config: RunConfig, run_dir: Path, watch: Watch, confirm: Confirm) -> Found | None:
+def _find(config: RunConfig, run_dir: Path, verify: Verify) -> Found | None:
     if config.resume == NONE:
         _refuse_used(run_dir)
         return None
     if config.resume == AUTO:
         there = run_dir.is_dir()
-        return newest_good(run_dir, watch=watch, confirm=confirm) if there else None
-    found = named(Path(config.resume), watch=watch, confirm=confirm)
+        return newest_good(run_dir, verify) if there else None
+    found = named(Path(config.resume), verify=verify)
     if found.folder.resolve().parent != checkpoints_folder(run_dir).resolve():
         _refuse_used(run_dir)
     return found
-
-
-def _quarantine(run_dir: Path, found: Found) -> Found:
-    """Quarantine checkpoints; return `found` with its final path."""
-    folder = checkpoints_folder(run_dir)
-    if not folder.is_dir():
-        return found
-    for moved in quarantine(run_dir, found):
-        log.warning("%s is kept; only resume=<path> uses it", moved)
-    if found.folder.resolve().parent != folder.resolve():
-        return found
-    restore_replaced(folder)
-    return replace(found, folder=folder / step_name(found.manifest.step))
 
 
 def _state(found: Found) -> LoopState:

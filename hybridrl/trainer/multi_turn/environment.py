@@ -6,8 +6,7 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.data.batch import RolloutBatch
 from hybridrl.data.sources.prompts import Prompt
-from hybridrl.data.sources.tokenizer import Decode, load_tokenizer
-from hybridrl.data.turns import TurnTokens
+from hybridrl.data.sources.tokenizer import Decode, TurnTokens, load_tokenizer
 from hybridrl.environments.pool import EnvironmentPool
 from hybridrl.models.resolve import plain_folder
 from hybridrl.rewards.messages import FailureKind

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hybridrl.data.batch import EngineStats, Generate, PromptBatch, Rollout, RolloutBatch
 from hybridrl.data.ragged import Ragged
-from hybridrl.data.sources.tokenizer import Decode
-from hybridrl.data.turns import TurnTokens
+from hybridrl.data.sources.tokenizer import Decode, TurnTokens
 from hybridrl.environments.base import StepRequest
 from hybridrl.environments.pool import EnvironmentPool, EnvironmentReply
 from hybridrl.rewards.messages import FailureKind

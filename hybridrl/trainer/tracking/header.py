@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridrl.config.choices import Init, KLPlacement
 from hybridrl.config.planner.world import data_shards
 from hybridrl.config.schema import RunConfig
-from hybridrl.data.sources.prompt_sets import DataSetSummary
+from hybridrl.data.sources.prompts import DataSetSummary
 
 # More evaluation steps are shown as a count.
 MAX_STEPS_SHOWN = 6

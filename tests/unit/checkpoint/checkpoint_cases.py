@@ -3,15 +3,15 @@
 import random
 from pathlib import Path
 
-from hybridrl.checkpoint import commit, names
+from hybridrl.checkpoint import commit
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.commit import finish_deletions
+from hybridrl.checkpoint.commit import finish_deletions, prune
+from hybridrl.checkpoint.files import DRIVER, STATE, checkpoints_folder, step_name
 from hybridrl.checkpoint.manifest import FileRecord, Manifest
-from hybridrl.checkpoint.retention import prune
 from hybridrl.checkpoint.verification import digest
 
 SHARDS = tuple(f"state/shard-{k:05d}-model-00001-of-00001.safetensors" for k in (1, 2))
-FILES = (*SHARDS, names.DRIVER)
+FILES = (*SHARDS, DRIVER)
 SIZE = 4096  # bytes of each file of the state
 
 
@@ -31,17 +31,15 @@ def save(run_dir: Path, step: int, phases: list[str] | None = None, **metrics: f
     for name in SHARDS:
         (partial / name).write_bytes(content(step, name))
     began.append("driver")
-    (partial / names.DRIVER).write_bytes(content(step, names.DRIVER))
+    (partial / DRIVER).write_bytes(content(step, DRIVER))
     began.append("commit")
     return commit.commit(partial, manifest_of(partial, step, **metrics))
 
 
-def pruned(
-    run_dir: Path, keep_last: int, best: str | None = None, keep_best: int = 1
-) -> list[Path]:
+def pruned(run_dir: Path, keep_last: int, best: str | None = None) -> list[Path]:
     """Prune a run's checkpoints, and remove what has gone at once."""
-    gone = prune(run_dir, keep_last, best, keep_best)
-    finish_deletions(names.checkpoints_folder(run_dir))
+    gone = prune(run_dir, keep_last, best)
+    finish_deletions(checkpoints_folder(run_dir))
     return gone
 
 
@@ -71,8 +69,8 @@ def manifest(step: int, files: dict[str, FileRecord], **metrics: float | None) -
 
 def huge_checkpoint(run_dir: Path) -> Path:
     """A checkpoint that takes half a minute to read at the least, and no room on the disk."""
-    folder, size = names.checkpoints_folder(run_dir) / names.step_name(20), 64 * 2**30
-    (folder / names.STATE).mkdir(parents=True)
+    folder, size = checkpoints_folder(run_dir) / step_name(20), 64 * 2**30
+    (folder / STATE).mkdir(parents=True)
     with (folder / SHARDS[0]).open("wb") as file:
         file.truncate(size)
     manifests.write(folder, manifest(20, {SHARDS[0]: FileRecord(size, "0" * 64)}))

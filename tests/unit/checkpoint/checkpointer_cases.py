@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.checkpoint.files import checkpoints_folder
 from hybridrl.checkpoint.find import newest_good
-from hybridrl.checkpoint.names import checkpoints_folder
 from hybridrl.config.schema import RoleConfig
 from hybridrl.distributed.mesh import build_mesh
 from hybridrl.trainer.checkpointing.checkpointer import Checkpointer

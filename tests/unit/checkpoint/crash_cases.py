@@ -1,12 +1,11 @@
 """Processes that save checkpoints and are killed on the way.
 
-python -m tests.unit.checkpoint.crash_cases each_call WORK STEP    killed at every file call
+python -m tests.unit.checkpoint.crash_cases each_call WORK    killed at every file call
 python -m tests.unit.checkpoint.crash_cases forever RUN            to be killed from outside
 """
 
 import itertools
 import os
-import random
 import shutil
 import signal
 import sys
@@ -19,7 +18,7 @@ from tests.unit.checkpoint.checkpoint_cases import pruned, save
 _CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def each_call(work: Path, step: int) -> None:
+def each_call(work: Path) -> None:
     """Copy WORK/run to WORK/0, WORK/1, ... and let a process die at that call of a save in each.
 
     The last one gets through; its number is printed.
@@ -29,7 +28,7 @@ def each_call(work: Path, step: int) -> None:
         pid = os.fork()
         if pid == 0:
             _die_at(n)
-            save(run_dir, step, generation=2)
+            save(run_dir, 30, generation=2)
             pruned(run_dir, keep_last=1)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
@@ -40,11 +39,11 @@ def each_call(work: Path, step: int) -> None:
 
 
 def forever(run_dir: Path) -> None:
-    """Go on from the newest checkpoint, now and then with the same step again; report commits."""
+    """Go on from the newest checkpoint; report commits."""
     found = newest_good(run_dir)
     step, generation = (0, 0) if found is None else (found.manifest.step, _generation(found))
     while True:
-        step += random.random() < 0.6
+        step += 1
         generation += 1
         save(run_dir, step, generation=generation)
         os.write(1, f"{generation}\n".encode())
@@ -67,6 +66,6 @@ def _die_at(n: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "each_call":
-        each_call(Path(sys.argv[2]), int(sys.argv[3]))
+        each_call(Path(sys.argv[2]))
     else:
         forever(Path(sys.argv[2]))

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.files import PARTIAL, hidden_name
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
-from hybridrl.checkpoint.names import PARTIAL, hidden_name
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
 PAGE = 4096
@@ -29,12 +30,11 @@ class Outcome(NamedTuple):
     has_remains: bool
 
 
-def with_room_for(disk: Path, step: int, kind: str) -> list[Outcome]:
-    """Save with room for no page (or inode), then for one more each time until it succeeds.
+def with_room_for(disk: Path, kind: str) -> list[Outcome]:
+    """Save step 30 with room for no page (or inode), then for one more until it succeeds.
 
     Args:
         disk: an empty file system, small.
-        step: saved with little room, after steps 10 and 20.
         kind: of which there is little, pages or inodes.
     """
     run_dir = disk / "run"
@@ -46,9 +46,9 @@ def with_room_for(disk: Path, step: int, kind: str) -> list[Outcome]:
         phases: list[str] = []
         with _filled(disk, room, kind):
             try:
-                save(run_dir, step, phases, generation=2)
+                save(run_dir, 30, phases, generation=2)
             except OSError as error:
-                outcomes.append(_outcome(run_dir, step, phases[-1], error))
+                outcomes.append(_outcome(run_dir, phases[-1], error))
             else:
                 return outcomes
     raise AssertionError("no save succeeded")
@@ -79,24 +79,24 @@ def on_read_only(disk: Path) -> dict[str, int]:
 
 
 def rename_refused(run_dir: Path) -> tuple[int, list[str]]:
-    """Save a step again with a folder that cannot be renamed: the error, and all names after it."""
+    """Save with a folder that cannot be renamed: the error, and all names after it."""
     save(run_dir, 20)
-    partial = commit.begin(run_dir, 20)
+    partial = commit.begin(run_dir, 30)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(partial)], check=True)
     first = partial.with_name("step_00000020")
     shutil.copytree(first, partial, dirs_exist_ok=True)
     found = newest_good(run_dir)
     try:
-        commit.commit(partial, found.manifest)
+        commit.commit(partial, replace(found.manifest, step=30))
     except OSError as error:
         assert newest_good(run_dir) == found
         return error.errno, sorted(os.listdir(partial.parent))
     raise AssertionError("a mount point was renamed")
 
 
-def _outcome(run_dir: Path, step: int, phase: str, error: OSError) -> Outcome:
+def _outcome(run_dir: Path, phase: str, error: OSError) -> Outcome:
     assert error.errno == errno.ENOSPC, error
-    partial = run_dir / "checkpoints" / hidden_name(step, PARTIAL)
+    partial = run_dir / "checkpoints" / hidden_name(30, PARTIAL)
     commit.abandon(partial)
     found = newest_good(run_dir)
     return Outcome(

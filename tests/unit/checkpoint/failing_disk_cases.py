@@ -8,13 +8,14 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hybridrl.checkpoint import files
 from hybridrl.checkpoint import manifest as manifests
+from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.find import UnreadableCheckpoint, named, newest_good
 from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import digest, verify
 from tests.unit.checkpoint.checkpoint_cases import pruned, save
 
@@ -76,7 +77,7 @@ def mended_meanwhile(disk: Path) -> tuple[str, list[Path]]:
         if next(looks) == 2:
             _mend(newest / EMPTY)
 
-    found = newest_good(disk, watch=watch)
+    found = newest_good(disk, partial(verify, watch=watch))
     assert found is not None
     return found.folder.name, quarantine(disk, found)
 

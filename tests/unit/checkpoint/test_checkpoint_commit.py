@@ -9,7 +9,7 @@ from hybridrl.checkpoint import commit
 from hybridrl.checkpoint.files import sync_file, sync_folder
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
 from hybridrl.checkpoint.verification import verify
-from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, content, hidden, manifest_of, save
+from tests.unit.checkpoint.checkpoint_cases import FILES, SHARDS, content, manifest_of, save
 
 
 def written(run_dir: Path, step: int) -> Path:
@@ -81,17 +81,17 @@ def test_only_a_file_system_that_syncs_no_folders_is_excused():
         sync_folder(Path("/proc/nowhere"))
 
 
-def test_a_save_of_the_same_step_takes_the_place_of_the_first(tmp_path):
-    save(tmp_path, 20, loss=1.0)
-    final = save(tmp_path, 20, loss=2.0)
-    assert verify(final).metrics == {"loss": 2.0}
-    assert hidden(tmp_path) == []
+def test_a_save_of_the_same_step_is_refused_and_the_first_stays(tmp_path):
+    final = save(tmp_path, 20, loss=1.0)
+    with pytest.raises(OSError, match="not empty"):
+        save(tmp_path, 20, loss=2.0)
+    assert verify(final).metrics == {"loss": 1.0}
 
 
 def test_begin_removes_what_crashes_left_and_nothing_else(tmp_path):
     save(tmp_path, 10)
     folder = tmp_path / "checkpoints"
-    left = (".step_00000020.partial", ".step_00000005.removed", ".step_00000010.replaced")
+    left = (".step_00000020.partial", ".step_00000005.removed")
     kept = ("damaged_step_00000030", ".git", ".step_1.partial", "step_00000040.partial", "mine")
     for name in (*left, *kept):
         (folder / name / "state").mkdir(parents=True)
@@ -99,13 +99,6 @@ def test_begin_removes_what_crashes_left_and_nothing_else(tmp_path):
     assert [path.name for path in partial.iterdir()] == ["state"]
     names = {path.name for path in folder.iterdir()}
     assert names == {partial.name, "step_00000010", *kept}
-
-
-def test_begin_gives_a_checkpoint_whose_successor_never_came_its_name_back(tmp_path):
-    final = save(tmp_path, 10)
-    final.rename(final.with_name(".step_00000010.replaced"))
-    commit.begin(tmp_path, 20)
-    assert verify(final).step == 10
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybridrl.checkpoint import commit
+from hybridrl.checkpoint.commit import quarantine
 from hybridrl.checkpoint.find import Found, named, newest_good
-from hybridrl.checkpoint.retention import quarantine
 from hybridrl.checkpoint.verification import verify
 from hybridrl.config.errors import ConfigError
 from tests.unit.checkpoint.checkpoint_cases import SHARDS, save
@@ -64,15 +65,8 @@ def test_steps_beyond_the_padding_are_newer(run_dir, folder):
     assert newest_good(run_dir).folder == final == folder / "step_123456789"
 
 
-def test_one_that_was_set_aside_is_found_where_its_successor_never_came(run_dir, folder):
-    (folder / "step_00000030").rename(folder / ".step_00000030.replaced")
-    assert newest_good(run_dir).folder == folder / ".step_00000030.replaced"
-    assert newest_good(run_dir).manifest.step == 30
-
-
 def test_looking_for_a_checkpoint_writes_nothing(run_dir, folder):
     (folder / ".step_00000040.partial").mkdir()
-    (folder / "step_00000030").rename(folder / ".step_00000030.replaced")
     before = names(folder)
     newest_good(run_dir)
     named(run_dir)
@@ -81,7 +75,7 @@ def test_looking_for_a_checkpoint_writes_nothing(run_dir, folder):
 
 def test_without_checksums_a_flipped_bit_goes_by(run_dir, folder):
     (folder / "step_00000030" / SHARDS[0]).write_bytes(bytes(4096))
-    assert newest_good(run_dir, verify=False).manifest.step == 30
+    assert newest_good(run_dir, partial(verify, checksums=False)).manifest.step == 30
     found = newest_good(run_dir)
     assert (found.manifest.step, len(found.damaged)) == (20, 1)
 
@@ -185,11 +179,12 @@ def test_a_course_from_another_run_sets_later_steps_aside(run_dir, folder, tmp_p
     assert newest_good(run_dir) is None
 
 
-def test_the_one_before_in_the_same_step_gets_its_name_back(run_dir, folder):
-    """Killed after the rename of the new one, which is damaged, before the old one was removed."""
-    shutil.copytree(folder / "step_00000030", folder / ".step_00000030.replaced")
-    damage(folder, 30)
-    found = newest_good(run_dir)
-    assert found.folder.name == ".step_00000030.replaced"
-    assert quarantine(run_dir, found) == [folder / "damaged_step_00000030"]
-    assert newest_good(run_dir).folder == folder / "step_00000030"
+def test_a_course_from_a_copy_sets_the_same_step_aside_so_that_it_can_be_saved(run_dir, folder):
+    mine = Path(shutil.copytree(folder / "step_00000020", folder / "my_copy"))
+    moved = quarantine(run_dir, named(mine))
+    assert [path.name for path in moved] == [
+        "superseded_step_00000020",
+        "superseded_step_00000030",
+    ]
+    assert save(run_dir, 20) == folder / "step_00000020"
+    assert verify(mine).step == 20

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hybridrl.checkpoint import verification
 from hybridrl.checkpoint.find import newest_good
 from hybridrl.checkpoint.manifest import DamagedCheckpoint
+from hybridrl.checkpoint.verification import Verify, verify
 from hybridrl.controller.ray.node_probes import LocalProbes, ProbeResult
 from hybridrl.trainer.checkpointing import verification as on_cluster
 from hybridrl.trainer.checkpointing.verification import ClusterVerification
@@ -46,10 +48,10 @@ class Nodes:
         return answers
 
 
-def on_nodes(nodes: Nodes) -> ClusterVerification:
+def on_nodes(nodes: Nodes) -> Verify:
     agents: Future[Any] = Future()
     agents.set_result(nodes)
-    return ClusterVerification(agents)
+    return partial(verify, confirm=ClusterVerification(agents))
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_each_file_is_read_once_and_by_all_nodes(run_dir, monkeypatch):
     monkeypatch.setattr(
         verification, "digest", lambda path, *a: hashed.append(path.name) or digest(path, *a)
     )
-    found = newest_good(run_dir, confirm=on_nodes(nodes))
+    found = newest_good(run_dir, on_nodes(nodes))
     assert found.manifest.step == 20 and found.damaged == ()
     assert sorted(nodes.read["a"] + nodes.read["b"]) == sorted(FILES)
     assert all(nodes.read.values())
@@ -77,7 +79,7 @@ def test_each_file_is_read_once_and_by_all_nodes(run_dir, monkeypatch):
 
 def test_a_node_that_does_not_see_the_disk_costs_no_checkpoint(run_dir):
     nodes = Nodes(blind=True)
-    assert newest_good(run_dir, confirm=on_nodes(nodes)).manifest.step == 20
+    assert newest_good(run_dir, on_nodes(nodes)).manifest.step == 20
     assert nodes.read["b"]
 
 
@@ -87,7 +89,7 @@ def test_damage_is_found_as_by_one_process(run_dir, name):
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(DamagedCheckpoint) as alone:
         verification.verify(file.parents[len(Path(name).parts) - 1])
-    found = newest_good(run_dir, confirm=on_nodes(Nodes()))
+    found = newest_good(run_dir, on_nodes(Nodes()))
     assert found.manifest.step == 10
     assert [str(error) for error in found.damaged] == [str(alone.value)]
 
@@ -100,5 +102,5 @@ def test_waiting_for_the_nodes_ends_with_the_watch(run_dir):
         raise Left
 
     with pytest.raises(Left):
-        newest_good(run_dir, watch=watch, confirm=ClusterVerification(Future()))
+        newest_good(run_dir, partial(verify, watch=watch, confirm=ClusterVerification(Future())))
     assert os.path.exists(run_dir / "checkpoints" / "step_00000020" / SHARDS[0])

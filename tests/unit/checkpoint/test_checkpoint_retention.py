@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checkpoint import manifest as manifests
-from hybridrl.checkpoint.commit import finish_deletions
-from hybridrl.checkpoint.retention import Removal, prune
+from hybridrl.checkpoint.commit import Removal, finish_deletions, prune
 from tests.unit.checkpoint.checkpoint_cases import manifest, pruned, save
 
 METRIC = "eval/accuracy"
@@ -49,8 +48,6 @@ def left(run_dir: Path) -> list[int]:
         ({1: 0.9, 2: 0.1, 3: 0.2}, {"keep_last": 1, "best": METRIC}, [1, 3]),
         ({1: 0.9, 2: 0.1, 3: 0.2}, {"keep_last": 1, "best": f"-{METRIC}"}, [2, 3]),
         ({1: 0.9, 2: 0.1, 3: 0.2}, {"keep_last": 1, "best": "other"}, [3]),
-        ({1: 0.9, 2: 0.1, 3: 0.2}, {"keep_last": 1, "best": METRIC, "keep_best": 2}, [1, 3]),
-        ({1: 0.9, 2: 0.3, 3: 0.2}, {"keep_last": 1, "best": METRIC, "keep_best": 2}, [1, 2, 3]),
         # The newer one of a tie, where the larger wins and where the smaller does.
         ({1: 0.9, 2: 0.9, 3: 0.2}, {"keep_last": 1, "best": METRIC}, [2, 3]),
         ({1: 0.1, 2: 0.1, 3: 0.2}, {"keep_last": 1, "best": f"-{METRIC}"}, [2, 3]),
@@ -77,19 +74,18 @@ def test_what_stays(tmp_path, scores, arguments, stay):
         st.integers(0, 200), st.sampled_from([0.0, 0.5, 1, -2.5, None, "", DAMAGED]), max_size=8
     ),
     keep_last=st.integers(0, 4),
-    keep_best=st.integers(0, 3),
     sign=st.sampled_from(["", "-"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_newest_and_best_stay_and_no_others(scores, keep_last, keep_best, sign):
+def test_newest_and_best_stay_and_no_others(scores, keep_last, sign):
     whole = {step: score for step, score in scores.items() if score != DAMAGED}
     numbers = [step for step, score in whole.items() if score not in ("", None)]
     better = -1 if sign else 1
     with tempfile.TemporaryDirectory() as folder:
         run_dir = make(Path(folder), scores)
-        pruned(run_dir, keep_last, sign + METRIC, keep_best)
+        pruned(run_dir, keep_last, sign + METRIC)
         stay = set(left(run_dir)) if scores else set()
-        again = pruned(run_dir, keep_last, sign + METRIC, keep_best)
+        again = pruned(run_dir, keep_last, sign + METRIC)
     for step in scores:
         newer = sum(other > step for other in whole)
         beaten_by = sum(
@@ -97,7 +93,7 @@ def test_newest_and_best_stay_and_no_others(scores, keep_last, keep_best, sign):
             for other in numbers
             if step in numbers
         )
-        is_best = step in numbers and beaten_by < keep_best
+        is_best = step in numbers and beaten_by == 0
         is_kept = step not in whole or keep_last == 0 or newer < keep_last
         assert (step in stay) == (is_kept or is_best)
     assert again == []
